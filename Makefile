@@ -1,0 +1,54 @@
+# make train ARGS="--steps 50"   train the reference model; sets up .venv first if need be
+# make test  ARGS=tests/pure     the tests
+# make check                     formatting, lint, types, directions of imports
+# make bench                     compares speed with PyTorch's own
+# make format | clean            (clean keeps .venv and runs)
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# First and by its exact version, so that nothing later resolves to another, bigger build of it.
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help train test check bench format clean
+.DEFAULT_GOAL := help
+
+help:
+	@grep '^# make' Makefile | cut -c3-
+
+train: $(READY)
+	@$(BIN)/fullshard train $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(READY)
+	@echo "== format";  $(BIN)/ruff format --check .
+	@echo "== lint";    $(BIN)/ruff check .
+	@echo "== types";   $(BIN)/mypy
+	@echo "== imports"; $(BIN)/python -m pytest -q tests/pure/test_imports.py
+
+bench: $(READY)
+	@$(BIN)/python -m bench $(ARGS)
+
+format: $(READY)
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+clean:
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fullshard needs Python 3.11 or newer, try make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/pip || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "== installing $(TORCH) (the first time takes minutes)"
+	@$(PIP) install $(TORCH)
+	@echo "== installing fullshard and its tools"
+	@$(PIP) install --constraint constraints.txt --editable '.[plot,dev,hf]'
+	@touch $@

@@ -1,0 +1,149 @@
+"""Every private or version-dependent name of PyTorch that fullshard uses (2.11 to 2.13).
+
+When a PyTorch release breaks fullshard, this is the file to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = [
+    "DTensorSpec",
+    "all_gather",
+    "backend_name",
+    "current_task",
+    "device_types",
+    "dtensor_from_spec",
+    "dtensor_spec",
+    "gradient_node",
+    "has_average",
+    "local_of",
+    "node_number",
+    "num_pending_nodes",
+    "queue_end_of_task",
+    "reduce_scatter",
+    "repoint",
+    "overrides_setattr",
+    "sequence_number",
+    "version",
+]
+
+
+# Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their
+# successors; the methods of the group are the same in all versions, and cost less host time.
+
+
+def all_gather(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
+    """Start the backend's all-gather of 1-D ``source`` into 1-D ``output``."""
+    return group._allgather_base(output, source)
+
+
+def reduce_scatter(
+    group: dist.ProcessGroup, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return group._reduce_scatter_base(output, source, options)
+
+
+def device_types(group: dist.ProcessGroup) -> Iterable[str]:
+    """Device types that the group can communicate on."""
+    return [device.type for device in group._device_types]
+
+
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
+    """Name of the backend that serves ``device_type``."""
+    return group._get_backend(torch.device(device_type)).name()
+
+
+def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether the backend's reduce-scatter knows a mean for every dtype (gloo's does not)."""
+    return backend_name(group, device_type) == "nccl"
+
+
+# Autograd.
+
+
+def current_task() -> int:
+    """Number of the backward call that this thread is in, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_end_of_task(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the current backward call ends; drop it if that call fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def gradient_node(tensor: Tensor) -> Node:
+    """The node that receives the gradient of ``tensor``; of a leaf, the one that accumulates it."""
+    return get_gradient_edge(tensor).node
+
+
+def num_pending_nodes(nodes: Iterable[Node]) -> int | None:
+    """How many of these accumulating nodes the current backward call will run, or has run.
+
+    None inside of ``autograd.grad``, which accumulates into no leaf.
+    """
+    try:
+        return sum(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return None
+
+
+def node_number(node: Node) -> int:
+    """The node's place in the order in which nodes were made; backward runs high ones first."""
+    return node._sequence_nr()
+
+
+def sequence_number() -> int:
+    """The number that this thread's next autograd node will get."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+# DTensor. The public ``from_local`` is an autograd function and checks again what we know.
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    *,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """Where a DTensor of this global shape and stride lies."""
+    return DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
+
+
+def dtensor_from_spec(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:
+    """A DTensor around ``local``, without a check."""
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """The local tensor itself (``to_local`` makes a new view each time)."""
+    return tensor._local_tensor
+
+
+def repoint(tensor: DTensor, local: Tensor) -> None:
+    """Make ``tensor`` stand for another local tensor of the same shape and dtype."""
+    tensor._local_tensor = local
+
+
+def overrides_setattr(module: nn.Module) -> bool:
+    """Whether assigning an attribute of ``module`` does more than ``nn.Module`` does."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def version(tensor: Tensor) -> int:
+    """How often ``tensor`` was visibly written."""
+    return tensor._version

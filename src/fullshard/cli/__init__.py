@@ -1,0 +1,27 @@
+"""The ``fullshard`` command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from fullshard.train.command import run_app, train_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+app.command("train")(train_command)
+
+
+@app.callback()
+def _fullshard() -> None:
+    """Train PyTorch models too big for one device."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``fullshard ARGUMENTS`` (the process's own if None); returns the exit code.
+
+    0 after success, 1 if a worker failed, 2 if the user can mend it, 130 after Ctrl-C.
+    """
+    return run_app(app, "fullshard", arguments)

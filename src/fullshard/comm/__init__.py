@@ -1,0 +1,24 @@
+"""The wire: collectives, and nothing else in fullshard talks to another rank.
+
+``Collectives`` is the seam; ``C10d`` speaks NCCL and gloo through ``torch.distributed``, and
+``Recording`` wraps any of them and notes what was asked for.
+"""
+
+from __future__ import annotations
+
+from fullshard.comm.c10d import C10d
+from fullshard.comm.mesh import collectives_of, default_mesh, wrapped
+from fullshard.comm.protocol import Collectives, Done, Pending
+from fullshard.comm.recording import CollectiveCall, Recording
+
+__all__ = [
+    "C10d",
+    "CollectiveCall",
+    "Collectives",
+    "Done",
+    "Pending",
+    "Recording",
+    "collectives_of",
+    "default_mesh",
+    "wrapped",
+]

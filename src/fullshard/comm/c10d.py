@@ -1,0 +1,150 @@
+"""Collectives over ``torch.distributed``: NCCL and its like natively, gloo by sends in pairs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.protocol import Done, Pending
+
+__all__ = ["C10d", "Transport"]
+
+
+class Transport(enum.Enum):
+    """How bytes travel."""
+
+    NATIVE = "native"
+    """The backend's own collectives."""
+    PAIRS = "pairs"
+    """One send and one receive for each other rank, and local sums: for gloo on CPU.
+
+    Medians on 2 cores in ms, 2 ranks of one thread, 4 MB and 28 MB in all: gather 1.8 against
+    gloo's own 3.0, and 13.6 against 23.0; reduce 2.9 against 5.0, and 15.5 against 39.4; an
+    all-to-all plus a local sum lies between (3.9 and 31.0). It was never slower between 4 kB and
+    28 MB on 2 and 4 ranks (``python -m bench.gloo``), so size does not choose.
+    """
+
+
+# Tags tell our sends apart from the user's, and the gathers and reductions in flight from each
+# other: every rank of a group counts the same collectives, so equal tags meet.
+_FIRST_TAG = 1 << 20
+_TAGS = 1 << 29
+
+
+class C10d:
+    """Collectives of one process group."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device_type: str, transport: Transport | None = None
+    ) -> None:
+        self._group = group
+        self.rank = group.rank()
+        self.world = group.size()
+        self._transport = transport or _default_transport(group, device_type)
+        self._tags = count()
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+        """See ``Collectives.all_gather``."""
+        slices = output.view(self.world, -1)
+        if self.world == 1:
+            slices[0].copy_(source)
+            return Done()
+        if self._transport is Transport.NATIVE:
+            return _torch.all_gather(self._group, output, source)
+        parts = slices.unbind()
+        works = self._exchange([source] * self.world, parts)
+        parts[self.rank].copy_(source)
+        return _Works(works)
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """See ``Collectives.reduce_scatter_mean``."""
+        if self.world == 1:
+            output.copy_(source)
+            return Done()
+        if self._transport is Transport.NATIVE:
+            return _NativeMean(self._group, output, source)
+        slices = source.view(self.world, -1)
+        received = torch.empty_like(slices[1:])
+        others = iter(received)
+        targets = [slices[r] if r == self.rank else next(others) for r in range(self.world)]
+        works = self._exchange(slices.unbind(), targets)
+        return _LocalMean(works, output, slices[self.rank], received)
+
+    def _exchange(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[dist.Work]:
+        """Send ``sources[r]`` to each other rank r while ``targets[r]`` is received from it."""
+        tag = _FIRST_TAG + next(self._tags) % _TAGS
+        works = []
+        for distance in range(1, self.world):
+            peer = (self.rank - distance) % self.world
+            works.append(self._group.recv([targets[peer]], peer, tag))
+        for distance in range(1, self.world):
+            peer = (self.rank + distance) % self.world
+            works.append(self._group.send([sources[peer]], peer, tag))
+        return works
+
+
+def _default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
+    gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
+    return Transport.PAIRS if gloo_on_cpu else Transport.NATIVE
+
+
+class _Works:
+    """Several transfers that complete together."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _LocalMean(_Works):
+    """Receives of other ranks' slices, then their mean with our own."""
+
+    def __init__(
+        self, works: list[dist.Work], output: Tensor, own: Tensor, received: Tensor
+    ) -> None:
+        super().__init__(works)
+        self._output = output
+        self._own = own
+        self._received = received
+
+    def wait(self) -> None:
+        super().wait()
+        wide = torch.float32 if self._own.dtype.itemsize < 4 else self._own.dtype
+        if self._output.dtype == self._own.dtype == wide:
+            total = torch.add(self._own, self._received[0], out=self._output)
+        else:  # few bits: add up in fp32, round once
+            total = self._own.to(wide) + self._received[0]
+        for part in self._received[1:]:
+            total.add_(part)
+        total.div_(1 + len(self._received))
+        if total is not self._output:
+            self._output.copy_(total)
+
+
+class _NativeMean:
+    """The backend's reduce-scatter; gloo has no mean of fp64: there a sum and a division."""
+
+    def __init__(self, group: dist.ProcessGroup, output: Tensor, source: Tensor) -> None:
+        self._average = _torch.has_average(group, source.device.type)
+        self._output = output
+        self._world = group.size()
+        self._result = output if output.dtype == source.dtype else source.new_empty(output.shape)
+        op = dist.ReduceOp.AVG if self._average else dist.ReduceOp.SUM
+        self._work = _torch.reduce_scatter(group, self._result, source, op)
+        self._source = source
+
+    def wait(self) -> None:
+        self._work.wait()
+        if not self._average:
+            self._result.div_(self._world)
+        if self._result is not self._output:
+            self._output.copy_(self._result)

@@ -1,0 +1,49 @@
+"""What the engine asks of the wire."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Collectives", "Done", "Pending"]
+
+
+class Pending(Protocol):
+    """A collective that was started.
+
+    ``wait`` makes its result usable on the current stream (on a CPU: blocks) and must be called
+    exactly once; until then the caller keeps both tensors alive and untouched.
+    """
+
+    def wait(self) -> object:
+        """Make the result usable."""
+
+
+class Done:
+    """A collective that had nothing to do."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Collectives(Protocol):
+    """Collectives among the ranks of one process group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+
+    @property
+    def world(self) -> int:
+        """Number of processes in the group."""
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+        """Start to gather every rank's ``source`` (1-D, n elements) into ``output`` (1-D,
+        world * n elements), in rank order.
+        """
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """Start to put the mean over ranks of slice ``rank`` of ``source`` (1-D, world * n
+        elements) into ``output`` (1-D, n elements). ``source`` may be overwritten.
+        """

@@ -1,0 +1,49 @@
+"""A wrapper that notes every collective: what tests and benchmarks count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard.comm.protocol import Collectives, Pending
+
+__all__ = ["CollectiveCall", "Recording"]
+
+
+class CollectiveCall(NamedTuple):
+    """One collective, with the elements that this rank contributes."""
+
+    kind: str
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Recording:
+    """Passes everything on to ``inner`` and appends to ``calls``."""
+
+    inner: Collectives
+    calls: list[CollectiveCall] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self.inner.rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes in the group."""
+        return self.inner.world
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+        """Note and pass on."""
+        self.calls.append(CollectiveCall("all_gather", source.numel(), source.dtype))
+        return self.inner.all_gather(output, source)
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """Note and pass on."""
+        self.calls.append(CollectiveCall("reduce_scatter", source.numel(), source.dtype))
+        return self.inner.reduce_scatter_mean(output, source)

@@ -1,0 +1,8 @@
+"""Streams, events and storage: the only room where they are touched, CUDA and CPU alike."""
+
+from __future__ import annotations
+
+from fullshard.device.storage import Buffer, Kind, StorageMeter
+from fullshard.device.streams import Lane, Lanes, make_lanes
+
+__all__ = ["Buffer", "Kind", "Lane", "Lanes", "StorageMeter", "make_lanes"]

@@ -1,0 +1,80 @@
+"""Tensors that live long while their memory comes and goes, and a count of what they hold."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+__all__ = ["Buffer", "Kind", "StorageMeter"]
+
+
+class Kind(enum.Enum):
+    """What a buffer is for; see the note in ``engine/bucket.py``."""
+
+    UNSHARDED = "unsharded"
+    GATHER_OUTPUT = "gather_output"
+    REDUCE_INPUT = "reduce_input"
+
+
+class StorageMeter:
+    """Counts the bytes that buffers hold now, and the most they held at once."""
+
+    def __init__(self) -> None:
+        self.held_nbytes: Counter[Kind] = Counter()
+        self.peak_nbytes: Counter[Kind] = Counter()
+
+    def change(self, kind: Kind, nbytes: int) -> None:
+        """Add ``nbytes`` (negative: freed) to what is held."""
+        held = self.held_nbytes[kind] = self.held_nbytes[kind] + nbytes
+        if held > self.peak_nbytes[kind]:
+            self.peak_nbytes[kind] = held
+
+    def reset_peak(self) -> None:
+        """Start to look for a new peak."""
+        self.peak_nbytes = Counter(self.held_nbytes)
+
+
+class Buffer:
+    """A 1-D tensor whose storage is allocated and freed again and again.
+
+    ``tensor`` and views of it stay valid objects all the time, and valid memory only while
+    ``allocated``: reading them in between kills the process. It starts allocated, because views
+    can only be made of memory; make them, then ``free``. Allocation and freeing belong to the
+    stream that is current, as with any tensor.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        kind: Kind,
+        meter: StorageMeter,
+    ) -> None:
+        self.nbytes = numel * dtype.itemsize
+        self.kind = kind
+        self.allocated = True
+        self._meter = meter
+        meter.change(kind, self.nbytes)
+        # An inference tensor could never be written again outside of inference mode.
+        with torch.inference_mode(False):
+            self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
+            self._storage = self.tensor.untyped_storage()
+
+    def allocate(self) -> None:
+        """Give the tensor memory, with arbitrary content; nothing if it has some."""
+        if not self.allocated:
+            self._storage.resize_(self.nbytes)
+            self.allocated = True
+            self._meter.change(self.kind, self.nbytes)
+
+    def free(self) -> None:
+        """Take the memory away; nothing if there is none."""
+        if self.allocated:
+            self._storage.resize_(0)
+            self.allocated = False
+            self._meter.change(self.kind, -self.nbytes)

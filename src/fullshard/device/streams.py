@@ -1,0 +1,88 @@
+"""Lanes: the three streams of work on a device, and how one waits for another.
+
+    COMPUTE   what the user runs; always the stream that is current
+    GATHER    casts, all-gathers and copies that make unsharded parameters; owns their memory
+    REDUCE    reduce-scatters and what follows them; owns the memory of the sharded gradients
+
+Memory is handed between lanes by ``join`` alone, never by ``record_stream``, so that what is
+reused when does not depend on how fast the device happens to run.
+"""
+
+from __future__ import annotations
+
+import enum
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CpuLanes", "Lane", "Lanes", "StreamLanes", "make_lanes"]
+
+
+class Lane(enum.Enum):
+    """A stream of work."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+class Lanes(Protocol):
+    """The lanes of one device."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Issue the work of the ``with`` block on ``lane`` (not COMPUTE)."""
+
+    def join(self, waiter: Lane, awaited: Lane) -> None:
+        """What is issued on ``waiter`` from now on waits for what was issued on ``awaited``."""
+
+
+class CpuLanes:
+    """A CPU does one thing after the other: nothing to switch, nothing to wait for."""
+
+    def __init__(self) -> None:
+        self._here: AbstractContextManager[None] = nullcontext()
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Stay here."""
+        return self._here
+
+    def join(self, waiter: Lane, awaited: Lane) -> None:
+        """Everything issued before is done already."""
+
+
+class StreamLanes:
+    """Streams of an accelerator, through its ``torch.<device>`` module."""
+
+    def __init__(self, accelerator: ModuleType, device: torch.device) -> None:
+        self._accelerator = accelerator
+        self._device = device
+        # High priority: communication that waits behind compute kernels overlaps with nothing.
+        self._streams = {
+            lane: accelerator.Stream(device=device, priority=-1)
+            for lane in (Lane.GATHER, Lane.REDUCE)
+        }
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Make the lane's stream current."""
+        stream: AbstractContextManager[Any] = self._accelerator.stream(self._streams[lane])
+        return stream
+
+    def join(self, waiter: Lane, awaited: Lane) -> None:
+        """Record an event on ``awaited``, let ``waiter`` wait for it."""
+        event = self._accelerator.Event()
+        event.record(self._stream(awaited))
+        self._stream(waiter).wait_event(event)
+
+    def _stream(self, lane: Lane) -> Any:
+        if lane is Lane.COMPUTE:
+            return self._accelerator.current_stream(self._device)
+        return self._streams[lane]
+
+
+def make_lanes(device: torch.device) -> Lanes:
+    """The lanes of ``device``."""
+    if device.type in ("cpu", "meta"):
+        return CpuLanes()
+    return StreamLanes(torch.get_device_module(device), device)

@@ -1,0 +1,202 @@
+"""How autograd tells us what happens in backward; the only place with autograd hooks.
+
+    backward_enter   a pre-hook on the node that made an output (of a view, that made its base)
+    input_grads      hooks on the inputs that are no leaves, whose objects are never replaced
+    grads_ready      post-accumulate hooks, counted down from the parameters that this very task
+                     will reach
+    task_end/died    a callback at the end of each task; its deletion without a call means that
+                     the task died
+
+Hooks on inputs run before autograd goes on below them: by then all that was built in the unit's
+forward is done, because autograd runs younger nodes first. A leaf's own node has no such order, so
+leaf inputs are not waited for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from fullshard import _torch
+from fullshard.engine.unit import Unit
+from fullshard.schedule import triggers as when
+from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+
+__all__ = ["Backward", "Use"]
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """Gradients that one task brings to one unit."""
+
+    expected: int | None
+    """None: the task is ``autograd.grad``, which accumulates into no parameter."""
+    count: int = 0
+    unreduced: bool = False
+
+
+class Backward:
+    """Watches backward on behalf of an engine, which it tells through ``trigger``."""
+
+    def __init__(self, trigger: Callable[[Trigger], None]) -> None:
+        self.trigger = trigger
+        self._tasks: dict[int, dict[int, _Arrivals]] = {}  # task -> unit key -> arrivals
+
+    def task(self) -> int:
+        """The task that this thread is in, with its end watched."""
+        task = _torch.current_task()
+        if task != NO_TASK and task not in self._tasks:
+            self._tasks[task] = {}
+            _torch.queue_end_of_task(_EndOfTask(self, task))
+        return task
+
+    def watch(self, unit: Unit, params: Iterable[nn.Parameter]) -> None:
+        """Learn of every gradient that reaches one of these unsharded parameters of ``unit``."""
+        unit.forget_nodes()
+        reference = weakref.ref(unit)
+
+        def arrived(param: Tensor) -> None:
+            alive = reference()
+            if alive is not None:
+                self._arrived(alive)
+
+        for param in params:
+            if param.is_floating_point() or param.is_complex():
+                param.requires_grad_(True)  # or it would refuse the hook; the unit sets it anew
+                param.register_post_accumulate_grad_hook(arrived)
+
+    def arrivals(self, unit: Unit, task: int) -> _Arrivals:
+        """What ``task`` brings to ``unit``; counted once per task."""
+        units = self._tasks[task]
+        arrivals = units.get(unit.key)
+        if arrivals is None:
+            expected = _torch.num_pending_nodes(unit.grad_nodes())
+            arrivals = units[unit.key] = _Arrivals(expected)
+        return arrivals
+
+    def reduced(self, unit: Unit) -> None:
+        """The gradients of ``unit`` were taken off its parameters."""
+        for units in self._tasks.values():
+            if unit.key in units:
+                units[unit.key].unreduced = False
+
+    def _arrived(self, unit: Unit) -> None:
+        task = self.task()
+        arrivals = self.arrivals(unit, task)
+        arrivals.count += 1
+        arrivals.unreduced = True
+        if arrivals.count == arrivals.expected:
+            complete = arrivals.count == unit.num_params
+            self.trigger(when.GradsReady(unit.key, task, complete))
+
+    def ended(self, task: int) -> None:
+        """Called by autograd at the end of ``task``."""
+        self.trigger(when.TaskEnd(task, self._close(task)))
+
+    def died(self, task: int) -> None:
+        """``task`` was given up by autograd."""
+        self.trigger(when.TaskDied(task, self._close(task)))
+
+    def _close(self, task: int) -> tuple[int, ...]:
+        units = self._tasks.pop(task, {})
+        return tuple(key for key, arrivals in units.items() if arrivals.unreduced)
+
+
+class _EndOfTask:
+    """Autograd calls it at the end of a task, or drops it when the task fails."""
+
+    def __init__(self, backward: Backward, task: int) -> None:
+        self._backward: Backward | None = backward
+        self._task = task
+
+    def __call__(self) -> None:
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            backward.ended(self._task)
+
+    def __del__(self) -> None:
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            backward.died(self._task)
+
+
+@dataclass(slots=True)
+class Use:
+    """One forward call of a unit, as autograd's graph remembers it."""
+
+    backward: Backward
+    unit: Unit
+    number: int
+    num_inputs: int = 0
+    _first_nodes: list[int] = field(default_factory=list)
+    """For each running call, innermost last: the number of the first autograd node it makes."""
+    _inputs: set[int] = field(default_factory=set)
+    """Identities of the inputs, only while the forward runs and keeps them alive."""
+    _inputs_done: dict[int, int] = field(default_factory=dict)  # task -> inputs
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward of this use is under way."""
+        return bool(self._first_nodes)
+
+    def begin(self, inputs: Iterable[Tensor]) -> None:
+        """The forward begins: learn when backward will leave this use by its inputs."""
+        self._first_nodes.append(_torch.sequence_number())
+        for tensor in inputs:
+            if id(tensor) in self._inputs:
+                continue
+            self._inputs.add(id(tensor))
+            if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+                tensor.register_hook(self._input_grad)
+                self.num_inputs += 1
+
+    def end(self, outputs: Iterable[Tensor]) -> Follows:
+        """The forward ended: learn when backward will enter this use by its outputs.
+
+        Tells whether all ways back are seen. Backward runs younger nodes first, so what the
+        outputs do not show is safe if it is older than the youngest of them, and unseen if not.
+        """
+        first, made = self._first_nodes.pop(), _torch.sequence_number()
+        inputs = self._inputs.copy()
+        if not self._first_nodes:
+            self._inputs.clear()
+        if not torch.is_grad_enabled() or made == first:
+            return Follows.NOTHING
+        newest = -1
+        outside = False  # a parameter is handed out, to be read where no hook is
+        nodes: dict[int, Node] = {}
+        for tensor in outputs:
+            if not tensor.requires_grad:
+                continue
+            base = tensor if tensor._base is None else tensor._base
+            if base.grad_fn is None:
+                outside = outside or id(base) not in inputs
+            elif _torch.node_number(base.grad_fn) >= first:
+                nodes[id(base.grad_fn)] = base.grad_fn
+            if tensor.grad_fn is not None:
+                newest = max(newest, _torch.node_number(tensor.grad_fn))
+        for node in nodes.values():
+            node.register_prehook(self._output_grad)
+        return Follows.HIDDEN if outside or newest < made - 1 else Follows.BACKWARD
+
+    def _output_grad(self, grads: tuple[Tensor | None, ...]) -> None:
+        task = self.backward.task()
+        accumulates = self.backward.arrivals(self.unit, task).expected is not None
+        self.backward.trigger(
+            when.BackwardEnter(self.unit.key, self.number, task, accumulates=accumulates)
+        )
+
+    def _input_grad(self, grad: Tensor) -> None:
+        task = self.backward.task()
+        done = self._inputs_done[task] = self._inputs_done.get(task, 0) + 1
+        if done < self.num_inputs:
+            return
+        del self._inputs_done[task]
+        arrivals = self.backward.arrivals(self.unit, task)
+        settled = arrivals.expected is None or arrivals.count >= arrivals.expected
+        self.backward.trigger(when.InputGrads(self.unit.key, self.number, task, settled))

@@ -1,0 +1,150 @@
+"""A bucket: parameters of one unit that share mesh, dtype and trainability.
+
+[Note: the tensors of a bucket]
+
+    sharded_params[i]   what user and optimizer see between steps; local tensors are views of
+    shard               this rank's slice of every parameter, 1-D, ``layout.shard_numel`` elements
+    all_gather_input    ``shard`` in the dtype on the wire: ``shard`` itself if no cast is needed
+    gather_output       rank-major result of the all-gather, copied in one batch into ``unsharded``;
+                        does not exist where the layout is zero-copy: the gather writes in place
+    unsharded           all parameters, whole, 1-D; empty storage while resharded. At shard size 1
+                        without a cast it does not exist: the parameters borrow ``shard``
+    unsharded.params[i] nn.Parameters over ``unsharded``: what modules compute with, and the leaves
+                        of autograd. The same objects as long as the bucket lives
+    pending[i]          whole gradients that wait for a backward that reduces (no-sync)
+    reduce_input        gradients rank-major in layout order, in the dtype of the reduction, with
+                        one element per parameter behind each slice: 1 if it has a gradient
+    grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views
+
+``bucket.py`` holds the first two, ``unshard.py`` the next four, ``reduce.py`` the last three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.device import Lanes, StorageMeter
+from fullshard.engine.reduce import Gradients
+from fullshard.engine.spec import BucketSpec
+from fullshard.engine.unshard import Unsharded
+from fullshard.errors import ConfigError
+from fullshard.layout import Segment
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """One layout, one shard, one unsharded buffer. See [Note: the tensors of a bucket]."""
+
+    def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
+        """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces."""
+        self.spec = spec
+        first = originals[0]
+        device = first.device if first.device.type == "meta" else spec.device
+        self.shard = torch.zeros(spec.layout.shard_numel, dtype=first.dtype, device=device)
+        for segment, original in zip(spec.segments, originals, strict=True):
+            _cut(original.detach(), segment, self.shard)
+        self.sharded_params = [
+            nn.Parameter(spec.form.wrap(i, local), requires_grad=original.requires_grad)
+            for i, (local, original) in enumerate(
+                zip(spec.local_views(self.shard), originals, strict=True)
+            )
+        ]
+        # The very objects: a Parameter may wrap a view of what it was made from.
+        self._locals = [spec.form.local(param) for param in self.sharded_params]
+        self.unsharded: Unsharded | None = None
+        self.gradients: Gradients | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Fully qualified names of the parameters."""
+        return [param.name for param in self.spec.layout.params]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there is anything to reduce; the same on all ranks."""
+        return any(param.requires_grad for param in self.sharded_params)
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded buffer."""
+        dtype = self.spec.unsharded_dtype(self.shard.dtype)
+        return self.spec.layout.unsharded_numel * dtype.itemsize
+
+    def materialize(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
+        """Make the unsharded side, once; it starts without memory."""
+        if self.unsharded is None:
+            self.unsharded = Unsharded(self.spec, self.shard, lanes, meter)
+            self.gradients = Gradients(
+                self.spec, self.unsharded.params, self.sharded_params, lanes, meter
+            )
+        return self.unsharded
+
+    def dematerialize(self) -> None:
+        """Forget the unsharded side; only while it is resharded."""
+        self.unsharded = self.gradients = None
+
+    def is_current(self) -> bool:
+        """Whether the sharded parameters are still the views of ``shard`` that we made."""
+        local = self.spec.form.local
+        return all(
+            local(param) is view
+            for param, view in zip(self.sharded_params, self._locals, strict=True)
+        )
+
+    def version(self) -> int:
+        """Changes when a sharded parameter is visibly written."""
+        return sum(map(_torch.version, (*self.sharded_params, *self._locals)))
+
+    def adopt(self, replaced: dict[int, nn.Parameter] | None = None) -> bool:
+        """Take over what ``.to()``, a load or the user put in place of our views.
+
+        ``replaced`` maps indices to parameters that stand in the modules instead of ours; they
+        must have been checked. Returns whether device or dtype changed, which makes the unsharded
+        side new.
+        """
+        for index, param in (replaced or {}).items():
+            self.sharded_params[index] = param
+        if self.gradients is not None and replaced:
+            self.gradients.sharded_params = self.sharded_params
+        locals_now = [self.spec.form.local(param) for param in self.sharded_params]
+        kinds = {(local.device, local.dtype) for local in locals_now}
+        if len(kinds) > 1:
+            raise ConfigError(
+                "parameters of one bucket now differ in device or dtype: got "
+                f"{sorted(map(str, kinds))} for {', '.join(self.names)}; move or cast the whole "
+                "sharded module, not single parameters of it"
+            )
+        ((device, dtype),) = kinds
+        changed = (device, dtype) != (self.shard.device, self.shard.dtype)
+        fresh = torch.zeros_like(self.shard, device=device, dtype=dtype)
+        views = self.spec.local_views(fresh)
+        for param, view, local in zip(self.sharded_params, views, locals_now, strict=True):
+            if device.type != "meta":
+                view.copy_(local.detach())
+            self.spec.form.repoint(param, view)
+        self._locals = [self.spec.form.local(param) for param in self.sharded_params]
+        self.shard = fresh
+        if changed or (self.unsharded is not None and self.unsharded.borrows):
+            self.dematerialize()
+        elif self.unsharded is not None:
+            self.unsharded.shard = fresh
+        return changed
+
+
+def _cut(whole: Tensor, segment: Segment, shard: Tensor) -> None:
+    """Copy one segment of ``whole`` to its place in ``shard``."""
+    if whole.device.type == "meta" or not segment.numel:
+        return
+    whole = whole.contiguous()
+    source = whole.as_strided(
+        (segment.count, segment.length),
+        (segment.step, 1),
+        whole.storage_offset() + segment.start,
+    )
+    target = shard.narrow(0, segment.shard_offset, segment.numel)
+    target.view(segment.count, segment.length).copy_(source)

@@ -1,0 +1,218 @@
+"""The engine: tells the scheduler what happens, and does what it answers."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fullshard import _torch
+from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
+from fullshard.engine.autograd import Backward, Use
+from fullshard.engine.unit import Unit
+from fullshard.errors import ProtocolError
+from fullshard.schedule import Event, Op, Recorder, Scheduler, UnitPolicy
+from fullshard.schedule import triggers as when
+from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+
+__all__ = ["Engine"]
+
+log = logging.getLogger("fullshard")
+
+# An optimizer that steps makes unsharded copies stale, whichever engine's they are: version
+# counters do not see what foreach and fused optimizers write.
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_optimizer_step(*_: object) -> None:
+    for engine in _engines:
+        engine.trigger(when.WeightsChanged())
+
+
+register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+class Engine:
+    """Runs the units of one tree of modules: one scheduler, one set of lanes.
+
+    A call of ``fully_shard`` joins the engines of the units below it, so that at last the root's
+    engine runs them all, whatever runs forward first.
+    """
+
+    def __init__(self, units: Sequence[Unit], policies: Sequence[UnitPolicy]) -> None:
+        self.units = list(units)
+        self.scheduler = Scheduler()
+        self.meter = StorageMeter()
+        self.recorder: Recorder | None = None
+        self._backward = Backward(self.trigger)
+        self._lanes: Lanes | None = None
+        self._uses: dict[int, Use] = {}  # the last of each unit
+        self._told_hidden: set[int] = set()
+        for key, (unit, policy) in enumerate(zip(units, policies, strict=True)):
+            unit.key = key
+            unit.engine = self
+            self.scheduler.add(key, nbytes=unit.nbytes, num_members=unit.num_members, policy=policy)
+        _engines.add(self)
+
+    @classmethod
+    def join(cls, engines: Iterable[Engine], unit: Unit, policy: UnitPolicy) -> Engine:
+        """One engine for the units of ``engines``, in their order, and ``unit``.
+
+        Raises:
+            ProtocolError: one of them is in the middle of a forward or a backward.
+        """
+        units: list[Unit] = []
+        policies: list[UnitPolicy] = []
+        for engine in dict.fromkeys(engines):
+            engine.check_idle(f"fully_shard({unit.name or 'the root'})")
+            engine.reshard_all()
+            units += engine.units
+            policies += [engine.policy_of(unit) for unit in engine.units]
+        for inner in units:
+            for bucket in inner.buckets:
+                bucket.dematerialize()
+        return cls([*units, unit], [*policies, policy])
+
+    def check_idle(self, what: str) -> None:
+        """Raise ``ProtocolError`` in the middle of a forward or a backward."""
+        if not self.scheduler.idle:
+            raise ProtocolError(
+                f"{what} was called in the middle of a forward or a backward of the model; "
+                "call it between steps, or call reset_iter_state() on the root after an exception"
+            )
+
+    def reshard_all(self) -> None:
+        """Reshard every unit that nothing uses."""
+        for unit in self.units:
+            self.trigger(when.UserReshard(unit.key))
+
+    def policy_of(self, unit: Unit) -> UnitPolicy:
+        """What the user chose for ``unit``."""
+        return self.scheduler.residents.units[unit.key].policy
+
+    def weights_changed(self) -> None:
+        """Sharded parameters may have new values."""
+        self.trigger(when.WeightsChanged())
+
+    def trigger(self, trigger: Trigger) -> None:
+        """Let the scheduler decide, then act."""
+        actions = self.scheduler.on(trigger)
+        if self.recorder is not None:
+            self.recorder.record(Event(trigger, actions))
+        for action in actions:
+            if action.unit is None:
+                self.lanes.join(Lane.GATHER, Lane.COMPUTE)
+            else:
+                _ACTS[action.op](self, self.units[action.unit])
+
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of the units' device; made when first asked for."""
+        if self._lanes is None:
+            self._lanes = make_lanes(self.units[-1].device)
+        return self._lanes
+
+    # forward
+
+    def enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
+        """``member`` of ``unit`` is about to run its forward, on ``inputs``.
+
+        Raises:
+            ProtocolError: parameters are on the meta device; nothing was changed.
+        """
+        task = self._backward.task()
+        if self.scheduler.idle:
+            self.look_after(self.units)
+        self.trigger(when.ForwardEnter(unit.key, member, task))
+        number = self.scheduler.current_use
+        use = self._uses.get(unit.key)
+        if use is None or use.number != number:
+            use = self._uses[unit.key] = Use(self._backward, unit, number)
+        use.begin(inputs)
+
+    def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
+        """``member`` of ``unit`` has run its forward, or an exception left it."""
+        use = self._uses.get(unit.key)
+        if use is None or not use.running:
+            return  # another hook failed before ours, and it never entered
+        follows = use.end(() if failed else outputs)
+        if failed:
+            follows = Follows.NOTHING
+        task = _torch.current_task()
+        if follows is Follows.HIDDEN and task == NO_TASK:
+            self._tell_hidden(unit)
+        self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
+
+    def look_after(self, units: Iterable[Unit]) -> None:
+        """Notice what was done to the parameters since the last step, and refuse what cannot run.
+
+        Raises:
+            ProtocolError: parameters are on the meta device.
+        """
+        for unit in units:
+            state = self.scheduler.residents.units[unit.key]
+            if state.residency:
+                if unit.was_written():
+                    self.trigger(when.WeightsChanged())
+            elif unit.registration.check(unit):
+                state.nbytes = unit.nbytes
+            unit.check_materialized()
+
+    def _tell_hidden(self, unit: Unit) -> None:
+        if unit.key in self._told_hidden:
+            return
+        self._told_hidden.add(unit.key)
+        log.warning(
+            "unit %s: the newest autograd node of its forward is not an output that can be found "
+            "in lists, tuples, mappings and dataclasses; the unit stays unsharded until its "
+            "backward has ended. Return the tensor, or detach what needs no gradient",
+            unit.name or "(root)",
+        )
+
+    # acts
+
+    def _unshard(self, unit: Unit) -> None:
+        fresh = unit.materialize(self.lanes, self.meter)
+        if fresh:
+            self._backward.watch(unit, fresh)
+        unit.start_unshard()
+
+    def _reduce(self, unit: Unit) -> None:
+        unit.reduce()
+        self._backward.reduced(unit)
+
+    def _accumulate(self, unit: Unit) -> None:
+        unit.accumulate()
+        self._backward.reduced(unit)
+
+    def _discard(self, unit: Unit) -> None:
+        unit.discard()
+        self._backward.reduced(unit)
+
+    def _forget(self, unit: Unit) -> None:
+        unit.forget()
+        self._backward.reduced(unit)
+
+    def _wait(self, unit: Unit) -> None:
+        unit.finish_unshard()
+
+    def _reshard(self, unit: Unit) -> None:
+        unit.reshard()
+
+    def _finish_reduce(self, unit: Unit) -> None:
+        unit.finish_reduce()
+
+
+_ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
+    Op.UNSHARD: Engine._unshard,
+    Op.WAIT: Engine._wait,
+    Op.RESHARD: Engine._reshard,
+    Op.REDUCE_SCATTER: Engine._reduce,
+    Op.FINISH_REDUCE: Engine._finish_reduce,
+    Op.ACCUMULATE: Engine._accumulate,
+    Op.DISCARD: Engine._discard,
+    Op.FORGET: Engine._forget,
+}

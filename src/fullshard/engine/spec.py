@@ -1,0 +1,61 @@
+"""What is decided about a bucket before any tensor is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard.comm import Collectives
+from fullshard.layout import Layout, Segment
+from fullshard.tensors import ShardForm
+
+__all__ = ["BucketSpec", "Piece"]
+
+
+class Piece(NamedTuple):
+    """Where this rank's piece of a parameter lies in its shard, and its shape."""
+
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Layout, wire and dtypes of a bucket.
+
+    ``param_dtype`` and ``reduce_dtype`` are None where the parameters' own dtype, or that of the
+    unsharded parameters, is used.
+    """
+
+    layout: Layout
+    comm: Collectives
+    form: ShardForm
+    device: torch.device
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """This rank's segment of each parameter."""
+        return self.layout.segments_of(self.comm.rank)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """This rank's piece of each parameter."""
+        return tuple(
+            Piece(s.shard_offset, s.numel, self.layout.local_shape(self.comm.rank, s.param))
+            for s in self.segments
+        )
+
+    def local_views(self, flat: Tensor) -> list[Tensor]:
+        """This rank's piece of every parameter in ``flat`` (1-D, in shard order)."""
+        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
+
+    def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the unsharded parameters of shards of ``dtype``."""
+        return self.param_dtype if self.param_dtype and dtype.is_floating_point else dtype

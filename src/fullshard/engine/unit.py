@@ -1,0 +1,174 @@
+"""A unit: what one call of ``fully_shard`` unshards and reduces together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from fullshard import _torch
+from fullshard.device import Lanes, StorageMeter
+from fullshard.engine.bucket import Bucket
+from fullshard.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from fullshard.engine.executor import Engine
+
+__all__ = ["Registration", "Unit"]
+
+
+class Registration(Protocol):
+    """The places where a unit's parameters stand in modules; the engine knows no module."""
+
+    def show_sharded(self, buckets: Sequence[Bucket]) -> None:
+        """Let the modules show the sharded parameters."""
+
+    def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
+        """Let the modules show the unsharded parameters."""
+
+    def check(self, unit: Unit) -> bool:
+        """Take over what stands in the modules instead of our sharded parameters.
+
+        Called while they should show sharded parameters, before an all-gather. Returns whether
+        anything was taken over.
+        """
+
+
+class Unit:
+    """Buckets that move together, known to the scheduler by ``key``."""
+
+    def __init__(
+        self,
+        name: str,
+        buckets: Sequence[Bucket],
+        registration: Registration,
+        *,
+        device: torch.device,
+        num_members: int,
+    ) -> None:
+        self.key = -1
+        self.name = name
+        self.device = device
+        self.buckets = tuple(buckets)
+        self.registration = registration
+        self.num_members = num_members
+        self.engine: Engine | None = None
+        self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
+        self._version = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, unsharded."""
+        return sum(bucket.unsharded_nbytes for bucket in self.buckets)
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, frozen ones included."""
+        return sum(len(bucket.sharded_params) for bucket in self.buckets)
+
+    def materialize(self, lanes: Lanes, meter: StorageMeter) -> list[nn.Parameter]:
+        """Make the unsharded side where there is none; returns the new unsharded parameters."""
+        fresh = [bucket for bucket in self.buckets if bucket.unsharded is None]
+        return [param for bucket in fresh for param in bucket.materialize(lanes, meter).params]
+
+    def start_unshard(self) -> None:
+        """Start the all-gathers."""
+        self._version = self._current_version()
+        for bucket in self.buckets:
+            if bucket.unsharded is not None:
+                bucket.unsharded.start()
+
+    def finish_unshard(self) -> None:
+        """Make the unsharded parameters usable and show them."""
+        for bucket in self.buckets:
+            if bucket.unsharded is not None:
+                bucket.unsharded.finish()
+        self._sync_requires_grad()
+        self.registration.show_unsharded(self.buckets)
+
+    def reshard(self) -> None:
+        """Show the sharded parameters and free the unsharded ones."""
+        self.registration.show_sharded(self.buckets)
+        for bucket in self.buckets:
+            if bucket.unsharded is not None:
+                bucket.unsharded.free()
+
+    def reduce(self) -> None:
+        """Start the reductions of the buckets in which something is trainable."""
+        for bucket in self.buckets:
+            if bucket.trainable and bucket.gradients is not None:
+                bucket.gradients.start()
+
+    def finish_reduce(self) -> None:
+        """Put reduced gradients where the optimizer looks."""
+        for bucket in self.buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.finish()
+
+    def accumulate(self) -> None:
+        """Keep gradients whole."""
+        for bucket in self.buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.accumulate()
+
+    def discard(self) -> None:
+        """Forget the gradients of a backward that died."""
+        for bucket in self.buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.discard()
+
+    def forget(self) -> None:
+        """Forget all gradients that were not reduced."""
+        for bucket in self.buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.forget()
+
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Sharded and unsharded parameters, bucket after bucket."""
+        return [
+            pair
+            for bucket in self.buckets
+            if bucket.unsharded is not None
+            for pair in zip(bucket.sharded_params, bucket.unsharded.params, strict=True)
+        ]
+
+    def grad_nodes(self) -> list[Node]:
+        """The autograd nodes that accumulate gradients of the trainable parameters.
+
+        Kept alive here: a parameter holds its node weakly, and backward must find this very one.
+        """
+        pairs = self.pairs()
+        trainable = tuple(whole.requires_grad for _, whole in pairs)
+        if self._grad_nodes is None or self._grad_nodes[0] != trainable:
+            nodes = [_torch.gradient_node(whole) for _, whole in pairs if whole.requires_grad]
+            self._grad_nodes = (trainable, nodes)
+        return self._grad_nodes[1]
+
+    def forget_nodes(self) -> None:
+        """The unsharded parameters are new objects."""
+        self._grad_nodes = None
+
+    def was_written(self) -> bool:
+        """Whether a sharded parameter was visibly written since the last all-gather."""
+        return self._version != self._current_version()
+
+    def check_materialized(self) -> None:
+        """Raise ``ProtocolError`` if the parameters are on the meta device."""
+        names = [n for bucket in self.buckets if bucket.shard.is_meta for n in bucket.names]
+        if names:
+            raise ProtocolError(
+                f"unit {self.name or '(root)'} has parameters on the meta device: "
+                f"{', '.join(names)}. Give them memory with to_empty(device=...) and values with "
+                "reset_parameters(), or load_state_dict(..., assign=True)"
+            )
+
+    def _current_version(self) -> int:
+        return sum(bucket.version() for bucket in self.buckets)
+
+    def _sync_requires_grad(self) -> None:
+        for sharded, whole in self.pairs():
+            if whole.requires_grad != sharded.requires_grad:
+                whole.requires_grad_(sharded.requires_grad)

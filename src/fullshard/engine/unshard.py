@@ -1,0 +1,109 @@
+"""The way from the shard to whole parameters. See [Note: the tensors of a bucket]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.comm import Pending
+from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.engine.spec import BucketSpec
+
+__all__ = ["Unsharded"]
+
+
+class Unsharded:
+    """Whole parameters whose memory comes and goes.
+
+    ``start`` and ``finish`` gather, ``free`` gives the memory back; the scheduler sees to it that
+    they are called in turn. Each parameter is made from ``.data`` of the buffer, so that it has a
+    version counter of its own and no base: what the engine writes through the buffer is no
+    modification in the eyes of autograd.
+    """
+
+    def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes, meter: StorageMeter) -> None:
+        self.shard = shard
+        self._spec = spec
+        self._lanes = lanes
+        self._in_flight: tuple[Pending, Tensor] | None = None
+        dtype = spec.unsharded_dtype(shard.dtype)
+        layout = spec.layout
+        self.borrows = layout.world == 1 and layout.zero_copy and dtype == shard.dtype
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffer = (
+                None
+                if self.borrows
+                else Buffer(
+                    layout.unsharded_numel, dtype, shard.device, kind=Kind.UNSHARDED, meter=meter
+                )
+            )
+            flat = shard if self._buffer is None else self._buffer.tensor
+            self.params = [
+                nn.Parameter(
+                    flat.narrow(0, offset, param.numel).view(param.shape).data,
+                    requires_grad=False,
+                )
+                for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
+            ]
+            self._staging: Buffer | None = None
+            if not layout.zero_copy:
+                self._staging = Buffer(
+                    layout.world * layout.shard_numel,
+                    dtype,
+                    shard.device,
+                    kind=Kind.GATHER_OUTPUT,
+                    meter=meter,
+                )
+                self._prepare_copies(flat, self._staging.tensor)
+                self._staging.free()
+            if self._buffer is not None:
+                self._buffer.free()
+
+    def _prepare_copies(self, flat: Tensor, staging: Tensor) -> None:
+        layout = self._spec.layout
+        boxes = layout.copies(row=layout.shard_numel)
+        self._targets = [
+            flat.as_strided(
+                box.sizes,
+                box.param_strides,
+                layout.unsharded_offsets[box.param] + box.param_offset,
+            )
+            for box in boxes
+        ]
+        self._sources = [
+            staging.as_strided(box.sizes, box.staging_strides, box.staging_offset) for box in boxes
+        ]
+
+    def start(self) -> None:
+        """Start the all-gather; into memory that is there already if this is a refresh."""
+        if self._buffer is None:
+            return
+        output = self._staging or self._buffer
+        with self._lanes.on(Lane.GATHER), torch.no_grad():
+            output.allocate()
+            source = self.shard
+            if self._spec.comm.world > 1 and source.dtype != output.tensor.dtype:
+                source = source.to(output.tensor.dtype)
+            pending = self._spec.comm.all_gather(output.tensor, source)
+        self._in_flight = (pending, source)
+
+    def finish(self) -> None:
+        """Make the parameters whole on the compute lane."""
+        if self._buffer is None or self._in_flight is None:
+            return
+        pending, _ = self._in_flight
+        with self._lanes.on(Lane.GATHER), torch.no_grad():
+            pending.wait()
+            if self._staging is not None:
+                self._buffer.allocate()
+                torch._foreach_copy_(self._targets, self._sources)
+                self._staging.free()
+        self._in_flight = None
+        self._lanes.join(Lane.COMPUTE, Lane.GATHER)
+
+    def free(self) -> None:
+        """Give the memory back once compute is done with it."""
+        if self._buffer is not None:
+            self._lanes.join(Lane.GATHER, Lane.COMPUTE)
+            with self._lanes.on(Lane.GATHER):
+                self._buffer.free()

@@ -1,0 +1,60 @@
+"""Every exception that fullshard raises on purpose.
+
+    FullshardError
+    |-- ConfigError             an argument is wrong                      (also ValueError)
+    |   |-- ArgumentTypeError   ... because of its type                   (also TypeError)
+    |   `-- AlreadyShardedError the module belongs to a unit already      (also AssertionError)
+    |-- UnsupportedError        legal in PyTorch, but cannot be sharded   (also NotImplementedError)
+    |   `-- NotBuiltError       planned, not built yet
+    |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
+    `-- LayoutError             a layout would break its invariants       (also ValueError)
+
+Each class is also an instance of the builtin that PyTorch raises in the same place, so that code
+written for PyTorch's FSDP keeps catching what it caught. A message says what was given, what was
+expected and what to do, and names the unit and the parameter.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyShardedError",
+    "ArgumentTypeError",
+    "ConfigError",
+    "FullshardError",
+    "LayoutError",
+    "NotBuiltError",
+    "ProtocolError",
+    "UnsupportedError",
+]
+
+
+class FullshardError(Exception):
+    """Root of the tree: ``except FullshardError`` catches all that fullshard raises on purpose."""
+
+
+class ConfigError(FullshardError, ValueError):
+    """An argument has a value that cannot work; nothing was changed."""
+
+
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument has a type that cannot work; nothing was changed."""
+
+
+class AlreadyShardedError(ConfigError, AssertionError):
+    """The module was given to ``fully_shard`` before."""
+
+
+class UnsupportedError(FullshardError, NotImplementedError):
+    """PyTorch allows it, but it cannot be sharded."""
+
+
+class NotBuiltError(UnsupportedError):
+    """Part of the documented interface that is not built yet."""
+
+
+class ProtocolError(FullshardError, RuntimeError):
+    """Calls came in an order that cannot work, such as a forward with parameters on ``meta``."""
+
+
+class LayoutError(FullshardError, ValueError):
+    """A layout would break one of its invariants."""

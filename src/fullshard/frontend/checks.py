@@ -1,0 +1,189 @@
+"""What a call of ``fully_shard`` refuses, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from fullshard.comm import default_mesh
+from fullshard.engine import MixedPrecisionPolicy
+from fullshard.errors import (
+    AlreadyShardedError,
+    ArgumentTypeError,
+    ConfigError,
+    NotBuiltError,
+    UnsupportedError,
+)
+from fullshard.frontend.ownership import OwnedParam, owner_of, unit_of
+from fullshard.schedule import AfterForward
+
+__all__ = [
+    "as_modules",
+    "check_params",
+    "checked_after_forward",
+    "checked_mesh",
+    "checked_policy",
+    "shard_dim",
+]
+
+
+def as_modules(module: Any) -> list[nn.Module]:
+    """The modules that a call is about: those that lie in no other of them."""
+    given = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not given:
+        raise ConfigError("fully_shard: got an empty list, expected at least one module")
+    for one in given:
+        if not isinstance(one, nn.Module):
+            raise ArgumentTypeError(
+                f"fully_shard: got {type(one).__name__}, expected an nn.Module, or a list or "
+                "tuple of them"
+            )
+        _check_module(one)
+    inner = {child for one in given for child in one.modules() if child is not one}
+    return [one for one in dict.fromkeys(given) if one not in inner]
+
+
+def _check_module(module: nn.Module) -> None:
+    name = type(module).__name__
+    if unit_of(module) is not None:
+        raise AlreadyShardedError(
+            f"fully_shard was applied to this {name} before; apply it once to each module"
+        )
+    if type(module).forward is nn.Module.forward or (
+        isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
+    ):
+        raise ConfigError(
+            f"fully_shard: {name} has no forward of its own, so nothing would tell when to gather "
+            "it; shard the modules in it, one by one or as a list"
+        )
+    for inner in module.modules():
+        _check_kind(module, inner)
+
+
+def _check_kind(module: nn.Module, inner: nn.Module) -> None:
+    name = type(inner).__name__
+    where = "" if inner is module else f" (inside {type(module).__name__})"
+    if isinstance(inner, torch.jit.ScriptModule):
+        raise UnsupportedError(f"fully_shard: {name}{where} is a ScriptModule; shard eager modules")
+    if isinstance(inner, DistributedDataParallel):
+        raise UnsupportedError(
+            f"fully_shard: {name}{where} synchronises its gradients already; shard the module "
+            "inside of it instead"
+        )
+    if any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(inner).__mro__):
+        raise UnsupportedError(f"fully_shard: {name}{where} is sharded by torch's FSDP already")
+
+
+def checked_after_forward(value: Any) -> AfterForward:
+    """``reshard_after_forward`` as a value of the schedule."""
+    if value is None:
+        return AfterForward.AUTO
+    if isinstance(value, bool):
+        return AfterForward.RESHARD if value else AfterForward.KEEP
+    if isinstance(value, int):
+        raise NotBuiltError(
+            f"fully_shard(reshard_after_forward={value}): resharding to a smaller group is not "
+            "built yet; expected None, True or False"
+        )
+    raise ConfigError(
+        f"fully_shard(reshard_after_forward={value!r}): expected None or a bool, got "
+        f"{type(value).__name__}"
+    )
+
+
+def checked_policy(policy: Any) -> MixedPrecisionPolicy:
+    """The policy, from any object that has its fields."""
+    fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    missing = [name for name in fields if not hasattr(policy, name)]
+    if missing:
+        raise ArgumentTypeError(
+            f"fully_shard(mp_policy=...): got {type(policy).__name__} without "
+            f"{', '.join(missing)}; expected a MixedPrecisionPolicy"
+        )
+    for name in fields[:3]:
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(
+                f"MixedPrecisionPolicy({name}={dtype!r}): expected None or a floating-point "
+                "torch.dtype"
+            )
+    return MixedPrecisionPolicy(*(getattr(policy, name) for name in fields))
+
+
+def checked_mesh(mesh: Any) -> DeviceMesh:
+    """The mesh, or the default one."""
+    if mesh is None:
+        return default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"fully_shard(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh or None"
+        )
+    if mesh.ndim == 2:
+        raise NotBuiltError("fully_shard on a 2-D mesh (HSDP) is not built yet: pass a 1-D mesh")
+    if mesh.ndim != 1:
+        raise ConfigError(f"fully_shard(mesh=...): got {mesh.ndim} mesh dims, expected 1 or 2")
+    return mesh
+
+
+def check_params(params: Iterable[OwnedParam]) -> None:
+    """Refuse parameters that cannot be cut."""
+    for owned in params:
+        param, name = owned.param, owned.name
+        owner = next(filter(None, map(owner_of, owned.places)), None)
+        if owner is not None:
+            raise AlreadyShardedError(
+                f"fully_shard: parameter {name} belongs to unit {owner.name or '(root)'} already, "
+                "because a parent was sharded before its child; shard bottom-up, children first"
+            )
+        if is_lazy(param):
+            raise UnsupportedError(
+                f"fully_shard: parameter {name} is lazy and has no shape yet; run a forward "
+                "before sharding"
+            )
+        if isinstance(param, DTensor):
+            raise NotBuiltError(
+                f"fully_shard: parameter {name} is a DTensor; tensor parallelism under "
+                "fully_shard is not built yet"
+            )
+        if param.dim() == 0:
+            raise ConfigError(
+                f"fully_shard: parameter {name} is a scalar, which cannot be cut; give it shape "
+                "(1,), or pass it in ignored_params"
+            )
+        if not param.is_contiguous():
+            raise UnsupportedError(
+                f"fully_shard: parameter {name} is not contiguous (shape {tuple(param.shape)}, "
+                f"stride {param.stride()}); make it contiguous first"
+            )
+
+
+def shard_dim(owned: OwnedParam, placement: Any) -> int:
+    """The dim on which a parameter is cut, from what ``shard_placement_fn`` returned."""
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        if hasattr(placement, "mesh_info"):
+            raise NotBuiltError("shard_placement_fn: a mesh per parameter is not built yet")
+        raise ConfigError(
+            f"shard_placement_fn: got {placement!r} for parameter {owned.name}, expected "
+            "Shard(dim) or None"
+        )
+    num_dims = owned.param.dim()
+    if not -num_dims <= placement.dim < num_dims:
+        raise _BadDim(
+            f"shard_placement_fn: got {placement} for parameter {owned.name} of shape "
+            f"{tuple(owned.param.shape)}, expected a dim below {num_dims}"
+        )
+    return placement.dim % num_dims
+
+
+class _BadDim(ConfigError, AssertionError):
+    """PyTorch asserts here."""

@@ -1,0 +1,99 @@
+"""``fully_shard``: the per-parameter face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.errors import NotBuiltError
+from fullshard.frontend.build import shard_modules
+from fullshard.frontend.checks import (
+    as_modules,
+    checked_after_forward,
+    checked_mesh,
+    checked_policy,
+)
+from fullshard.layout import LayoutStrategy, PerParameter
+
+__all__ = ["fully_shard"]
+
+Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: Any = MixedPrecisionPolicy(),
+    offload_policy: Any = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    dp_mesh_dims: Any = None,
+    layout: LayoutStrategy = PerParameter(),
+) -> Modules:
+    """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
+
+    Each call makes a *unit*: the parameters below ``module`` that no inner call owns are gathered
+    together before the module's forward and backward, freed after them, and their gradients are
+    reduced together. Call it bottom-up: on the blocks of a model first, on the model last. Build
+    the optimizer after it. The interface is that of ``torch.distributed.fsdp.fully_shard``.
+
+    Args:
+        module: the module, or several that form one unit; parameters must be contiguous, of at
+            least one dimension.
+        mesh: a 1-D mesh of the data-parallel ranks. None: all ranks, on the accelerator if the
+            default process group serves it, else on the CPU; without a process group one is made.
+        reshard_after_forward: free the parameters after forward and gather them again in backward
+            (True), or keep them in between (False). None: True, but False for whatever module is
+            the root of a forward.
+        mp_policy: dtypes, see ``MixedPrecisionPolicy``.
+        offload_policy: only ``OffloadPolicy()`` is built, which offloads nothing.
+        ignored_params: parameters to leave alone.
+        shard_placement_fn: the tensor dim on which a parameter is cut, as ``Shard(dim)``; it need
+            not divide evenly. None, or None returned: dim 0.
+        dp_mesh_dims: not built yet.
+        layout: ``PerParameter()``; other layouts are not built yet.
+
+    Returns:
+        The object passed in. Its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of
+        the class it was; its parameters are ``DTensor`` s.
+
+    Raises:
+        ConfigError: an argument or parameter that cannot work (a ``ValueError``).
+        AlreadyShardedError: the module was sharded before, or inside of a sharded parent.
+        UnsupportedError, NotBuiltError: something that is not supported, or not yet
+            (``NotImplementedError`` s).
+        ProtocolError: called in the middle of a forward or backward.
+
+        Whatever is raised, nothing was changed.
+    """
+    modules = as_modules(module)
+    if dp_mesh_dims is not None:
+        raise NotBuiltError("fully_shard(dp_mesh_dims=...) is not built yet: pass a 1-D mesh")
+    if not isinstance(layout, PerParameter):
+        raise NotBuiltError(
+            f"fully_shard(layout={layout!r}) is not built yet: expected PerParameter()"
+        )
+    if type(offload_policy).__name__ != "OffloadPolicy":
+        raise NotBuiltError(
+            f"fully_shard(offload_policy={offload_policy!r}) is not built yet: expected "
+            "OffloadPolicy()"
+        )
+    after_forward = checked_after_forward(reshard_after_forward)
+    policy = checked_policy(mp_policy)
+    shard_modules(
+        modules,
+        mesh=checked_mesh(mesh),
+        after_forward=after_forward,
+        policy=policy,
+        ignored=ignored_params or set(),
+        placement_fn=shard_placement_fn,
+        layout=layout,
+    )
+    return module

@@ -1,0 +1,129 @@
+"""Module hooks: how ``torch.nn`` tells us that a forward runs or a state dict is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
+from fullshard.frontend.ownership import Places
+from fullshard.tensors import find_tensors, map_tensors
+
+__all__ = ["install_forward_hooks", "install_state_dict_hooks"]
+
+
+def install_forward_hooks(
+    unit: Unit, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
+) -> None:
+    """Let the engine know when a member of ``unit`` runs.
+
+    Ours is the first pre-hook, so that all others see unsharded parameters.
+    """
+    for member, module in enumerate(modules):
+        hooks = _ForwardHooks(unit, member, policy)
+        module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.after, always_call=True)
+
+
+@dataclass
+class _ForwardHooks:
+    """The two hooks of one member."""
+
+    unit: Unit
+    member: int
+    policy: MixedPrecisionPolicy
+    _handled: list[BaseException | None] = field(default_factory=list)
+    """For each running call, innermost last: the exception that was being handled when it began."""
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Unshard, and cast the inputs."""
+        engine = engine_of(self.unit)
+        self._handled.append(sys.exception())
+        if self.unit.device.type != "cpu" and engine.scheduler.idle:
+            args, kwargs = map_tensors(self._move, args), map_tensors(self._move, kwargs)
+        engine.enter(self.unit, self.member, find_tensors((args, kwargs)))
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            return map_tensors(_Cast(dtype), args), map_tensors(_Cast(dtype), kwargs)
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard if the unit is done, and cast the outputs; called for exceptions too."""
+        if not self._handled:
+            return None
+        handled = self._handled.pop()
+        failed = sys.exception() is not handled
+        engine_of(self.unit).exit(self.unit, self.member, find_tensors(output), failed=failed)
+        dtype = self.policy.output_dtype
+        return None if dtype is None or failed else map_tensors(_Cast(dtype), output)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.unit.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """Casts floating-point tensors."""
+
+    dtype: torch.dtype
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def install_state_dict_hooks(unit: Unit, places: Places) -> None:
+    """State dicts hold sharded parameters, also in the middle of a forward.
+
+    Only what the modules show is exchanged for the moment; nothing is moved or freed.
+    """
+    hooks = _StateDictHooks(unit, places)
+    for module in places.modules():
+        module.register_state_dict_pre_hook(hooks.before_save)
+        # torch sets an attribute on this one, which a bound method refuses
+        module.register_state_dict_post_hook(partial(hooks.after_save))
+        module.register_load_state_dict_pre_hook(hooks.before_load)
+        module.register_load_state_dict_post_hook(hooks.after_load)
+
+
+@dataclass
+class _StateDictHooks:
+    unit: Unit
+    places: Places
+    _shown_unsharded: bool = False
+
+    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._show_sharded()
+
+    def after_save(self, module: nn.Module, *_: Any) -> None:
+        self._show_again()
+
+    def before_load(self, module: nn.Module, *_: Any) -> None:
+        self._show_sharded()
+
+    def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.places.check(self.unit)
+        self._show_again()
+        engine_of(self.unit).weights_changed()
+
+    def _show_sharded(self) -> None:
+        self._shown_unsharded = not self.places.shows_sharded
+        if self._shown_unsharded:
+            self.places.show_sharded(self.unit.buckets)
+
+    def _show_again(self) -> None:
+        if self._shown_unsharded:
+            self._shown_unsharded = False
+            self.places.show_unsharded(self.unit.buckets)
+
+
+def engine_of(unit: Unit) -> Engine:
+    """The engine that runs ``unit``; every unit of a sharded module has one."""
+    engine = unit.engine
+    assert engine is not None
+    return engine

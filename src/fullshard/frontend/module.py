@@ -1,0 +1,196 @@
+"""``FSDPModule``: what a sharded module can do besides being itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, NoReturn, Self
+
+from torch import Tensor, nn
+
+from fullshard.engine import Engine, Unit
+from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
+from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.ownership import unit_of, units_below
+from fullshard.schedule import AfterForward, MachinePolicy, UnitPolicy
+from fullshard.schedule import triggers as when
+
+__all__ = ["FSDPModule", "UnshardHandle", "sharded_class"]
+
+
+class UnshardHandle:
+    """The handle of ``unshard(async_op=True)``."""
+
+    def wait(self) -> None:
+        """Make the unsharded parameters usable and show them; more calls do nothing."""
+
+
+class _UnshardHandle(UnshardHandle):
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            engine_of(unit).trigger(when.UserWait(unit.key))
+
+
+class FSDPModule:
+    """Mixed into the class of every module given to ``fully_shard``.
+
+    The methods are those of ``torch.distributed.fsdp.FSDPModule``.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build the original class: slices and ``type(module)(...)`` are not sharded."""
+        original = cls.__mro__[2]  # this class, FSDPModule, the original
+        return original(*args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the unit's parameters, until its forward, its backward or ``reshard``.
+
+        With ``async_op`` the gather is only started; wait for it by the handle, or by the
+        module's own forward.
+
+        Raises:
+            ProtocolError: parameters are on the meta device.
+        """
+        unit, engine = _unit(self)
+        if engine.scheduler.idle:
+            engine.look_after([unit])
+        engine.trigger(when.UserUnshard(unit.key))
+        handle = _UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters, unless a forward or backward is using them.
+
+        What was written into them is lost.
+        """
+        unit, engine = _unit(self)
+        engine.trigger(when.UserReshard(unit.key))
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients; if not, they add up unsharded until one does."""
+        self._set(recurse, requires_gradient_sync=requires_gradient_sync)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward``, also for a root that had it chosen by default.
+
+        Raises:
+            ConfigError: the value is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(
+                f"set_reshard_after_forward: got {reshard_after_forward!r}, expected a bool"
+            )
+        after = AfterForward.RESHARD if reshard_after_forward else AfterForward.KEEP
+        self._set(recurse, after_forward=after)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward frees the unsharded parameters; if not, the next forward finds them.
+
+        Between optimizer steps that saves its all-gather; after a step it gathers anyway.
+        """
+        self._set(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of a backward ends the reductions; holds for the whole tree."""
+        self._set_machine(is_last_backward=is_last_backward)
+
+    def set_prefetch_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
+        """Gather ahead while unsharded bytes (the root's apart) stay within ``nbytes``.
+
+        None, the default, gathers one unit ahead. Holds for the whole tree, so ``recurse`` has to
+        be True. No PyTorch counterpart.
+
+        Raises:
+            ConfigError: a negative number, or ``recurse=False``.
+        """
+        if nbytes is not None and nbytes < 0:
+            raise ConfigError(f"set_prefetch_budget: got {nbytes} bytes, expected None or >= 0")
+        if not recurse:
+            raise ConfigError(
+                "set_prefetch_budget(recurse=False): units of one tree share their memory; set "
+                "the budget for all of them"
+            )
+        self._set_machine(prefetch_budget=nbytes)
+
+    def reset_iter_state(self) -> None:
+        """Give up an iteration that an exception ended: everything sharded, nothing pending.
+
+        Gradients that were reduced already stay; ``optimizer.zero_grad()`` forgets them.
+        """
+        _unit(self)[1].trigger(when.Reset())
+
+    def _set(self, recurse: bool, **changes: Any) -> None:
+        module: nn.Module = self  # type: ignore[assignment]
+        units = units_below([module]) if recurse else [_unit(self)[0]]
+        for unit in units:
+            engine = engine_of(unit)
+            policy: UnitPolicy = engine.policy_of(unit)
+            engine.trigger(when.SetPolicy(unit.key, replace(policy, **changes)))
+
+    def _set_machine(self, **changes: Any) -> None:
+        engine = _unit(self)[1]
+        policy: MachinePolicy = engine.scheduler.policy
+        engine.trigger(when.SetMachinePolicy(replace(policy, **changes)))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """``to``, ``cuda``, ``float``, ``to_empty`` and the like act on the shards."""
+        module: nn.Module = self  # type: ignore[assignment]
+        units = units_below([module])
+        for unit in units:
+            engine = engine_of(unit)
+            engine.check_idle("moving or casting a sharded module")
+            engine.trigger(when.UserReshard(unit.key))
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for unit in units:
+            unit.registration.check(unit)
+            engine_of(unit).weights_changed()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise _NotCopied(
+            f"deepcopy of a sharded {type(self).__name__} is not built yet: copy the module before "
+            "fully_shard, or copy its state_dict()"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise NotBuiltError(
+            f"a sharded {type(self).__name__} cannot be pickled: save its state_dict(), with "
+            "torch.distributed.checkpoint for instance"
+        )
+
+
+class _NotCopied(NotBuiltError, AssertionError):
+    """PyTorch asserts here."""
+
+
+def _unit(module: Any) -> tuple[Unit, Engine]:
+    unit = unit_of(module)
+    if unit is None:
+        raise ArgumentTypeError(
+            f"{type(module).__name__} is a member of no unit: it is a copy of a sharded module, "
+            "or its class was used without fully_shard"
+        )
+    return unit, engine_of(unit)
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """``FSDP<Name>``: ``cls`` with ``FSDPModule`` mixed in; the same class each time."""
+    key: Any = cls  # a class that defines __eq__ hashes as a class all the same
+    return _sharded_class(key)
+
+
+@cache
+def _sharded_class(cls: Any) -> type[nn.Module]:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

@@ -1,0 +1,45 @@
+"""WHERE: which element of which parameter lies at which place. Integers only, no torch.
+
+A `Layout` is a frozen value, equal on all ranks. Everything that must hold across ranks, such as
+"each element has exactly one owner", is arithmetic on that value and is checked when it is built,
+with no process group. All offsets, lengths and strides count elements, never bytes.
+
+                      PerParameter().build(params, world, align)
+    ParamSpec, ... ->                                            -> Layout
+                      Ragged().build(params, world, align)
+
+    Layout.segments_of(rank)       what a rank's shard holds of each parameter
+    Layout.local_shape(rank, i)    the shape of that rank's local tensor
+    Layout.unsharded_offsets       where each parameter starts in the unsharded buffer
+    Layout.copies(row)             the strided copies between parameters and gathered shards
+    remap(source, target)          the moves from one layout's shards to another's
+
+The same two parameters, w of shape (5, 2) and b of shape (5,), on 2 ranks with align=2 (a dot is
+an element of padding):
+
+    PerParameter   rank 0  w0 w1 w2 w3 w4 w5 | b0 b1 b2 .       cut between rows, as DTensor does
+                   rank 1  w6 w7 w8 w9 .  .  | b3 b4 .  .
+    Ragged         rank 0  w0 w1 w2 w3 w4 w5 w6 w7              end to end, cut anywhere
+                   rank 1  w8 w9 | b0 b1 b2 b3 b4 .
+"""
+
+from fullshard.layout.layout import Layout, LayoutStrategy
+from fullshard.layout.per_param import PerParameter
+from fullshard.layout.ragged import Ragged
+from fullshard.layout.remap import Move, remap
+from fullshard.layout.segment import Band, Run, Segment, StridedCopy
+from fullshard.layout.spec import ParamSpec
+
+__all__ = [
+    "Band",
+    "Layout",
+    "LayoutStrategy",
+    "Move",
+    "ParamSpec",
+    "PerParameter",
+    "Ragged",
+    "Run",
+    "Segment",
+    "StridedCopy",
+    "remap",
+]

@@ -1,0 +1,203 @@
+"""The `Layout` value: every element's place, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from fullshard.errors import LayoutError
+from fullshard.layout.invariants import check_param, check_shards, check_unsharded
+from fullshard.layout.segment import Band, Run, Segment, StridedCopy, joined, runs
+from fullshard.layout.spec import ParamSpec
+
+__all__ = ["Layout", "LayoutStrategy", "Segment", "StridedCopy"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each element of some parameters lies: in the ranks' shards and in the unsharded buffer.
+
+    >>> print(PerParameter().build([ParamSpec("w", (5, 2)), ParamSpec("b", (5,))], 2, align=4))
+    Layout: 2 ranks, 12 elements per shard, 20 unsharded, 9 padding (37.5 %)
+      parameter  shape   offset  elements per rank
+      w          (5, 2)       0  6, 4
+      b          (5,)        12  3, 2
+
+        shard of rank 0   w0 w1 w2 w3 w4 w5 .  .  b0 b1 b2 .
+        shard of rank 1   w6 w7 w8 w9 .  .  .  .  b3 b4 .  .
+        unsharded         w0 w1 w2 w3 w4 w5 w6 w7 w8 w9 .  . b0 b1 b2 b3 b4 .  .  .
+
+    It is frozen, equal on all ranks, and proved when it is made: each element of each parameter
+    has exactly one owner, and nothing overlaps or leaves its buffer. Its size and the proof depend
+    on the number of parameters only, not on the number of ranks.
+
+    Attributes:
+        params: the parameters, in the order all indices refer to.
+        world: number of ranks.
+        shard_numel: length of a rank's shard, equal on all ranks.
+        unsharded_numel: length of the unsharded buffer.
+        unsharded_offsets: where parameter i starts in the unsharded buffer.
+        bands: per parameter, alike segments of neighbouring ranks; read them through
+            `segments_of` and `local_shape`.
+
+    Raises:
+        LayoutError: on construction, if the numbers break one of the invariants.
+    """
+
+    params: tuple[ParamSpec, ...]
+    world: int
+    shard_numel: int
+    unsharded_numel: int
+    unsharded_offsets: tuple[int, ...]
+    bands: tuple[tuple[Band, ...], ...]
+    # Filled by `segments_of`; derived from the fields above, so no part of the value.
+    _segments: dict[int, tuple[Segment, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.world < 1 or self.shard_numel < 0:
+            raise LayoutError(
+                f"got {self.world} ranks with shards of {self.shard_numel} elements, "
+                "expected at least one rank and no negative length"
+            )
+        if not len(self.params) == len(self.unsharded_offsets) == len(self.bands):
+            raise LayoutError(
+                f"got {len(self.unsharded_offsets)} offsets and bands of {len(self.bands)} "
+                f"parameters, expected {len(self.params)} of each"
+            )
+        for index, (spec, bands) in enumerate(zip(self.params, self.bands, strict=True)):
+            check_param(index, spec, bands, world=self.world)
+        check_shards(self.params, self.bands, self.shard_numel)
+        check_unsharded(self.params, self.unsharded_offsets, self.unsharded_numel)
+
+    def segments_of(self, rank: int) -> tuple[Segment, ...]:
+        """What `rank` keeps: exactly one segment per parameter, with no elements if it keeps none.
+
+        Raises:
+            LayoutError: if there is no such rank.
+        """
+        segments = self._segments.get(rank)
+        if segments is None:
+            segments = tuple(
+                self._band(rank, param).segment_of(rank) for param in range(len(self.params))
+            )
+            self._segments[rank] = segments
+        return segments
+
+    def local_shape(self, rank: int, param: int) -> tuple[int, ...]:
+        """Shape of the local tensor that `rank` has for parameter `param`.
+
+        `PerParameter` keeps all dims, such as ``(0, d)`` on a rank without rows; `Ragged` keeps
+        the elements of the segment in one dim.
+
+        Raises:
+            LayoutError: if there is no such rank.
+        """
+        return self._band(rank, param).local_shape
+
+    def runs(self, param: int) -> Iterator[Run]:
+        """The elements of parameter `param` in their order, as runs in the shards of the ranks."""
+        return runs(self.bands[param])
+
+    def copies(self, row: int) -> tuple[StridedCopy, ...]:
+        """The strided copies between all parameters and a rank-major staging buffer.
+
+        Together the boxes hold each element exactly once. Their number depends on the parameters
+        only: at most two each for `PerParameter`, three for `Ragged`.
+
+        Args:
+            row: elements from the slice of one rank to that of the next, at least `shard_numel`.
+
+        Raises:
+            LayoutError: if `row` is less than `shard_numel`.
+        """
+        if row < self.shard_numel:
+            raise LayoutError(
+                f"got staging slices of {row} elements, expected at least the "
+                f"{self.shard_numel} elements of a shard"
+            )
+        return tuple(
+            copy
+            for bands in self.bands
+            for copy in joined([band.copy(row) for band in bands if band.numel])
+        )
+
+    @cached_property
+    def zero_copy(self) -> bool:
+        """Whether the shards, one rank after the other, are the unsharded buffer.
+
+        If so, an all-gather can write the unsharded buffer and a reduce-scatter can read one with
+        nothing rearranged; if not, `copies` says how to rearrange.
+        """
+        return self.unsharded_numel == self.world * self.shard_numel and all(
+            self._in_place(band, offset)
+            for offset, bands in zip(self.unsharded_offsets, self.bands, strict=True)
+            for band in bands
+            if band.numel
+        )
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of all shards together that belong to no parameter."""
+        return self.world * self.shard_numel - sum(spec.numel for spec in self.params)
+
+    @property
+    def efficiency(self) -> float:
+        """The part of the shards that belongs to parameters, from 0 to 1; 1 if there is nothing."""
+        total = self.world * self.shard_numel
+        return (total - self.padding_numel) / total if total else 1.0
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "offset", "elements per rank")
+        rows = [
+            (spec.name, str(spec.shape), str(offset), _per_rank(bands))
+            for spec, offset, bands in zip(
+                self.params, self.unsharded_offsets, self.bands, strict=True
+            )
+        ]
+        name, shape, offset, _ = (max(map(len, column)) for column in zip(head, *rows, strict=True))
+        percent = 100 * self.padding_numel / max(self.world * self.shard_numel, 1)
+        summary = (
+            f"Layout: {self.world} rank{'s' * (self.world != 1)}, "
+            f"{self.shard_numel} elements per shard, {self.unsharded_numel} unsharded, "
+            f"{self.padding_numel} padding ({percent:.1f} %)"
+        )
+        table = (
+            f"  {row[0]:<{name}}  {row[1]:<{shape}}  {row[2]:>{offset}}  {row[3]}"
+            for row in (head, *rows)
+        )
+        return "\n".join((summary, *table))
+
+    def _band(self, rank: int, param: int) -> Band:
+        if not 0 <= rank < self.world:
+            raise LayoutError(f"got rank {rank}, expected 0 to {self.world - 1}")
+        return next(band for band in self.bands[param] if rank < band.end_rank)
+
+    def _in_place(self, band: Band, unsharded_offset: int) -> bool:
+        """Whether the band's elements have the same neighbours gathered and unsharded."""
+        part = band.segment
+        return (
+            part.count == 1
+            and unsharded_offset + part.start
+            == band.first_rank * self.shard_numel + part.shard_offset
+            and (band.num_ranks == 1 or part.length == self.shard_numel)
+        )
+
+
+class LayoutStrategy(Protocol):
+    """A way to lay parameters out, such as `PerParameter` or `Ragged`: a frozen value."""
+
+    def build(self, params: Sequence[ParamSpec], world: int, align: int) -> Layout:
+        """Lay `params` out over `world` ranks, parameters starting at multiples of `align`."""
+        ...
+
+
+def _per_rank(bands: Sequence[Band]) -> str:
+    """``"6 x3, 2, 0"``: three ranks with 6 elements, one with 2, one with none."""
+    return ", ".join(
+        f"{band.segment.numel} x{band.num_ranks}" if band.num_ranks > 1 else str(band.segment.numel)
+        for band in bands
+    )

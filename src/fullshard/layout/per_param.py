@@ -1,0 +1,135 @@
+"""`PerParameter`: each parameter is cut on one of its dims, as DTensor's ``Shard(dim)`` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.errors import LayoutError
+from fullshard.layout.layout import Layout
+from fullshard.layout.segment import Band, Segment
+from fullshard.layout.spec import ParamSpec, check_build, pack, round_up
+
+__all__ = ["PerParameter"]
+
+
+@dataclass(frozen=True, slots=True)
+class PerParameter:
+    """Shard each parameter on its own, on one dim, with exactly the pieces of ``torch.chunk``.
+
+    A dim of size d is cut into pieces of ``ceil(d / world)``; the last piece may be shorter, and
+    ranks after it keep nothing. Every parameter has a slot in the shard, at the same offset on
+    all ranks, as large as a full piece:
+
+        w of shape (5, 2) on dim 0, u of shape (2, 3) on dim 1, 4 ranks, align=2
+
+        rank 0   w0 w1 w2 w3 | u0 u3        ceil(5 / 4) = 2 rows of w, ceil(3 / 4) = 1 column of u
+        rank 1   w4 w5 w6 w7 | u1 u4
+        rank 2   w8 w9 .  .  | u2 u5
+        rank 3   .  .  .  .  | .  .
+
+        unsharded   w0 ... w9 | u0 ... u5
+
+    Since the shards of one parameter are not neighbours when gathered, the unsharded buffer is
+    filled by `Layout.copies` (not on 1 rank: there shard and unsharded buffer are alike).
+    """
+
+    def build(self, params: Sequence[ParamSpec], world: int, align: int) -> Layout:
+        """Lay `params` out over `world` ranks.
+
+        Args:
+            params: what to lay out; each is cut on its `shard_dim`.
+            world: number of ranks, at least 1.
+            align: each parameter starts at a multiple of this many elements, in the shards as in
+                the unsharded buffer, and both have a multiple of it as their length.
+
+        Raises:
+            LayoutError: if a parameter has no dims or no such `shard_dim`, or `world` or `align`
+                is less than 1.
+        """
+        check_build(world=world, align=align)
+        cuts = [_DimCut.of(spec, world) for spec in params]
+        slots, shard_end = pack([cut.slot_numel for cut in cuts], align)
+        unsharded_offsets, unsharded_end = pack([spec.numel for spec in params], align)
+        return Layout(
+            params=tuple(params),
+            world=world,
+            shard_numel=round_up(shard_end, align),
+            unsharded_numel=round_up(unsharded_end, align),
+            unsharded_offsets=unsharded_offsets,
+            bands=tuple(
+                cut.bands(index, spec, slot)
+                for index, (cut, spec, slot) in enumerate(zip(cuts, params, slots, strict=True))
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _DimCut:
+    """A parameter seen as (outer, size, inner), cut on the middle dim into pieces of `piece`."""
+
+    outer: int  # product of the dims before the cut one
+    size: int
+    inner: int  # product of the dims after it
+    piece: int  # how many of `size` a full piece has
+    world: int
+
+    @classmethod
+    def of(cls, spec: ParamSpec, world: int) -> _DimCut:
+        if not spec.shape:
+            raise LayoutError(
+                f"parameter {spec.name!r}: got a 0-dim parameter, expected at least one dim to "
+                "shard; give it the shape (1,), or use the ragged layout"
+            )
+        dim = spec.shard_dim
+        if not 0 <= dim < len(spec.shape):
+            raise LayoutError(
+                f"parameter {spec.name!r} of shape {spec.shape}: got shard_dim={dim}, expected "
+                f"0 to {len(spec.shape) - 1}"
+            )
+        size = spec.shape[dim]
+        outer, inner = math.prod(spec.shape[:dim]), math.prod(spec.shape[dim + 1 :])
+        return cls(outer, size, inner, round_up(size, world) // world, world)
+
+    @property
+    def slot_numel(self) -> int:
+        return self.outer * self.piece * self.inner
+
+    def bands(self, index: int, spec: ParamSpec, slot: int) -> tuple[Band, ...]:
+        """Ranks with a full piece, the rank with the shorter last piece, ranks without."""
+        full, rest = divmod(self.size, self.piece) if self.piece else (self.world, 0)
+        short = 1 if rest else 0
+        empty = self.world - full - short
+        return tuple(
+            self._band(index, spec, slot, first_rank=first_rank, num_ranks=num_ranks, piece=piece)
+            for first_rank, num_ranks, piece in (
+                (0, full, self.piece),
+                (full, short, rest),
+                (full + short, empty, 0),
+            )
+            if num_ranks
+        )
+
+    def _band(
+        self, index: int, spec: ParamSpec, slot: int, *, first_rank: int, num_ranks: int, piece: int
+    ) -> Band:
+        # One piece that is all of the dim is one run: the parameter as it is, cut nowhere.
+        outer, inner = self.outer, self.inner
+        if self.piece == self.size:
+            outer, inner = 1, outer * inner
+        before = min(first_rank * self.piece, self.size)
+        dim = spec.shard_dim
+        return Band(
+            first_rank=first_rank,
+            num_ranks=num_ranks,
+            segment=Segment(
+                param=index,
+                start=before * inner,
+                length=piece * inner,
+                count=outer,
+                step=self.size * inner,
+                shard_offset=slot,
+            ),
+            local_shape=(*spec.shape[:dim], piece, *spec.shape[dim + 1 :]),
+        )

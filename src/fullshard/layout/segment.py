@@ -1,0 +1,194 @@
+"""The parts a layout is made of: segments, bands of alike segments, and the copies they imply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Band", "Run", "Segment", "StridedCopy", "joined", "runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one rank keeps of one parameter: `count` runs of `length` elements, `step` apart.
+
+    The right half of a (2, 6) parameter cut on dim 1, at the start of rank 1's shard:
+
+        0  1  2 [3  4  5]
+        6  7  8 [9 10 11]       Segment(param=0, start=3, length=3, count=2, step=6, shard_offset=0)
+
+        shard of rank 1:  3 4 5 9 10 11
+
+    An interval has ``count == 1``, and then `step` is the numel of the parameter.
+
+    Attributes:
+        param: index in `Layout.params`.
+        start: first element, in the parameter's row-major order.
+        length: elements of one run.
+        count: number of runs.
+        step: distance between the starts of neighbouring runs, in the parameter.
+        shard_offset: where the runs lie, end to end, in the rank's shard.
+    """
+
+    param: int
+    start: int
+    length: int
+    count: int
+    step: int
+    shard_offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements this rank keeps; 0 if it keeps none."""
+        return self.length * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements that are neighbours both in a parameter and in a rank's shard."""
+
+    start: int  # first element, in the parameter's row-major order
+    length: int
+    rank: int
+    shard_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """A box that one strided copy moves between a parameter and a rank-major staging buffer.
+
+    Element ``(i, j, k)`` of the box lies at ``offset + i*strides[0] + j*strides[1] + k*strides[2]``
+    on either side. The last dim is contiguous on both.
+
+    Attributes:
+        param: index in `Layout.params`.
+        sizes: sizes of the box, 1 to 3 dims, the same on both sides.
+        param_offset: first element, relative to the parameter's first element.
+        param_strides: one stride per dim, in the parameter.
+        staging_offset: first element, relative to the staging buffer's start; the slice of rank r
+            starts at ``r * row``.
+        staging_strides: one stride per dim, in the staging buffer.
+    """
+
+    param: int
+    sizes: tuple[int, ...]
+    param_offset: int
+    param_strides: tuple[int, ...]
+    staging_offset: int
+    staging_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Neighbouring ranks whose segments of a parameter are alike.
+
+    Each rank of a band continues where the rank before it stopped, so that rank ``first_rank + i``
+    keeps `segment` moved on by ``i * segment.length`` elements. A layout stores bands and not one
+    segment per rank: there are at most a handful per parameter, however many ranks there are.
+
+    A (2, 7) parameter cut on dim 1 over 5 ranks:
+
+        0 1 | 2 3 |  4  5 |  6 |       ranks 0-2  length 2, count 2, step 7, start 0 (+2 per rank)
+        7 8 | 9 10| 11 12 | 13 |       rank 3     length 1, count 2, step 7, start 6
+                                       rank 4     length 0, count 2, step 7, start 7
+
+    Attributes:
+        first_rank: the first rank of the band.
+        num_ranks: how many ranks it has, at least 1.
+        segment: what `first_rank` keeps.
+        local_shape: shape of the local tensor on each of these ranks.
+    """
+
+    first_rank: int
+    num_ranks: int
+    segment: Segment
+    local_shape: tuple[int, ...]
+
+    @property
+    def end_rank(self) -> int:
+        """One past the last rank of the band."""
+        return self.first_rank + self.num_ranks
+
+    @property
+    def numel(self) -> int:
+        """Elements that all ranks of the band keep together."""
+        return self.num_ranks * self.segment.numel
+
+    def segment_of(self, rank: int) -> Segment:
+        """What `rank`, one of this band's ranks, keeps."""
+        alike = self.segment
+        start = alike.start + (rank - self.first_rank) * alike.length
+        return Segment(
+            alike.param, start, alike.length, alike.count, alike.step, alike.shard_offset
+        )
+
+    def copy(self, row: int) -> StridedCopy:
+        """The one box that holds this band's elements, for staging slices of `row` elements."""
+        part = self.segment
+        num_ranks, length = self.num_ranks, part.length
+        if length == row:
+            # The slices are full, so they touch: the whole band is one run on both sides.
+            num_ranks, length = 1, length * num_ranks
+        dims = (
+            (part.count, part.step, part.length),
+            (num_ranks, part.length, row),
+            (length, 1, 1),
+        )
+        # A dim of size 1 moves nothing; the last one stays, so that a box always has a dim.
+        sizes, param_strides, staging_strides = zip(
+            *(dim for dim in dims[:-1] if dim[0] != 1), dims[-1], strict=True
+        )
+        return StridedCopy(
+            param=part.param,
+            sizes=sizes,
+            param_offset=part.start,
+            param_strides=param_strides,
+            staging_offset=self.first_rank * row + part.shard_offset,
+            staging_strides=staging_strides,
+        )
+
+
+def runs(bands: Sequence[Band]) -> Iterator[Run]:
+    """All runs of one parameter, in the order of its elements.
+
+    This needs no sorting because the bands of a parameter, in the order of ranks, tile the
+    distance between two runs (an invariant of `Layout`).
+    """
+    count = bands[0].segment.count
+    for index in range(count):
+        for band in bands:
+            part = band.segment
+            if part.length == 0:
+                continue
+            start = part.start + index * part.step
+            shard_offset = part.shard_offset + index * part.length
+            for i in range(band.num_ranks):
+                yield Run(start + i * part.length, part.length, band.first_rank + i, shard_offset)
+
+
+def joined(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
+    """The same copies, with contiguous ones that follow each other on both sides made one."""
+    result: list[StridedCopy] = []
+    for copy in copies:
+        if result and _follows(result[-1], copy):
+            before = result[-1]
+            result[-1] = StridedCopy(
+                param=before.param,
+                sizes=(before.sizes[0] + copy.sizes[0],),
+                param_offset=before.param_offset,
+                param_strides=(1,),
+                staging_offset=before.staging_offset,
+                staging_strides=(1,),
+            )
+        else:
+            result.append(copy)
+    return result
+
+
+def _follows(before: StridedCopy, copy: StridedCopy) -> bool:
+    return (
+        before.param == copy.param
+        and len(before.sizes) == len(copy.sizes) == 1
+        and before.param_offset + before.sizes[0] == copy.param_offset
+        and before.staging_offset + before.sizes[0] == copy.staging_offset
+    )

@@ -1,0 +1,77 @@
+"""What the engine is told to do: a small vocabulary of interned values with a text form."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+__all__ = ["Action", "Op", "UnitActions", "actions_of"]
+
+
+class Op(enum.Enum):
+    """One kind of effect; the value is its text form."""
+
+    FENCE = "fence"
+    """Communication that follows must see what the optimizer wrote."""
+    UNSHARD = "unshard"
+    """Start the all-gather of a unit."""
+    WAIT = "wait"
+    """Make the unsharded parameters usable and show them in the modules."""
+    RESHARD = "reshard"
+    """Show the sharded parameters and free the unsharded storage."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """Start the reduction of a unit's gradients, pending ones included."""
+    FINISH_REDUCE = "finish_reduce"
+    """Put the reduced gradients where the optimizer looks."""
+    ACCUMULATE = "accumulate"
+    """Keep the gradients unsharded until a backward that reduces (no-sync)."""
+    DISCARD = "discard"
+    """Forget the gradients of a backward that died."""
+    FORGET = "forget"
+    """Forget every gradient that was not reduced, pending ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One effect on one unit (``unit`` is None for effects on all of them)."""
+
+    op: Op
+    unit: int | None = None
+
+    def __str__(self) -> str:
+        return self.op.value if self.unit is None else f"{self.op.value} {self.unit}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read back the text form: ``Action.parse(str(action)) is`` the interned action."""
+        op, _, unit = text.partition(" ")
+        return _intern(Op(op), int(unit) if unit else None)
+
+
+@cache
+def _intern(op: Op, unit: int | None) -> Action:
+    return Action(op, unit)
+
+
+class UnitActions(NamedTuple):
+    """Every action of one unit, looked up once instead of built at each step."""
+
+    unshard: Action
+    wait: Action
+    reshard: Action
+    reduce_scatter: Action
+    finish_reduce: Action
+    accumulate: Action
+    discard: Action
+    forget: Action
+
+
+@cache
+def actions_of(unit: int) -> UnitActions:
+    """Interned actions of the unit with this key."""
+    return UnitActions(*(_intern(Op(name), unit) for name in UnitActions._fields))
+
+
+FENCE = _intern(Op.FENCE, None)

@@ -1,0 +1,107 @@
+"""Guessing which unit comes next, from the order of an earlier pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fullshard.schedule.residents import Actions, Residents
+from fullshard.schedule.state import Hold, Residency
+
+__all__ = ["Order", "Prefetcher"]
+
+
+class Order:
+    """A sequence of unit keys and a position in it.
+
+    The position follows what really happens; a unit that is not found leaves it where it is.
+    """
+
+    def __init__(self, units: Sequence[int] = ()) -> None:
+        self._units = tuple(units)
+        self._next = 0
+
+    def rewind(self) -> None:
+        """Start again at the first unit."""
+        self._next = 0
+
+    def advance(self, unit: int) -> int:
+        """Note that ``unit`` was met; return its position (-1: not predicted)."""
+        for start in (self._next, 0):  # what lies ahead first, then anywhere: a second pass
+            try:
+                found = self._units.index(unit, start)
+            except ValueError:
+                continue
+            self._next = found + 1
+            return found
+        return -1
+
+    def ahead(self) -> Iterator[tuple[int, int]]:
+        """Positions and units that should come next."""
+        for position in range(self._next, len(self._units)):
+            yield position, self._units[position]
+
+
+class Prefetcher:
+    """Gathers in one direction what should come next, and gives up what did not come.
+
+    A wrong guess costs a gather and memory for a moment, never correctness. ``budget`` bounds the
+    unsharded bytes up to which units are guessed; None means one unit ahead.
+    """
+
+    def __init__(self, residents: Residents) -> None:
+        self._residents = residents
+        self._order = Order()
+        self._guesses: dict[int, int] = {}  # unit -> position in the order
+
+    def follow(self, units: Sequence[int]) -> None:
+        """Predict with this order from now on."""
+        self._order = Order(units)
+
+    def rewind(self) -> None:
+        """The pass starts again."""
+        self._order.rewind()
+
+    def met(self, unit: int, budget: int | None, out: Actions) -> None:
+        """``unit`` was entered: drop the guesses that it skipped, and make new ones."""
+        self._guesses.pop(unit, None)
+        position = self._order.advance(unit)
+        for skipped in [key for key, guess in self._guesses.items() if guess < position]:
+            self._drop(skipped, out)
+        if budget is None:
+            self._guess_next(unit, out)
+        else:
+            self._guess_within(budget, out)
+
+    def give_up(self, out: Actions) -> None:
+        """The pass is over: what is still guessed was guessed wrong."""
+        for unit in tuple(self._guesses):
+            self._drop(unit, out)
+
+    def _guess_next(self, current: int, out: Actions) -> None:
+        for position, unit in self._order.ahead():
+            if unit != current:
+                self._guess(position, unit, out)
+                return
+
+    def _guess_within(self, budget: int, out: Actions) -> None:
+        residents = self._residents
+        for position, unit in self._order.ahead():
+            state = residents.units[unit]
+            if state.residency:
+                continue
+            if residents.held_nbytes() + state.nbytes > budget:
+                return
+            self._guess(position, unit, out)
+
+    def _guess(self, position: int, unit: int, out: Actions) -> None:
+        state = self._residents.units[unit]
+        if state.residency is Residency.SHARDED:
+            self._residents.gather(state, out)
+            state.holds.add((Hold.GUESS, 0))
+            self._guesses[unit] = position
+
+    def _drop(self, unit: int, out: Actions) -> None:
+        del self._guesses[unit]
+        state = self._residents.units[unit]
+        state.holds.discard((Hold.GUESS, 0))
+        self._residents.settle(state, out)

@@ -1,0 +1,46 @@
+"""What a watcher of the machine is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from fullshard.schedule.actions import Action
+from fullshard.schedule.triggers import Trigger, text
+
+__all__ = ["Event", "Recorder", "Transcript"]
+
+
+class Event(NamedTuple):
+    """A trigger and what followed from it."""
+
+    trigger: Trigger
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"{text(self.trigger)} -> {', '.join(map(str, self.actions)) or '-'}"
+
+
+class Recorder(Protocol):
+    """Receives each event after the machine decided and before the engine acts."""
+
+    def record(self, event: Event) -> None:
+        """Take note of ``event``."""
+
+
+@dataclass
+class Transcript:
+    """Keeps every event; ``str()`` is the text that golden files hold."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def record(self, event: Event) -> None:
+        """Append ``event``."""
+        self.events.append(event)
+
+    def actions(self) -> list[Action]:
+        """All actions, in order."""
+        return [action for event in self.events for action in event.actions]
+
+    def __str__(self) -> str:
+        return "".join(f"{event}\n" for event in self.events)

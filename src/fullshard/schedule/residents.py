@@ -1,0 +1,73 @@
+"""Which units are unsharded, and the few ways in which that changes."""
+
+from __future__ import annotations
+
+from fullshard.schedule.actions import Action
+from fullshard.schedule.state import Hold, Residency, UnitState
+
+__all__ = ["Actions", "Residents"]
+
+Actions = list[Action]
+
+
+class Residents:
+    """All units with their residencies; every method appends what it asks for to ``out``.
+
+    ``generation`` counts how often the sharded weights may have changed; an unsharded copy made
+    in an earlier generation is stale.
+    """
+
+    def __init__(self) -> None:
+        self.units: dict[int, UnitState] = {}
+        self.generation = 0
+        self.root: UnitState | None = None
+        self._held_nbytes = 0
+
+    def held_nbytes(self) -> int:
+        """Unsharded bytes, those on their way included, the root's apart."""
+        if self.root is not None and self.root.residency:
+            return self._held_nbytes - self.root.nbytes
+        return self._held_nbytes
+
+    def need(self, state: UnitState, out: Actions) -> None:
+        """Make the unit unsharded from here on."""
+        state.holds.discard((Hold.GUESS, 0))
+        if state.residency is Residency.SHARDED:
+            self.gather(state, out)
+        if state.residency is Residency.GATHERING:
+            self.wait(state, out)
+
+    def refresh(self, state: UnitState, out: Actions) -> None:
+        """Gather again, in place, if the weights changed since the copy was made.
+
+        Not in the middle of a forward or backward that reads the copy: its gradients belong to
+        the weights that it started with.
+        """
+        if not state.residency or state.generation == self.generation or state.in_use:
+            return
+        if state.residency is Residency.GATHERING:
+            self.wait(state, out)
+        self.gather(state, out)
+
+    def gather(self, state: UnitState, out: Actions) -> None:
+        """Start to unshard."""
+        if state.residency is Residency.SHARDED:
+            self._held_nbytes += state.nbytes
+        state.move(Residency.GATHERING)
+        state.generation = self.generation
+        out.append(state.do.unshard)
+
+    def wait(self, state: UnitState, out: Actions) -> None:
+        """Finish to unshard."""
+        state.move(Residency.UNSHARDED)
+        out.append(state.do.wait)
+
+    def settle(self, state: UnitState, out: Actions) -> None:
+        """Reshard the unit if nothing holds it."""
+        if state.holds or not state.residency:
+            return
+        if state.residency is Residency.GATHERING:
+            self.wait(state, out)  # a buffer cannot be freed while the wire writes into it
+        self._held_nbytes -= state.nbytes
+        state.move(Residency.SHARDED)
+        out.append(state.do.reshard)

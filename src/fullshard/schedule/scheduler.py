@@ -1,0 +1,369 @@
+"""WHEN: the deterministic machine between what happens and what is done about it.
+
+Same triggers, same actions: nothing here looks at a clock, at free memory or at whether a
+collective has completed, so all ranks that see the same triggers issue the same collectives in the
+same order. A unit is unsharded while something holds it; dropping the last hold reshards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fullshard.schedule import triggers as when
+from fullshard.schedule.actions import FENCE, Action
+from fullshard.schedule.prefetch import Prefetcher
+from fullshard.schedule.residents import Actions, Residents
+from fullshard.schedule.state import (
+    AfterForward,
+    Hold,
+    MachinePolicy,
+    Residency,
+    UnitPolicy,
+    UnitState,
+)
+from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+
+__all__ = ["Scheduler"]
+
+# What the end of a unit's backward makes superfluous. KEEP is apart: a policy may want it longer.
+_BACKWARD_DONE = frozenset({Hold.BACKWARD, Hold.RECOMPUTE, Hold.HIDDEN, Hold.USER})
+_NOT_IN_USE = frozenset({Hold.KEEP, Hold.USER, Hold.GUESS})
+
+
+@dataclass(slots=True)
+class _Task:
+    """One backward call: the uses it is inside of, and the gradients it has dealt with."""
+
+    open_uses: dict[int, set[int]] = field(default_factory=dict)
+    dealt_with: set[int] = field(default_factory=set)
+    owed: set[int] = field(default_factory=set)
+    """Units for which a nested task brought gradients, to be reduced when this task leaves them."""
+    recomputed: set[int] = field(default_factory=set)
+
+    def owes(self, unit: int) -> bool:
+        """Whether a reduction of the unit is still due."""
+        return unit in self.owed or unit not in self.dealt_with
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """One root forward, from its enter to its exit: units in the order of entry and of exit."""
+
+    root: int
+    entered: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Turns triggers into actions.
+
+    Holds residencies, holds and the learned order; never a tensor. ``add`` makes a unit known;
+    after that ``on`` is the whole interface.
+    """
+
+    def __init__(self) -> None:
+        self.residents = Residents()
+        self.policy = MachinePolicy()
+        self._num_uses = 0
+        self._stack: list[tuple[int, int]] = []  # (unit, use), outermost first
+        self._iteration: _Iteration | None = None
+        self._learned: dict[int, list[int]] = {}  # root -> units in order of entry
+        self._ahead = Prefetcher(self.residents)
+        self._back = Prefetcher(self.residents)
+        self._tasks: dict[int, _Task] = {}
+        self._reducing: list[int] = []
+
+    def add(
+        self, unit: int, *, nbytes: int, num_members: int = 1, policy: UnitPolicy | None = None
+    ) -> UnitState:
+        """Make a unit known; ``nbytes`` are its unsharded bytes."""
+        state = UnitState(unit, nbytes, num_members, policy or UnitPolicy())
+        self.residents.units[unit] = state
+        return state
+
+    def on(self, trigger: Trigger) -> tuple[Action, ...]:
+        """What to do, in order, because ``trigger`` happened."""
+        actions: Actions = []
+        _HANDLERS[type(trigger)](self, trigger, actions)
+        return tuple(actions)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no forward and no backward is under way."""
+        return not self._stack and not self._tasks
+
+    @property
+    def current_use(self) -> int:
+        """The number of the innermost use that is running its forward."""
+        return self._stack[-1][1]
+
+    def _unit(self, key: int) -> UnitState:
+        return self.residents.units[key]
+
+    # forward
+
+    def _forward_enter(self, event: when.ForwardEnter, out: Actions) -> None:
+        state = self._unit(event.unit)
+        outside = event.task == NO_TASK
+        if outside and self._iteration and self._iteration.root == event.unit:
+            self._abandon(self._iteration, out)
+        if outside and self._iteration is None:
+            self._begin_iteration(state, out)
+        if not outside:
+            self._task(event.task)
+        elif state.use is None:
+            self.residents.refresh(state, out)
+        entered = state.use is None
+        if state.use is None:
+            state.use = self._num_uses
+            state.waiting_members = set(range(state.num_members))
+            self._num_uses += 1
+        self._stack.append((event.unit, state.use))
+        state.holds.add((Hold.FORWARD, state.use))
+        self.residents.need(state, out)
+        if self._iteration and outside and entered:
+            self._iteration.entered.append(event.unit)
+            self._ahead.met(event.unit, self.policy.prefetch_budget, out)
+
+    def _begin_iteration(self, root: UnitState, out: Actions) -> None:
+        self._iteration = _Iteration(root.key)
+        self.residents.root = root
+        self._ahead.follow(self._learned.get(root.key, ()))
+        out.append(FENCE)
+
+    def _abandon(self, iteration: _Iteration, out: Actions) -> None:
+        """A root is entered again: an exception that hooks do not see, such as ^C, ended it."""
+        self._stack.clear()
+        root = self._unit(iteration.root)
+        failed = when.ForwardExit(root.key, follows=Follows.NOTHING, failed=True)
+        self._end_iteration(iteration, failed, out)
+
+    def _forward_exit(self, event: when.ForwardExit, out: Actions) -> None:
+        state = self._unit(event.unit)
+        while self._stack and self._stack.pop()[0] != event.unit:
+            pass  # inner uses that an exception ended without telling us
+        if any(unit == event.unit for unit, _ in self._stack):
+            return  # the unit called itself; the outer call will end the use
+        outside = event.task == NO_TASK
+        if outside and event.follows is Follows.HIDDEN and not event.failed:
+            state.holds.add((Hold.HIDDEN, 0))
+        state.waiting_members.discard(event.member)
+        if not state.waiting_members or event.failed or not outside:
+            self._close_use(state, event, out)
+        iteration = self._iteration
+        if iteration and outside:
+            iteration.left.append(event.unit)
+            if not self._stack:
+                self._end_iteration(iteration, event, out)
+
+    def _close_use(self, state: UnitState, event: when.ForwardExit, out: Actions) -> None:
+        """The use has run its forward: exchange its hold for those that come after forward."""
+        use, state.use = state.use, None
+        if use is None:
+            return
+        if event.task != NO_TASK:
+            self._task(event.task).recomputed.add(state.key)
+            state.holds.add((Hold.RECOMPUTE, event.task))
+        elif not event.failed and self._keeps(state):
+            state.holds.add((Hold.KEEP, 0))
+        else:
+            state.holds.discard((Hold.USER, 0))
+        state.holds.discard((Hold.FORWARD, use))
+        self.residents.settle(state, out)
+
+    def _keeps(self, state: UnitState) -> bool:
+        """Whether the unit stays unsharded after its forward."""
+        if state.policy.after_forward is AfterForward.AUTO:
+            return self._iteration is not None and self._iteration.root == state.key
+        return state.policy.after_forward is AfterForward.KEEP
+
+    def _end_iteration(self, iteration: _Iteration, event: when.ForwardExit, out: Actions) -> None:
+        """The root has left its forward."""
+        used = [self._unit(key) for key in dict.fromkeys(iteration.entered)]
+        for state in used:
+            self._close_use(state, event, out)  # of a unit with a member that never ran
+        self._ahead.give_up(out)
+        self._iteration = None
+        if event.failed or event.follows is Follows.NOTHING:
+            # Left unsharded, optimizers and checkpoints would meet parameters they do not know.
+            for state in used:
+                state.drop({Hold.KEEP, Hold.USER})
+                self.residents.settle(state, out)
+        else:
+            self._back.follow(iteration.left[::-1])
+        if not event.failed:
+            self._learned[iteration.root] = iteration.entered
+
+    # backward
+
+    def _backward_enter(self, event: when.BackwardEnter, out: Actions) -> None:
+        state = self._unit(event.unit)
+        task = self._task(event.task)
+        if not event.accumulates:
+            task.dealt_with.add(event.unit)
+        uses = task.open_uses.setdefault(event.unit, set())
+        if event.use in uses:
+            return
+        uses.add(event.use)
+        state.drop({Hold.RECOMPUTE})
+        state.holds.add((Hold.BACKWARD, event.use))
+        self.residents.need(state, out)
+        self._back.met(event.unit, self.policy.prefetch_budget, out)
+
+    def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
+        outer = self._outer_task(event.unit, event.task)
+        if outer is not None:
+            outer.owed.add(event.unit)
+            return
+        state = self._unit(event.unit)
+        self._reduce(state, self._task(event.task), out)
+        if event.complete:
+            self._leave_backward(state, out)
+
+    def _input_grads(self, event: when.InputGrads, out: Actions) -> None:
+        task = self._task(event.task)
+        uses = task.open_uses.get(event.unit, set())
+        if event.use not in uses:
+            return
+        uses.discard(event.use)
+        state = self._unit(event.unit)
+        if not uses and event.settled and task.owes(event.unit):
+            self._reduce(state, task, out)
+        state.holds.discard((Hold.BACKWARD, event.use))
+        if not any(hold is Hold.BACKWARD for hold, _ in state.holds):
+            self._leave_backward(state, out)
+
+    def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
+        task = self._tasks.pop(event.task, _Task())
+        for key in dict.fromkeys((*task.open_uses, *event.leftovers)):
+            outer = self._outer_task(key, event.task)
+            if outer is not None:
+                outer.owed.add(key)
+                continue
+            state = self._unit(key)
+            if key in event.leftovers or task.owes(key):
+                self._reduce(state, task, out)
+            self._leave_backward(state, out)
+        for state in map(self._unit, sorted(task.recomputed)):
+            state.holds.discard((Hold.RECOMPUTE, event.task))
+            self.residents.settle(state, out)
+        if self._tasks:
+            return
+        self._back.give_up(out)
+        if self.policy.is_last_backward:
+            self._finish_reductions(out)
+
+    def _task_died(self, event: when.TaskDied, out: Actions) -> None:
+        self._tasks.pop(event.task, None)
+        out.extend(self._unit(key).do.discard for key in event.leftovers)
+        if self._tasks:
+            return
+        self._back.give_up(out)
+        self._finish_reductions(out)
+        for state in self.residents.units.values():
+            if not any(hold is Hold.FORWARD for hold, _ in state.holds):
+                state.drop(_BACKWARD_DONE | {Hold.KEEP})
+                self.residents.settle(state, out)
+
+    def _leave_backward(self, state: UnitState, out: Actions) -> None:
+        """Nothing in backward needs the unit any more."""
+        state.drop(_BACKWARD_DONE)
+        if state.policy.reshard_after_backward:
+            state.holds.discard((Hold.KEEP, 0))
+        elif state.residency is Residency.UNSHARDED:
+            state.holds.add((Hold.KEEP, 0))
+        self.residents.settle(state, out)
+
+    def _outer_task(self, unit: int, task: int) -> _Task | None:
+        """Another task that is inside the unit: ``task`` is nested in it."""
+        for number, other in self._tasks.items():
+            if number != task and other.open_uses.get(unit):
+                return other
+        return None
+
+    def _reduce(self, state: UnitState, task: _Task, out: Actions) -> None:
+        """Reduce the gradients, or keep them; at most one other reduction stays in flight."""
+        task.dealt_with.add(state.key)
+        task.owed.discard(state.key)
+        if not state.policy.requires_gradient_sync:
+            out.append(state.do.accumulate)
+            return
+        while state.key in self._reducing or len(self._reducing) > 1:
+            out.append(self._unit(self._reducing.pop(0)).do.finish_reduce)
+        out.append(state.do.reduce_scatter)
+        self._reducing.append(state.key)
+
+    def _finish_reductions(self, out: Actions) -> None:
+        out.extend(self._unit(key).do.finish_reduce for key in self._reducing)
+        self._reducing.clear()
+
+    def _task(self, number: int) -> _Task:
+        task = self._tasks.get(number)
+        if task is None:
+            if not self._tasks:
+                self._back.rewind()
+            task = self._tasks[number] = _Task()
+        return task
+
+    # the user
+
+    def _user_unshard(self, event: when.UserUnshard, out: Actions) -> None:
+        state = self._unit(event.unit)
+        if self.idle:
+            out.append(FENCE)
+        self.residents.refresh(state, out)
+        state.holds.add((Hold.USER, 0))
+        if state.residency is Residency.SHARDED:
+            self.residents.gather(state, out)
+
+    def _user_wait(self, event: when.UserWait, out: Actions) -> None:
+        state = self._unit(event.unit)
+        if state.residency is Residency.GATHERING:
+            self.residents.wait(state, out)
+
+    def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
+        state = self._unit(event.unit)
+        state.drop({Hold.USER} if state.in_use else _NOT_IN_USE)
+        self.residents.settle(state, out)
+
+    def _weights_changed(self, event: when.WeightsChanged, out: Actions) -> None:
+        self.residents.generation += 1
+
+    def _set_policy(self, event: when.SetPolicy, out: Actions) -> None:
+        self._unit(event.unit).policy = event.policy
+
+    def _set_machine_policy(self, event: when.SetMachinePolicy, out: Actions) -> None:
+        self.policy = event.policy
+
+    def _reset(self, event: when.Reset, out: Actions) -> None:
+        self._stack.clear()
+        self._tasks.clear()
+        self._iteration = None
+        self._ahead.give_up(out)
+        self._back.give_up(out)
+        self._finish_reductions(out)
+        for state in self.residents.units.values():
+            state.use = None
+            state.holds.clear()
+            self.residents.settle(state, out)
+            out.append(state.do.forget)
+
+
+_HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
+    when.ForwardEnter: Scheduler._forward_enter,
+    when.ForwardExit: Scheduler._forward_exit,
+    when.BackwardEnter: Scheduler._backward_enter,
+    when.InputGrads: Scheduler._input_grads,
+    when.GradsReady: Scheduler._grads_ready,
+    when.TaskEnd: Scheduler._task_end,
+    when.TaskDied: Scheduler._task_died,
+    when.UserUnshard: Scheduler._user_unshard,
+    when.UserWait: Scheduler._user_wait,
+    when.UserReshard: Scheduler._user_reshard,
+    when.WeightsChanged: Scheduler._weights_changed,
+    when.SetPolicy: Scheduler._set_policy,
+    when.SetMachinePolicy: Scheduler._set_machine_policy,
+    when.Reset: Scheduler._reset,
+}

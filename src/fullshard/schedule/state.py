@@ -1,0 +1,125 @@
+"""What the machine remembers of one unit."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fullshard.errors import ProtocolError
+from fullshard.schedule.actions import UnitActions, actions_of
+
+__all__ = ["AfterForward", "Hold", "MachinePolicy", "Residency", "UnitPolicy", "UnitState"]
+
+
+class Residency(enum.IntEnum):
+    """Where the unsharded parameters of a unit are."""
+
+    SHARDED = 0
+    """Nowhere: only the shard exists."""
+    GATHERING = 1
+    """On their way: the all-gather was started."""
+    UNSHARDED = 2
+    """In memory, shown by the modules."""
+
+
+MOVES = frozenset(
+    {
+        (Residency.SHARDED, Residency.GATHERING),
+        (Residency.GATHERING, Residency.UNSHARDED),
+        (Residency.UNSHARDED, Residency.SHARDED),
+        (Residency.UNSHARDED, Residency.GATHERING),  # refresh of a stale copy, in place
+    }
+)
+"""The only moves; an all-gather that was started is always waited for, a wrong guess too."""
+
+
+class Hold(enum.IntEnum):
+    """Why a unit is unsharded; each hold carries a token that tells equal reasons apart."""
+
+    FORWARD = 0
+    """A use is running its forward (token: the use)."""
+    BACKWARD = 1
+    """A use is running its backward (token: the use)."""
+    RECOMPUTE = 2
+    """An activation checkpoint ran the forward again; its backward comes next."""
+    KEEP = 3
+    """Policy: not resharded after forward, or not after backward."""
+    HIDDEN = 4
+    """Gradients may come back by a way that we do not see."""
+    USER = 5
+    """``unshard()``."""
+    GUESS = 6
+    """Prefetched."""
+
+
+class AfterForward(enum.Enum):
+    """What becomes of the unsharded parameters after forward."""
+
+    AUTO = "auto"
+    """Kept if the unit is the root of the forward, else freed."""
+    RESHARD = "reshard"
+    """Freed, gathered again in backward."""
+    KEEP = "keep"
+    """Kept until after backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPolicy:
+    """What the user chose for a unit; replaced as a whole, never changed."""
+
+    after_forward: AfterForward = AfterForward.AUTO
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MachinePolicy:
+    """What the user chose for all units together."""
+
+    prefetch_budget: int | None = None
+    """Unsharded bytes (the root's apart) up to which units are gathered ahead; None: one unit."""
+    is_last_backward: bool = True
+    """Whether the end of a backward also ends the reductions."""
+
+
+@dataclass(slots=True)
+class UnitState:
+    """One unit in the machine.
+
+    ``nbytes`` are the unsharded bytes, ``num_members`` the modules that share the unit.
+    """
+
+    key: int
+    nbytes: int
+    num_members: int = 1
+    policy: UnitPolicy = UnitPolicy()
+    residency: Residency = Residency.SHARDED
+    holds: set[tuple[Hold, int]] = field(default_factory=set)
+    generation: int = 0
+    """The generation of the weights in the unsharded copy."""
+    use: int | None = None
+    """The open use, while a member is running or has still to run."""
+    waiting_members: set[int] = field(default_factory=set)
+    do: UnitActions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.do = actions_of(self.key)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a forward or a backward of the unit is under way."""
+        return any(hold <= Hold.RECOMPUTE for hold, _ in self.holds)
+
+    def move(self, to: Residency) -> None:
+        """Change the residency; the one place where that happens."""
+        if (self.residency, to) not in MOVES:
+            raise ProtocolError(
+                f"unit {self.key} cannot go from {self.residency.name} to {to.name}: "
+                "this is a defect of the scheduler, please report it"
+            )
+        self.residency = to
+
+    def drop(self, kinds: Iterable[Hold]) -> None:
+        """Drop every hold of these kinds."""
+        self.holds = {hold for hold in self.holds if hold[0] not in kinds}

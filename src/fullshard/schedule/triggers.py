@@ -1,0 +1,188 @@
+"""What happens to the machine: one immutable value per kind of event.
+
+A ``task`` is one backward call of autograd, named by its number; ``NO_TASK`` means "outside of any
+backward". A ``use`` is one forward call of a unit; the machine numbers them.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from fullshard.schedule.state import MachinePolicy, UnitPolicy
+
+__all__ = [
+    "NO_TASK",
+    "BackwardEnter",
+    "Follows",
+    "ForwardEnter",
+    "ForwardExit",
+    "GradsReady",
+    "InputGrads",
+    "Reset",
+    "SetMachinePolicy",
+    "SetPolicy",
+    "TaskDied",
+    "TaskEnd",
+    "Trigger",
+    "UserReshard",
+    "UserUnshard",
+    "UserWait",
+    "WeightsChanged",
+    "text",
+]
+
+NO_TASK = -1
+"""Autograd's own number for "no backward is running"."""
+
+
+class Follows(enum.IntEnum):
+    """What a forward shows of the backward to come."""
+
+    NOTHING = 0
+    """No gradient can flow back into this forward."""
+    BACKWARD = 1
+    """Every way back leads through an output that carries our hook."""
+    HIDDEN = 2
+    """Gradients may flow back by a way that we do not see."""
+
+
+class ForwardEnter(NamedTuple):
+    """``member`` (a module of the unit, by index) is about to run its forward."""
+
+    unit: int
+    member: int = 0
+    task: int = NO_TASK
+
+
+class ForwardExit(NamedTuple):
+    """``member`` has run its forward, or was left by an exception (``failed``)."""
+
+    unit: int
+    member: int = 0
+    task: int = NO_TASK
+    follows: Follows = Follows.BACKWARD
+    failed: bool = False
+
+
+class BackwardEnter(NamedTuple):
+    """The gradient of an output of ``use`` is about to flow into the unit.
+
+    ``accumulates``: the task brings gradients to parameters (``autograd.grad`` does not).
+    """
+
+    unit: int
+    use: int
+    task: int
+    accumulates: bool = True
+
+
+class InputGrads(NamedTuple):
+    """Backward has left ``use``: all its inputs have their gradients.
+
+    ``settled``: no parameter of the unit awaits a gradient from this task itself.
+    """
+
+    unit: int
+    use: int
+    task: int
+    settled: bool
+
+
+class GradsReady(NamedTuple):
+    """The last parameter gradient that ``task`` computes for the unit has arrived.
+
+    ``complete``: every parameter of the unit got one, so that nothing reads the unit any more.
+    """
+
+    unit: int
+    task: int
+    complete: bool
+
+
+class TaskEnd(NamedTuple):
+    """``task`` ended; ``leftovers`` are units with gradients that no reduction took."""
+
+    task: int
+    leftovers: tuple[int, ...] = ()
+
+
+class TaskDied(NamedTuple):
+    """``task`` ended by an exception."""
+
+    task: int
+    leftovers: tuple[int, ...] = ()
+
+
+class UserUnshard(NamedTuple):
+    """``module.unshard()``."""
+
+    unit: int
+
+
+class UserWait(NamedTuple):
+    """``handle.wait()``."""
+
+    unit: int
+
+
+class UserReshard(NamedTuple):
+    """``module.reshard()``."""
+
+    unit: int
+
+
+class WeightsChanged(NamedTuple):
+    """Some sharded parameter may have a new value: unsharded copies made before are stale."""
+
+
+class SetPolicy(NamedTuple):
+    """Replace the policy of a unit."""
+
+    unit: int
+    policy: UnitPolicy
+
+
+class SetMachinePolicy(NamedTuple):
+    """Replace what holds for all units together."""
+
+    policy: MachinePolicy
+
+
+class Reset(NamedTuple):
+    """Give up the iteration: everything sharded, nothing pending."""
+
+
+Trigger = (
+    ForwardEnter
+    | ForwardExit
+    | BackwardEnter
+    | InputGrads
+    | GradsReady
+    | TaskEnd
+    | TaskDied
+    | UserUnshard
+    | UserWait
+    | UserReshard
+    | WeightsChanged
+    | SetPolicy
+    | SetMachinePolicy
+    | Reset
+)
+
+
+def text(trigger: Trigger) -> str:
+    """Text form: the kind, then its fields.
+
+    >>> text(BackwardEnter(unit=2, use=7, task=0))
+    'backward_enter unit=2 use=7 task=0'
+    """
+    kind = "".join(f"_{c.lower()}" if c.isupper() else c for c in type(trigger).__name__)
+    fields = (f"{name}={_value(value)}" for name, value in trigger._asdict().items())
+    return " ".join((kind.lstrip("_"), *fields))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    return "none" if value == NO_TASK else str(value)

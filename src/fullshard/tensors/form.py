@@ -1,0 +1,78 @@
+"""Forms: how a rank's piece of a parameter, or of its gradient, is shown to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from fullshard import _torch
+
+__all__ = ["DTensorForm", "LocalForm", "ShardForm"]
+
+
+class ShardForm(Protocol):
+    """Turns local tensors into what the user sees, and back; ``index`` is the parameter's."""
+
+    def wrap(self, index: int, local: Tensor) -> Tensor:
+        """Show ``local``; they share storage."""
+
+    def local(self, shown: Tensor) -> Tensor:
+        """The local tensor behind ``shown``, itself."""
+
+    def repoint(self, shown: Tensor, local: Tensor) -> None:
+        """Let ``shown`` stand for another local tensor of the same shape and dtype."""
+
+
+@dataclass(frozen=True)
+class DTensorForm:
+    """DTensors on ``mesh``; ``shapes`` and ``placements`` are those of the parameters."""
+
+    mesh: DeviceMesh
+    shapes: Sequence[torch.Size]
+    placements: Sequence[tuple[Placement, ...]]
+    _specs: dict[tuple[int, torch.dtype], _torch.DTensorSpec] = field(default_factory=dict)
+
+    def wrap(self, index: int, local: Tensor) -> Tensor:
+        """A DTensor with global shape and the stride of a contiguous tensor."""
+        spec = self._specs.get((index, local.dtype))
+        if spec is None:
+            shape = self.shapes[index]
+            spec = self._specs[index, local.dtype] = _torch.dtensor_spec(
+                self.mesh,
+                tuple(self.placements[index]),
+                shape=shape,
+                stride=torch.empty(shape, device="meta").stride(),
+                dtype=local.dtype,
+            )
+        return _torch.dtensor_from_spec(local, spec, requires_grad=False)
+
+    def local(self, shown: Tensor) -> Tensor:
+        """See ``ShardForm``."""
+        return _torch.local_of(cast("DTensor", shown))
+
+    def repoint(self, shown: Tensor, local: Tensor) -> None:
+        """See ``ShardForm``."""
+        _torch.repoint(cast("DTensor", shown), local)
+
+
+@dataclass(frozen=True)
+class LocalForm:
+    """The local tensors as they are: 1-D pieces of a flat or ragged layout."""
+
+    def wrap(self, index: int, local: Tensor) -> Tensor:
+        """See ``ShardForm``."""
+        return local
+
+    def local(self, shown: Tensor) -> Tensor:
+        """See ``ShardForm``."""
+        return shown
+
+    def repoint(self, shown: Tensor, local: Tensor) -> None:
+        """See ``ShardForm``."""
+        shown.data = local

@@ -1,0 +1,55 @@
+"""Checkpoints of a run through ``torch.distributed.checkpoint``: complete, or not there.
+
+Every worker writes its shards; the tensors' own metadata lets another number of workers read them.
+There is no random state to keep: the model has no dropout, and ``Order`` needs the step alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from .rundir import CheckpointInfo, write_info
+from .world import World
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(
+    path: Path, model: nn.Module, optimizer: Optimizer, info: CheckpointInfo, world: World
+) -> None:
+    """Writes model and optimizer under a temporary name and gives it ``path``'s when complete."""
+    unfinished = path.with_name("unfinished-" + path.name)
+    if world.is_first:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    world.barrier()
+    save(_state(model, optimizer), checkpoint_id=unfinished)
+    if world.is_first:
+        write_info(unfinished, info)
+        unfinished.rename(path)
+    world.barrier()
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Reads ``path`` into model and optimizer, each worker its own shards."""
+    state = _state(model, optimizer)
+    load(state, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}

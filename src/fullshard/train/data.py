@@ -1,0 +1,245 @@
+"""Real text as tokens, in an order that the step number alone decides.
+
+    files --collect--> documents --byte-level BPE--> tokens (uint16) --Order--> windows of a step
+
+Files are sorted, the ones held out are chosen by a hash of their names, and the tokens are cached
+under a hash of everything they depend on: every worker and every restart reads the same arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fullshard.errors import ConfigError
+
+__all__ = ["Document", "Order", "TokenizedText", "collect", "load_text", "train_tokenizer"]
+
+Tokens = npt.NDArray[np.uint16]  # 1D
+Indices = npt.NDArray[np.int64]
+
+END = "<|end|>"  # stands between documents; its id is 0
+_FORMAT = 1  # part of the cache key: raise it with every change of what the cache holds
+_SKIPPED_FOLDERS = frozenset(
+    ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
+)
+_HELD_OUT_OF_256 = 16  # one file in sixteen
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One file of text; ``name`` is its path below the folder that was given."""
+
+    name: str
+    text: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the file is kept for evaluation, decided by its name alone."""
+        return hashlib.sha256(self.name.encode()).digest()[0] < _HELD_OUT_OF_256
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """The text of a run; equal keys mean equal tokens."""
+
+    train: Tokens
+    held_out: Tokens
+    tokenizer: Tokenizer
+    key: str
+    num_files: int
+    nbytes: int
+
+    def bytes_per_token(self) -> Indices:
+        """How many bytes of text each token id stands for (the end mark for none), ``[vocab]``."""
+        vocabulary = self.tokenizer.get_vocab()
+        counts = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+        for token, index in vocabulary.items():
+            counts[index] = 0 if token == END else len(token)  # one character stands for one byte
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which windows of the text every worker reads at every step.
+
+    An epoch is a permutation drawn from ``seed`` and the epoch's number; steps read on across its
+    end. Nothing is remembered between steps, so a resumed run needs the step number only.
+    """
+
+    num_windows: int
+    seed: int
+    batch: int
+    accumulate: int
+    num_workers: int
+
+    def windows(self, *, step: int, microbatch: int, rank: int) -> Indices:
+        """Indices of the ``batch`` windows that ``rank`` reads; ``step`` counts from 1."""
+        row = (step - 1) * self.accumulate + microbatch
+        first = (row * self.num_workers + rank) * self.batch
+        places = range(first, first + self.batch)
+        epochs = (divmod(place, self.num_windows) for place in places)
+        return np.array([_permutation(self.num_windows, self.seed, e)[i] for e, i in epochs])
+
+
+def num_windows(tokens: Tokens, seq: int) -> int:
+    """How many windows of ``seq`` inputs, each with a next token for its last, ``tokens`` hold."""
+    return max(0, (len(tokens) - 1) // seq)
+
+
+def read_windows(tokens: Tokens, indices: Indices, seq: int) -> Indices:
+    """The windows' tokens, ``[len(indices), seq + 1]``: inputs, and one more for the targets."""
+    starts = indices[:, None] * seq
+    windows: Indices = tokens[starts + np.arange(seq + 1)].astype(np.int64)
+    return windows
+
+
+def collect(data: str | None) -> list[Document]:
+    """The text to train on, sorted by name.
+
+    Args:
+        data: a file, or a folder of which every UTF-8 file counts, hidden ones excepted; ``None``
+            for the ``*.py`` of Python's standard library, without tests and tables.
+
+    Raises:
+        ConfigError: if the path is missing or holds no text.
+    """
+    if data is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & _folders(p, root)]
+    else:
+        root = Path(data)
+        if not root.exists():
+            raise ConfigError(f"--data {data}: there is no such file or folder")
+        files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
+    folder = root.parent if root.is_file() else root
+    documents = [
+        Document(path.relative_to(folder).as_posix(), text)
+        for path in files
+        if (text := _read_text(path))
+    ]
+    if not documents:
+        raise ConfigError(f"--data {data or root}: holds no text (UTF-8 files that are not empty)")
+    return sorted(documents, key=lambda document: document.name)
+
+
+def load_text(data: str | None, *, vocab_size: int) -> TokenizedText:
+    """Collects and tokenizes the text, or reads the tokens back from the cache.
+
+    Raises:
+        ConfigError: as ``collect``.
+    """
+    documents = collect(data)
+    key = _key(documents, vocab_size)
+    folder = _cache_root() / key
+    if not folder.exists():
+        _fill_cache(folder, documents, vocab_size)
+    return TokenizedText(
+        train=np.load(folder / "train.npy", mmap_mode="r"),
+        held_out=np.load(folder / "held_out.npy", mmap_mode="r"),
+        tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
+        key=key,
+        num_files=len(documents),
+        nbytes=sum(len(document.text.encode()) for document in documents),
+    )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE that gives back every text exactly; small texts give fewer tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def split(documents: Sequence[Document]) -> tuple[list[str], list[str]]:
+    """The texts to train on and the texts held out.
+
+    Where the files' names leave one of the two empty, as a single file does, the last sixteenth
+    of every file is held out instead.
+    """
+    train = [document.text for document in documents if not document.is_held_out]
+    held_out = [document.text for document in documents if document.is_held_out]
+    if train and held_out:
+        return train, held_out
+    cuts = [len(document.text) * (256 - _HELD_OUT_OF_256) // 256 for document in documents]
+    pairs = list(zip(documents, cuts, strict=True))
+    return [d.text[:cut] for d, cut in pairs], [d.text[cut:] for d, cut in pairs]
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num_windows: int, seed: int, epoch: int) -> Indices:
+    return np.random.default_rng((seed, epoch)).permutation(num_windows)
+
+
+def _fill_cache(folder: Path, documents: Sequence[Document], vocab_size: int) -> None:
+    """Writes the tokens beside ``folder`` and renames: it is complete or absent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    try:
+        train, held_out = split(documents)
+        tokenizer = train_tokenizer(train, vocab_size)
+        np.save(unfinished / "train.npy", _encode(tokenizer, train))
+        np.save(unfinished / "held_out.npy", _encode(tokenizer, held_out))
+        tokenizer.save(str(unfinished / "tokenizer.json"))
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.exists():  # otherwise another process was faster, with the same tokens
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
+    end = tokenizer.token_to_id(END)
+    pieces = [[end, *encoding.ids] for encoding in tokenizer.encode_batch(list(texts))]
+    return np.array([token for piece in pieces for token in piece], dtype=np.uint16)
+
+
+def _key(documents: Sequence[Document], vocab_size: int) -> str:
+    digest = hashlib.sha256(json.dumps([_FORMAT, vocab_size]).encode())
+    for document in documents:
+        for part in (document.name.encode(), document.text.encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def _cache_root() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "fullshard" / "tokens"
+
+
+def _folders(path: Path, root: Path) -> set[str]:
+    return set(path.relative_to(root).parts[:-1])
+
+
+def _is_visible(path: Path, root: Path) -> bool:
+    return path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
+
+
+def _read_text(path: Path) -> str:
+    """The file's text, exactly; empty if it is none."""
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return "" if "\0" in text else text

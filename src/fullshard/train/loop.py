@@ -1,0 +1,205 @@
+"""The training loop: shard, step, evaluate, save; read ``train`` first."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+import fullshard
+from fullshard.errors import ConfigError
+
+from .checkpoint import load_checkpoint, save_checkpoint
+from .config import Dtype, TrainConfig
+from .data import Order, TokenizedText, num_windows, read_windows
+from .metrics import MetricsFile, StepRecord, drop_after
+from .model import GPT
+from .progress import Reporter
+from .rundir import RunDir, check_continues, describe
+from .world import World
+
+__all__ = ["build_optimizer", "build_sharded_model", "learning_rate", "train"]
+
+
+def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
+    """Trains from scratch, or on from the newest checkpoint, to ``config.last_step``.
+
+    Returns:
+        The trained model, still sharded.
+    """
+    run = RunDir(Path(config.out))
+    trainer = Trainer(config, text, world)
+    first = trainer.resume(run) if config.resume else 0
+    with (
+        Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
+        MetricsFile(run.metrics, enabled=world.is_first) as metrics,
+    ):
+        for step in range(first + 1, config.last_step + 1):
+            record = trainer.step(step)
+            metrics.write(record)
+            reporter.show(record)
+            if step % config.save_every == 0 or step == config.last_step:
+                trainer.save(run, step)
+    return trainer.model
+
+
+def build_sharded_model(config: TrainConfig, device: torch.device) -> nn.Module:
+    """The GPT, the same on every worker, then sharded: each block a unit, the rest the root's."""
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        model = GPT(
+            config.model,
+            max_seq=config.seq,
+            checkpoint_activations=config.checkpoint_activations,
+        ).to(device)
+    policy = fullshard.MixedPrecisionPolicy()
+    if config.dtype is Dtype.BF16:
+        policy = fullshard.MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    # None is the default policy: free a block's parameters after its forward, keep the root's.
+    reshard = None if config.reshard else False
+    for block in model.blocks:
+        fullshard.fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
+    fullshard.fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+    return model
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """AdamW over the sharded parameters; norms and other vectors do not decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Linear warm-up, then a cosine down to ``lr_floor``; ``step`` counts from 1.
+
+    The warm-up of a short run is a tenth of it.
+    """
+    warmup = min(config.warmup, max(1, config.steps // 10))
+    if step <= warmup:
+        return config.lr * step / warmup
+    done = (step - warmup) / max(1, config.steps - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (config.lr_floor + (1 - config.lr_floor) * cosine)
+
+
+class Trainer:
+    """A model, its optimizer and its text, and what one does with them."""
+
+    def __init__(self, config: TrainConfig, text: TokenizedText, world: World) -> None:
+        self.config = config
+        self.text = text
+        self.world = world
+        self.model = build_sharded_model(config, world.device)
+        self.optimizer = build_optimizer(self.model, config)
+        self.order = Order(
+            num_windows=num_windows(text.train, config.seq),
+            seed=config.seed,
+            batch=config.batch,
+            accumulate=config.accumulate,
+            num_workers=world.size,
+        )
+        self.bytes_per_token = torch.from_numpy(text.bytes_per_token())
+
+    def step(self, step: int) -> StepRecord:
+        """One optimizer step, and an evaluation where one is due."""
+        config = self.config
+        started_s = time.perf_counter()
+        lr = learning_rate(step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self._forward_backward(step)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mean_loss = (self.world.sum(loss) / self.world.size).item()
+        if not math.isfinite(mean_loss):  # the same on all workers: all stop here
+            raise ConfigError(
+                f"the loss is {mean_loss} at step {step}: lower --lr than {config.lr}"
+            )
+        seconds = time.perf_counter() - started_s
+        num_tokens = config.batch * config.seq * config.accumulate * self.world.size
+        due = step % config.eval_every == 0 or step == config.steps
+        return StepRecord(
+            step=step,
+            loss=mean_loss,
+            tokens_per_s=num_tokens / seconds,
+            lr=lr,
+            grad_norm=grad_norm,
+            seconds=seconds,
+            eval_bits_per_byte=self.evaluate() if due else None,
+        )
+
+    def _forward_backward(self, step: int) -> Tensor:
+        """Accumulates the gradients of a step; returns this worker's mean loss, in fp64."""
+        config = self.config
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for microbatch in range(config.accumulate):
+            if isinstance(self.model, fullshard.FSDPModule):
+                is_last = microbatch == config.accumulate - 1
+                self.model.set_requires_gradient_sync(is_last)  # before it, gradients stay local
+            rows = self.order.windows(step=step, microbatch=microbatch, rank=self.world.rank)
+            tokens = torch.from_numpy(read_windows(self.text.train, rows, config.seq))
+            tokens = tokens.to(self.world.device)
+            loss = next_token_losses(self.model, tokens).mean() / config.accumulate
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Bits per byte of held-out text: the same windows whatever the number of workers."""
+        config, world = self.config, self.world
+        available = num_windows(self.text.held_out, config.seq)
+        count = min(config.eval_sequences, available)
+        rows = torch.arange(count) * available // count  # evenly spread
+        per_round = config.batch * world.size
+        totals = torch.zeros(2, dtype=torch.float64)  # nats, bytes
+        self.model.eval()
+        for start in range(0, count, per_round):
+            # Each worker takes its share of the round; one without any still runs the forward,
+            # which gathers weights on all workers, on a row it then does not count.
+            mine = rows[start + world.rank * config.batch :][: config.batch]
+            read = mine if len(mine) else rows[:1]
+            tokens = torch.from_numpy(read_windows(self.text.held_out, read.numpy(), config.seq))
+            losses = next_token_losses(self.model, tokens.to(world.device)).double().sum().cpu()
+            if len(mine):
+                totals += torch.stack([losses, self.bytes_per_token[tokens[:, 1:]].sum()])
+        self.model.train()
+        nats, nbytes = world.sum(totals.to(world.device)).tolist()
+        return float(nats / math.log(2) / nbytes)
+
+    def save(self, run: RunDir, step: int) -> None:
+        """Writes the checkpoint of ``step``."""
+        info = describe(self.config, step=step, text_key=self.text.key, num_workers=self.world.size)
+        save_checkpoint(run.checkpoint(step), self.model, self.optimizer, info, self.world)
+
+    def resume(self, run: RunDir) -> int:
+        """Loads the newest checkpoint and cuts the metrics back to it; returns its step."""
+        newest = run.newest_checkpoint()
+        if newest is None:
+            raise ConfigError(f"{run.checkpoints}: no checkpoint to resume; leave --resume out")
+        info = check_continues(self.config, newest, self.text.key)
+        load_checkpoint(newest, self.model, self.optimizer)
+        if self.world.is_first:
+            drop_after(run.metrics, info.step)
+        return info.step
+
+
+def next_token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross entropy in nats of every next token, ``[B * T]``, of ``tokens`` ``[B, T + 1]``."""
+    logits = model(tokens[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")

@@ -1,0 +1,61 @@
+"""What is decided before any worker starts, so that a wrong option costs one line and no wait."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fullshard.errors import ConfigError
+
+from .config import TrainConfig
+from .data import TokenizedText, load_text, num_windows
+from .rundir import RunDir, check_continues
+
+__all__ = ["prepare"]
+
+
+def prepare(config: TrainConfig, *, num_workers: int) -> None:
+    """Tokenizes the text, checks that the run can start, and makes its folder.
+
+    A start without ``resume`` moves what an earlier run left in the folder aside.
+
+    Raises:
+        ConfigError: if the text is missing or too short, or there is nothing to resume.
+    """
+    run = RunDir(Path(config.out))
+    newest = run.newest_checkpoint()
+    if config.resume and newest is None:
+        raise ConfigError(f"{run.path} holds no checkpoint to resume: start without --resume")
+    text = load_text(config.data, vocab_size=config.model.vocab_size)
+    _check_enough(config, text, num_workers)
+    if config.resume and newest is not None:
+        info = check_continues(config, newest, text.key)
+        sequences = config.batch * config.accumulate * num_workers
+        if sequences != info.sequences_per_step:
+            print(
+                f"fullshard: note: {newest} was trained on {info.sequences_per_step} sequences a "
+                f"step, now {sequences}: the losses will not be those of one run",
+                file=sys.stderr,
+            )
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        aside = None if config.resume else run.set_aside()
+        config.save(run.config)
+    except OSError as error:
+        raise ConfigError(f"--out {config.out}: cannot be written ({error})") from error
+    if aside is not None:
+        print(f"{run.path} held an earlier run; it lies in {aside} now")
+    print(
+        f"training on {text.num_files} files ({text.nbytes / 1e6:.1f} MB, "
+        f"{len(text.train):,} tokens), {num_workers} workers, run {run.path}"
+    )
+
+
+def _check_enough(config: TrainConfig, text: TokenizedText, num_workers: int) -> None:
+    needed = config.batch * num_workers
+    found = num_windows(text.train, config.seq)
+    if found < needed or num_windows(text.held_out, config.seq) < 1:
+        raise ConfigError(
+            f"too little text: {found} sequences of {config.seq} tokens, and one microbatch on "
+            f"{num_workers} workers needs {needed}: give more --data, or lower --batch or --seq"
+        )

@@ -1,0 +1,132 @@
+"""The folder of a run and what lies in it.
+
+runs/default/
+  config.json            the configuration of its latest start
+  metrics.jsonl          one object a step
+  checkpoints/step-000100/, ...
+  loss.png               if matplotlib is installed
+  earlier-1/             what a start without --resume found here
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+from .config import TrainConfig
+
+__all__ = ["CheckpointInfo", "RunDir"]
+
+_INFO = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What must fit before a checkpoint is continued; a small file beside its tensors."""
+
+    step: int
+    text_key: str
+    num_workers: int
+    model: dict[str, int]
+    sequences_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of a run, and which of its checkpoints are complete."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def picture(self) -> Path:
+        """The loss curve."""
+        return self.path / "loss.png"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` lies once it is complete."""
+        return self.checkpoints / f"step-{step:06d}"
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint; unfinished ones have other names."""
+        return max(self.checkpoints.glob("step-*"), default=None, key=_step_of)
+
+    def set_aside(self) -> Path | None:
+        """Moves an earlier run's files into ``earlier-<n>``; ``None`` if there are none."""
+        ours = (self.config, self.metrics, self.checkpoints, self.picture)
+        found = [path for path in ours if path.exists()]
+        if not found:
+            return None
+        names = (self.path / f"earlier-{number}" for number in itertools.count(1))
+        aside = next(name for name in names if not name.exists())
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+        return aside
+
+
+def describe(config: TrainConfig, *, step: int, text_key: str, num_workers: int) -> CheckpointInfo:
+    """What a checkpoint of this run at ``step`` says about itself."""
+    sequences = config.batch * config.accumulate * num_workers
+    return CheckpointInfo(step, text_key, num_workers, asdict(config.model), sequences)
+
+
+def write_info(checkpoint: Path, info: CheckpointInfo) -> None:
+    """Writes the checkpoint's own description into it."""
+    (checkpoint / _INFO).write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
+
+
+def read_info(checkpoint: Path) -> CheckpointInfo:
+    """Reads what ``write_info`` wrote; raises ``ConfigError`` if it cannot."""
+    try:
+        fields: dict[str, Any] = json.loads((checkpoint / _INFO).read_text(encoding="utf-8"))
+        return CheckpointInfo(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{checkpoint}: not a checkpoint of fullshard train ({error})") from error
+
+
+def check_continues(config: TrainConfig, checkpoint: Path, text_key: str) -> CheckpointInfo:
+    """The checkpoint's description, if ``config`` can go on from it.
+
+    Raises:
+        ConfigError: if it holds another model, learned from other text, or is at the end already.
+    """
+    info = read_info(checkpoint)
+    if info.model != asdict(config.model):
+        raise ConfigError(f"{checkpoint} holds another model: {info.model}")
+    if info.text_key != text_key:
+        raise ConfigError(
+            f"{checkpoint} was trained on other text: give the same --data, or start anew "
+            "without --resume"
+        )
+    if info.step >= config.last_step:
+        limit = "--steps" if config.last_step == config.steps else "--stop-after"
+        raise ConfigError(
+            f"{checkpoint} is at step {info.step} already: a greater {limit} than "
+            f"{config.last_step} goes on"
+        )
+    return info
+
+
+def _step_of(checkpoint: Path) -> int:
+    digits = checkpoint.name.removeprefix("step-")
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,47 @@
+"""Text written by the model."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from .data import END
+from .world import World
+
+__all__ = ["sample"]
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    world: World,
+    *,
+    prompt: str,
+    context: int,
+    num_tokens: int = 120,
+    temperature: float = 0.7,
+    top_k: int = 40,
+    seed: int = 0,
+) -> str:
+    """``prompt`` and ``num_tokens`` more, drawn in step on all workers.
+
+    Every forward gathers the sharded weights, so every worker runs all of them: the number of
+    tokens is fixed, nothing ends early, and each draws the same token from the same seed. Reads
+    at most ``context`` tokens back.
+    """
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = tokenizer.encode(END + prompt).ids
+    known = tokenizer.get_vocab_size()  # a small text has fewer tokens than the model has logits
+    for _ in range(num_tokens):
+        window = torch.tensor([tokens[-context:]], device=world.device)
+        logits = model(window)[0, -1, :known].float().cpu()
+        best, ids = logits.topk(min(top_k, known))
+        choice = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
+        tokens.append(int(ids[choice]))
+    model.train(was_training)
+    text: str = tokenizer.decode(tokens)
+    return text

@@ -1,0 +1,138 @@
+"""One worker of a job: join the others, train, and say at the end what came of it.
+
+Started by ``launch`` as ``python -m fullshard.train.worker CONFIG.json``; under torchrun the
+command calls ``work`` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from torch import nn
+
+from fullshard.errors import ConfigError, FullshardError
+
+from .config import TrainConfig
+from .data import TokenizedText, load_text
+from .loop import train
+from .metrics import read_metrics
+from .picture import draw_loss
+from .prepare import prepare
+from .progress import plain_console
+from .rundir import RunDir
+from .sample import sample
+from .world import World, join_world
+
+__all__ = ["run_worker", "work"]
+
+
+def run_worker(config: TrainConfig, *, prepared: bool) -> None:
+    """Trains as one worker among those that the environment describes.
+
+    Args:
+        config: the same on all workers.
+        prepared: whether the launcher has called ``prepare``; if not, the first worker does.
+
+    Raises:
+        ConfigError: on all workers alike, if ``prepare`` refuses.
+    """
+    with join_world() as world:
+        if not prepared:
+            _prepare_once(config, world)
+        text = load_text(config.data, vocab_size=config.model.vocab_size)
+        model = train(config, text, world)
+        _finish(config, text, model, world)
+
+
+def _prepare_once(config: TrainConfig, world: World) -> None:
+    """Lets the first worker prepare; the others wait, and fail as it fails."""
+    refusal = None
+    if world.is_first:
+        try:
+            prepare(config, num_workers=world.size)
+        except ConfigError as error:
+            refusal = str(error)
+    refusal = world.tell(refusal)
+    if refusal is not None:
+        raise ConfigError(refusal)
+
+
+def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: World) -> None:
+    """A sample, the picture, and where everything lies."""
+    run = RunDir(Path(config.out))
+    console = plain_console(enabled=world.is_first)
+    if config.last_step < config.steps:
+        console.print(
+            f"stopped after step {config.last_step} of {config.steps}; "
+            f"fullshard train --out {config.out} --resume  goes on"
+        )
+        return
+    prompt = "def " if config.data is None else ""
+    written = sample(model, text.tokenizer, world, prompt=prompt, context=config.seq)
+    if not world.is_first:
+        return
+    console.print(f"\na sample of what it writes now:\n\n{written}\n")
+    if not draw_loss(run.metrics, run.picture):
+        console.print("no picture is drawn: pip install matplotlib brings loss.png")
+    bits = read_metrics(run.metrics)[-1]["eval_bits_per_byte"]
+    drawn = f", drawn in {run.picture}" if run.picture.exists() else ""
+    console.print(
+        f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}"
+    )
+    console.print(f"checkpoints  {run.newest_checkpoint()} is the newest")
+    console.print("next         fullshard train --name mine --data PATH  learns your own text")
+
+
+def work(config: TrainConfig, *, prepared: bool) -> None:
+    """``run_worker``, and after an error the end of this process, at once.
+
+    Taking down a process group that other workers still wait in can hang, and the launcher acts
+    only when a worker has ended. The exit code is 2 for what the user can mend, 1 for the rest.
+    """
+    try:
+        run_worker(config, prepared=prepared)
+    except Exception as error:
+        is_refusal = isinstance(error, FullshardError)
+        _record(error, is_refusal=is_refusal)
+        if not prepared:  # under torchrun; our own launcher shows the record instead
+            is_first = os.environ.get("RANK") == "0"
+            if not is_refusal:
+                traceback.print_exception(error)
+            elif is_first:
+                print(f"fullshard: error: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2 if is_refusal else 1)
+
+
+def main() -> None:
+    """Runs as a worker of ``launch``, with the run's configuration file as the one argument."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interruption ends a worker without a word
+    work(TrainConfig.load(Path(sys.argv[1])), prepared=True)
+
+
+def _record(error: Exception, *, is_refusal: bool) -> None:
+    """Leaves the error where the launcher reads it, ours and torchrun's own alike."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now_ns = time.time_ns()
+    details = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(now_ns // 1_000_000_000),
+        "time_ns": now_ns,  # torchrun counts seconds; within one, the first to fail matters
+        "text": str(error) if is_refusal else f"{type(error).__name__}: {error}",
+        "is_refusal": is_refusal,
+    }
+    message = {"message": details["text"], "extraInfo": details}
+    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

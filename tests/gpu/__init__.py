@@ -1,0 +1,1 @@
+"""What only a CUDA device can show; skipped, and saying so, without one."""

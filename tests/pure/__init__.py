@@ -1,0 +1,1 @@
+"""No process group, done in seconds."""

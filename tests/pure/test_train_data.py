@@ -1,0 +1,150 @@
+"""The trainer's text: what is collected, how it is tokenized, and in which order it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.train.data import (
+    END,
+    Document,
+    Order,
+    collect,
+    load_text,
+    num_windows,
+    read_windows,
+    split,
+    train_tokenizer,
+)
+
+TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n\n"
+
+
+def write_files(root: Path, num_files: int = 30) -> Path:
+    for number in range(num_files):
+        path = root / f"part{number % 3}" / f"file{number:02d}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TEXT * 20 + f"x{number} = {number}\n", encoding="utf-8")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_folder_is_read_sorted_and_without_what_is_no_text(tmp_path: Path) -> None:
+    root = write_files(tmp_path / "text", 5)
+    (root / "picture.bin").write_bytes(b"\xff\xfe\x00")
+    (root / "zeros.txt").write_bytes(b"a\0b")
+    (root / "empty.txt").touch()
+    (root / ".hidden").write_text("hidden")
+    names = [document.name for document in collect(str(root))]
+    assert names == sorted(names)
+    assert set(names) == {f"part{n % 3}/file{n:02d}.py" for n in range(5)}
+
+
+def test_a_file_is_read_alone(tmp_path: Path) -> None:
+    path = write_files(tmp_path, 2) / "part0" / "file00.py"
+    assert collect(str(path)) == [Document("file00.py", path.read_text(encoding="utf-8"))]
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    names = {document.name for document in collect(None)}
+    assert {"typing.py", "json/decoder.py"} <= names
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages"}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00"])
+def test_no_text_is_refused_by_path(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(path)):
+        collect(str(path))
+
+
+def test_files_are_held_out_by_name_alone() -> None:
+    chosen = [Document(f"file{n}.py", "a").is_held_out for n in range(2000)]
+    assert chosen == [Document(f"file{n}.py", "b").is_held_out for n in range(2000)]
+    assert 90 < sum(chosen) < 160  # one in sixteen of 2000 is 125
+
+
+def test_the_end_of_a_single_file_is_held_out() -> None:
+    train, held_out = split([Document("a", "x" * 1600)])
+    assert (train, held_out) == (["x" * 1500], ["x" * 100])
+
+
+def test_tokens_give_back_every_text_exactly() -> None:
+    tokenizer = train_tokenizer([TEXT * 10], 400)
+    for text in (TEXT, "\r\n\t tabs and \x01 control", "ünseen 字 🙃", ""):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.token_to_id(END) == 0
+    assert len(tokenizer.encode(TEXT).ids) < len(TEXT.encode()) / 2
+
+
+def test_the_same_text_gives_the_same_tokens_from_anywhere_and_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_text(str(write_files(tmp_path / "a")), vocab_size=400)
+    cached = load_text(str(tmp_path / "a"), vocab_size=400)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    again = load_text(str(write_files(tmp_path / "b")), vocab_size=400)
+    for other in (cached, again):
+        assert other.key == first.key
+        assert np.array_equal(other.train, first.train)
+        assert np.array_equal(other.held_out, first.held_out)
+    write_files(tmp_path / "b", 31)
+    assert load_text(str(tmp_path / "b"), vocab_size=400).key != first.key
+
+
+def test_bytes_per_token_add_up_to_the_text(tmp_path: Path) -> None:
+    text = load_text(str(write_files(tmp_path / "a")), vocab_size=400)
+    counts = text.bytes_per_token()
+    assert counts[text.train].sum() + counts[text.held_out].sum() == text.nbytes
+
+
+def test_windows_overlap_by_the_one_token_that_is_only_a_target() -> None:
+    tokens = np.arange(11, dtype=np.uint16)
+    assert num_windows(tokens, 5) == 2
+    assert read_windows(tokens, np.array([1, 0]), 5).tolist() == [
+        [5, 6, 7, 8, 9, 10],
+        [0, 1, 2, 3, 4, 5],
+    ]
+    assert num_windows(tokens[:5], 5) == 0
+
+
+def test_the_order_reads_every_window_once_an_epoch() -> None:
+    order = Order(num_windows=24, seed=3, batch=2, accumulate=3, num_workers=2)
+    per_epoch = [
+        order.windows(step=step, microbatch=microbatch, rank=rank)
+        for step in range(1, 5)
+        for microbatch in range(3)
+        for rank in range(2)
+    ]
+    first, second = np.concatenate(per_epoch[:12]), np.concatenate(per_epoch[12:])
+    assert sorted(first) == sorted(second) == list(range(24))
+    assert first.tolist() != second.tolist()
+
+
+def test_the_order_needs_the_step_alone_and_depends_on_the_seed() -> None:
+    def order(seed: int) -> Order:
+        return Order(num_windows=1000, seed=seed, batch=4, accumulate=1, num_workers=2)
+
+    late = order(0).windows(step=170, microbatch=0, rank=1)
+    walked = [order(0).windows(step=step, microbatch=0, rank=1) for step in range(1, 171)]
+    assert walked[-1].tolist() == late.tolist()
+    assert order(1).windows(step=170, microbatch=0, rank=1).tolist() != late.tolist()
+
+
+def test_more_workers_with_smaller_batches_read_the_same_step() -> None:
+    def step(batch: int, num_workers: int) -> list[int]:
+        order = Order(100, 0, batch=batch, accumulate=1, num_workers=num_workers)
+        ranks = range(num_workers)
+        return [i for r in ranks for i in order.windows(step=9, microbatch=0, rank=r).tolist()]
+
+    assert step(8, 1) == step(4, 2) == step(2, 4)

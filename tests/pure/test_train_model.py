@@ -1,0 +1,153 @@
+"""The trainer's model, learning rate, configuration and metrics file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.errors import ConfigError
+from fullshard.train.config import Dtype, ModelConfig, TrainConfig
+from fullshard.train.loop import build_optimizer, learning_rate, next_token_losses
+from fullshard.train.metrics import MetricsFile, StepRecord, drop_after, read_metrics
+from fullshard.train.model import GPT
+from fullshard.train.rundir import RunDir
+
+TINY = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32, vocab_size=50)
+
+
+def tiny_gpt(*, checkpoint_activations: bool = False) -> GPT:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT(TINY, max_seq=12, checkpoint_activations=checkpoint_activations)
+
+
+def some_tokens(num_rows: int, length: int) -> torch.Tensor:
+    return torch.arange(num_rows * length).view(num_rows, length) * 7 % TINY.vocab_size
+
+
+def test_the_default_model_has_its_announced_size() -> None:
+    with torch.device("meta"):
+        model = GPT(ModelConfig(), max_seq=128)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 2_557_632
+
+
+def test_logits_have_a_row_for_every_token() -> None:
+    assert tiny_gpt()(some_tokens(3, 12)).shape == (3, 12, TINY.vocab_size)
+    assert tiny_gpt()(some_tokens(3, 5)).shape == (3, 5, TINY.vocab_size)
+
+
+def test_a_token_sees_no_later_one() -> None:
+    model, tokens = tiny_gpt(), some_tokens(1, 12)
+    changed = tokens.clone()
+    changed[0, 8:] = 1
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :8], after[:, :8])
+    assert not torch.allclose(before[:, 8], after[:, 8])
+
+
+def test_a_token_knows_where_it_stands() -> None:
+    model, tokens = tiny_gpt(), torch.tensor([[3, 4, 5], [4, 3, 5]])
+    logits = model(tokens)
+    assert not torch.allclose(logits[0, 2], logits[1, 2])
+
+
+def test_checkpointing_activations_changes_no_gradient() -> None:
+    plain, recomputing = tiny_gpt(), tiny_gpt(checkpoint_activations=True)
+    for model in (plain, recomputing):
+        next_token_losses(model, some_tokens(2, 13)).mean().backward()
+    pairs = zip(plain.parameters(), recomputing.parameters(), strict=True)
+    for left, right in pairs:
+        assert torch.equal(left.grad, right.grad)
+
+
+def test_only_matrices_decay() -> None:
+    model = tiny_gpt()
+    matrices, vectors = build_optimizer(model, TrainConfig()).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert {parameter.dim() for parameter in vectors["params"]} == {1}
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
+    config = TrainConfig(steps=600, lr=4e-3)
+    rates = [learning_rate(step, config) for step in range(1, 601)]
+    assert rates[0] == pytest.approx(1e-4)
+    assert rates[39] == max(rates) == 4e-3
+    assert rates[:40] == sorted(rates[:40])
+    assert rates[39:] == sorted(rates[39:], reverse=True)
+    assert rates[-1] == pytest.approx(2e-4)
+    assert rates[319] == pytest.approx(4e-3 * 0.525)  # half-way down
+
+
+def test_stopping_early_leaves_the_learning_rate_alone() -> None:
+    whole = TrainConfig(steps=600)
+    stopped = dataclasses.replace(whole, stop_after=50)
+    assert stopped.last_step == 50
+    assert learning_rate(50, stopped) == learning_rate(50, whole)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_run_of_few_steps_still_has_a_learning_rate(steps: int) -> None:
+    rates = [learning_rate(step, TrainConfig(steps=steps)) for step in range(1, steps + 1)]
+    assert rates[0] == 4e-3
+    assert min(rates) > 0
+
+
+def test_a_configuration_survives_json() -> None:
+    config = TrainConfig(data="/x", stop_after=3, dtype=Dtype.BF16, model=TINY, lr=1e-3)
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("text", ["{}", "nonsense", '{"model": {}, "dtype": "fp8"}', "[]"])
+def test_a_file_that_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json: not the configuration of a run"):
+        TrainConfig.load(path)
+
+
+def record(step: int, bits: float | None = None) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=1.0 / step,
+        tokens_per_s=10.0,
+        lr=0.1,
+        grad_norm=1.0,
+        seconds=0.5,
+        eval_bits_per_byte=bits,
+    )
+
+
+def test_metrics_are_one_object_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(record(1))
+        metrics.write(record(2, bits=2.5))
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert set(first) == {"step", "loss", "tokens_per_s", "lr", "grad_norm", "seconds"}
+    assert second["eval_bits_per_byte"] == 2.5
+
+
+def test_resuming_drops_later_steps_and_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in range(1, 6):
+            metrics.write(record(step))
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    drop_after(path, 3)
+    with MetricsFile(path) as metrics:
+        metrics.write(record(4))
+    assert [each["step"] for each in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_only_finished_checkpoints_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.newest_checkpoint() is None
+    for name in ("step-000020", "step-000100", "unfinished-step-000200"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert run.newest_checkpoint() == run.checkpoint(100)

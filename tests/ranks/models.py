@@ -1,0 +1,123 @@
+"""Models that the tests train, filled by arithmetic so that no test touches the global RNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["GPT", "OddModel", "fill", "full_parameters", "ids", "noise"]
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Values in (-1, 1) that look random and depend on nothing but their arguments."""
+    index = torch.arange(math.prod(shape), dtype=torch.float64)
+    return (
+        torch.sin(index * 12.9898 + seed * 78.233 + 1).mul(43758.5453).frac().view(shape).to(dtype)
+    )
+
+
+def ids(*shape: int, vocab: int, seed: int = 0) -> Tensor:
+    """Token ids."""
+    return (noise(*shape, seed=seed).abs() * vocab).long().clamp_(max=vocab - 1)
+
+
+def fill(model: nn.Module, scale: float = 0.4) -> nn.Module:
+    """Give every parameter values of its own."""
+    with torch.no_grad():
+        for seed, param in enumerate(model.parameters()):
+            values = noise(*param.shape, seed=seed, dtype=param.dtype) * scale
+            param.copy_(values + 1 if param.dim() == 1 else values)
+    return model
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim, bias=False)  # its bias would get nothing but rounding noise
+        self.value = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int, wrap: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 3 * dim + 1), nn.GELU(), nn.Linear(3 * dim + 1, dim)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A small GPT whose sizes divide evenly by nothing in particular."""
+
+    def __init__(
+        self, *, vocab: int = 53, dim: int = 20, layers: int = 3, heads: int = 2, length: int = 7
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.position = nn.Parameter(torch.zeros(length, dim))
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.run_block: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return self.head(self.norm(x))
+
+    @staticmethod
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class OddModel(nn.Module):
+    """Tied, frozen, unused and odd-sized parameters; fewer rows than ranks in places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.first = nn.Linear(6, 5)
+        self.frozen = nn.Linear(5, 5, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.one_row = nn.Linear(5, 1)
+        self.unused = nn.Linear(3, 2)
+        self.back = nn.Linear(6, 6)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight  # tied
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        y = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        x = self.back(x) + self.one_row(y) * self.gain
+        return self.head(x)
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, whole."""
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
