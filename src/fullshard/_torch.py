@@ -6,6 +6,7 @@ When a PyTorch release breaks fullshard, this is the file to look at.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ __all__ = [
     "all_gather",
     "backend_name",
     "current_task",
+    "default_dtensor_op",
     "device_types",
     "dtensor_from_spec",
     "dtensor_spec",
     "gradient_node",
+    "handle_dtensor_op",
     "has_average",
     "local_of",
     "node_number",
@@ -137,6 +140,24 @@ def local_of(tensor: DTensor) -> Tensor:
 def repoint(tensor: DTensor, local: Tensor) -> None:
     """Make ``tensor`` stand for another local tensor of the same shape and dtype."""
     tensor._local_tensor = local
+
+
+DTensorHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], object]
+
+
+def handle_dtensor_op(op: Any, handler: DTensorHandler) -> None:
+    """Let ``handler(op, args, kwargs)`` do ``op`` on every DTensor."""
+    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+
+
+def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """What DTensor itself does for an ``op`` that is handled."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return cast("object", op(*args, **kwargs))
+    finally:
+        handlers[op] = handler
 
 
 def overrides_setattr(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from fullshard.frontend.ownership import (
 )
 from fullshard.layout import LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward, UnitPolicy
-from fullshard.tensors import DTensorForm, LocalForm, ShardForm
+from fullshard.tensors import DTensorForm, LocalForm, ShardForm, draw_whole_on
 
 __all__ = ["shard_modules"]
 
@@ -73,6 +73,7 @@ def shard_modules(
     _move_buffers(modules, device)
     Engine.join((engine_of(u) for u in below), unit, UnitPolicy(after_forward))
     places.show_sharded(buckets)
+    draw_whole_on(mesh)
     install_forward_hooks(unit, modules, policy)
     install_state_dict_hooks(unit, places)
     for module in modules:

@@ -237,7 +237,8 @@ class Scheduler:
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
         task = self._tasks.pop(event.task, _Task())
-        for key in dict.fromkeys((*task.open_uses, *event.leftovers)):
+        touched = (*task.open_uses, *sorted(task.dealt_with), *event.leftovers)
+        for key in dict.fromkeys(touched):
             outer = self._outer_task(key, event.task)
             if outer is not None:
                 outer.owed.add(key)
@@ -311,12 +312,14 @@ class Scheduler:
 
     def _user_unshard(self, event: when.UserUnshard, out: Actions) -> None:
         state = self._unit(event.unit)
-        if self.idle:
-            out.append(FENCE)
-        self.residents.refresh(state, out)
+        gathers: Actions = []
+        self.residents.refresh(state, gathers)
         state.holds.add((Hold.USER, 0))
         if state.residency is Residency.SHARDED:
-            self.residents.gather(state, out)
+            self.residents.gather(state, gathers)
+        if gathers and self.idle:
+            out.append(FENCE)
+        out += gathers
 
     def _user_wait(self, event: when.UserWait, out: Actions) -> None:
         state = self._unit(event.unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fullshard.tensors.form import DTensorForm, LocalForm, ShardForm
+from fullshard.tensors.random import draw_whole_on
 from fullshard.tensors.tree import find_tensors, map_tensors
 
-__all__ = ["DTensorForm", "LocalForm", "ShardForm", "find_tensors", "map_tensors"]
+__all__ = ["DTensorForm", "LocalForm", "ShardForm", "draw_whole_on", "find_tensors", "map_tensors"]

@@ -74,7 +74,6 @@ def train_command(
     config = resolve(context)
     if is_worker():
         work(config, prepared=False)
-        return 0
     return launch(config)
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from torch import nn
 
@@ -30,6 +31,10 @@ from .sample import sample
 from .world import World, join_world
 
 __all__ = ["run_worker", "work"]
+
+_PROMPT = (
+    "    def __init__(self"  # to what the default text teaches; other text starts from nothing
+)
 
 
 def run_worker(config: TrainConfig, *, prepared: bool) -> None:
@@ -73,7 +78,7 @@ def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: W
             f"fullshard train --out {config.out} --resume  goes on"
         )
         return
-    prompt = "def " if config.data is None else ""
+    prompt = _PROMPT if config.data is None else ""
     written = sample(model, text.tokenizer, world, prompt=prompt, context=config.seq)
     if not world.is_first:
         return
@@ -89,32 +94,39 @@ def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: W
     console.print("next         fullshard train --name mine --data PATH  learns your own text")
 
 
-def work(config: TrainConfig, *, prepared: bool) -> None:
-    """``run_worker``, and after an error the end of this process, at once.
+def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
+    """``run_worker``, and the end of this process: with exit code 2 for what the user can mend.
 
-    Taking down a process group that other workers still wait in can hang, and the launcher acts
-    only when a worker has ended. The exit code is 2 for what the user can mend, 1 for the rest.
+    It ends at once, without taking the interpreter down. After an error that could hang in a
+    process group that other workers still wait in, while the launcher waits for this one's end;
+    and after a good end gloo's threads, which outlive ``destroy_process_group``, abort now and
+    then when they ask for an interpreter that is gone.
     """
+    code = 0
     try:
         run_worker(config, prepared=prepared)
     except Exception as error:
         is_refusal = isinstance(error, FullshardError)
+        code = 2 if is_refusal else 1
         _record(error, is_refusal=is_refusal)
         if not prepared:  # under torchrun; our own launcher shows the record instead
-            is_first = os.environ.get("RANK") == "0"
-            if not is_refusal:
-                traceback.print_exception(error)
-            elif is_first:
-                print(f"fullshard: error: {error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2 if is_refusal else 1)
+            _show(error, is_refusal=is_refusal)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:
     """Runs as a worker of ``launch``, with the run's configuration file as the one argument."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interruption ends a worker without a word
     work(TrainConfig.load(Path(sys.argv[1])), prepared=True)
+
+
+def _show(error: Exception, *, is_refusal: bool) -> None:
+    if not is_refusal:
+        traceback.print_exception(error)
+    elif os.environ["RANK"] == "0":  # all workers refuse alike
+        print(f"fullshard: error: {error}", file=sys.stderr)
 
 
 def _record(error: Exception, *, is_refusal: bool) -> None:

@@ -1,0 +1,46 @@
+"""Is this machine quiet enough to measure on?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["LoadGuard", "table"]
+
+
+@dataclass
+class LoadGuard:
+    """Times one fixed matmul before, between and after: if that drifts, so did everything else."""
+
+    tolerance: float = 0.10
+    seconds: list[float] = field(default_factory=list)
+
+    def sample(self) -> None:
+        """Time it now."""
+        a = torch.ones(384, 384)
+        times = []
+        for _ in range(9):
+            start = time.perf_counter()
+            for _ in range(4):
+                a @ a
+            times.append(time.perf_counter() - start)
+        self.seconds.append(statistics.median(times))
+
+    @property
+    def drift(self) -> float:
+        """How much the slowest sample differs from the fastest."""
+        return max(self.seconds) / min(self.seconds) - 1
+
+    @property
+    def quiet(self) -> bool:
+        """Whether figures taken meanwhile may be reported."""
+        return self.drift <= self.tolerance
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

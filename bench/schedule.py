@@ -1,0 +1,64 @@
+"""Host time of the scheduler: microseconds a unit and step, with few and with many units."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from bench.machine import table
+from fullshard.schedule import Scheduler
+from fullshard.schedule import triggers as when
+from fullshard.schedule.triggers import Follows
+
+__all__ = ["main"]
+
+BOUND_US = 20.0
+
+
+def step(machine: Scheduler, units: int, task: int) -> None:
+    """One training step of a root and ``units`` blocks, as the hooks would tell it."""
+    root = units
+    uses = {}
+    machine.on(when.ForwardEnter(root))
+    uses[root] = machine.current_use
+    for unit in range(units):
+        machine.on(when.ForwardEnter(unit))
+        uses[unit] = machine.current_use
+        machine.on(when.ForwardExit(unit, follows=Follows.BACKWARD))
+    machine.on(when.ForwardExit(root, follows=Follows.BACKWARD))
+    machine.on(when.BackwardEnter(root, uses[root], task))
+    for unit in reversed(range(units)):
+        machine.on(when.BackwardEnter(unit, uses[unit], task))
+        machine.on(when.GradsReady(unit, task, complete=True))
+        machine.on(when.InputGrads(unit, uses[unit], task, settled=True))
+    machine.on(when.GradsReady(root, task, complete=True))
+    machine.on(when.TaskEnd(task))
+    machine.on(when.WeightsChanged())
+
+
+def microseconds(units: int, budget: int | None) -> float:
+    """Median microseconds a unit and step."""
+    machine = Scheduler()
+    for unit in range(units + 1):
+        machine.add(unit, nbytes=1000)
+    machine.on(when.SetMachinePolicy(when.MachinePolicy(prefetch_budget=budget)))
+    taken = []
+    for task in range(60):
+        start = time.perf_counter()
+        step(machine, units, task)
+        taken.append((time.perf_counter() - start) / (units + 1) * 1e6)
+    return statistics.median(taken[10:])
+
+
+def main() -> int:
+    """Print the table; 1 if a figure is over its bound."""
+    rows = []
+    worst = 0.0
+    for units in (8, 50, 200):
+        figures = [microseconds(units, budget) for budget in (None, 4000)]
+        worst = max(worst, *figures)
+        rows.append([str(units), *(f"{figure:.1f}" for figure in figures)])
+    print("scheduler, microseconds a unit and step\n")
+    print(table(["units", "one unit ahead", "budget of four units"], rows))
+    print(f"\nbound: {BOUND_US}, largest: {worst:.1f}")
+    return int(worst > BOUND_US)

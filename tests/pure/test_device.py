@@ -1,0 +1,156 @@
+"""Streams and storage, with streams and events that only take notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullshard.comm import Done, Pending
+from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.device.streams import StreamLanes
+from fullshard.engine import Bucket, BucketSpec
+from fullshard.layout import ParamSpec, PerParameter, Ragged
+from fullshard.tensors import LocalForm
+
+
+class FakeAccelerator:
+    """Stands for ``torch.cuda``: what is recorded, waited for and issued, in order."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._numbers = count()
+        self._names = iter(["gather", "reduce"])
+        self.current = "compute"
+
+    def Stream(self, *, device: torch.device, priority: int) -> Any:
+        return self._stream(next(self._names))
+
+    def _stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name, wait_event=lambda event: self.notes.append(f"{name} waits {event.number}")
+        )
+
+    def Event(self) -> Any:
+        event = SimpleNamespace(number=next(self._numbers))
+        event.record = lambda stream: self.notes.append(f"{stream.name} records {event.number}")
+        return event
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self._stream(self.current)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class FakeWire:
+    """A world of two whose other rank has the same shard; notes the lane of each collective."""
+
+    rank = 0
+
+    def __init__(self, accelerator: FakeAccelerator, world: int = 2) -> None:
+        self._accelerator = accelerator
+        self.world = world
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+        self._accelerator.notes.append(f"all_gather on {self._accelerator.current}")
+        output.copy_(source.repeat(self.world))
+        return Done()
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        self._accelerator.notes.append(f"reduce_scatter on {self._accelerator.current}")
+        output.copy_(source.view(self.world, -1)[0])
+        return Done()
+
+
+@pytest.fixture
+def cuda() -> FakeAccelerator:
+    return FakeAccelerator()
+
+
+def lanes_of(cuda: FakeAccelerator) -> Lanes:
+    return StreamLanes(cuda, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def bucket_on(cuda: FakeAccelerator, layout: Any) -> Bucket:
+    params = [torch.nn.Parameter(torch.arange(8.0).view(4, 2)), torch.nn.Parameter(torch.ones(6))]
+    specs = [ParamSpec("w", (4, 2)), ParamSpec("b", (6,))]
+    spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), LocalForm(), torch.device("cpu"))
+    return Bucket(spec, params)
+
+
+def test_join_records_on_the_awaited_and_waits_on_the_waiter(cuda: FakeAccelerator) -> None:
+    lanes = lanes_of(cuda)
+    lanes.join(Lane.COMPUTE, Lane.GATHER)
+    lanes.join(Lane.REDUCE, Lane.COMPUTE)
+    assert cuda.notes == [
+        "gather records 0", "compute waits 0", "compute records 1", "reduce waits 1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [PerParameter(), Ragged()])
+def test_unsharding_gathers_beside_compute_and_frees_after_it(
+    cuda: FakeAccelerator, layout: Any
+) -> None:
+    whole = bucket_on(cuda, layout).materialize(lanes_of(cuda), StorageMeter())
+    cuda.notes.clear()
+    whole.start()
+    assert cuda.notes == ["all_gather on gather"]
+    cuda.notes.clear()
+    whole.finish()
+    assert cuda.notes == ["gather records 0", "compute waits 0"]
+    cuda.notes.clear()
+    whole.free()
+    assert cuda.notes == ["compute records 1", "gather waits 1"]
+
+
+@pytest.mark.parametrize("layout", [PerParameter(), Ragged()])
+def test_reducing_waits_for_compute_and_compute_for_it(cuda: FakeAccelerator, layout: Any) -> None:
+    bucket = bucket_on(cuda, layout)
+    whole = bucket.materialize(lanes_of(cuda), StorageMeter())
+    whole.start()
+    whole.finish()
+    assert bucket.gradients is not None
+    for param in whole.params:
+        param.requires_grad_(True)
+        param.grad = torch.ones_like(param)
+    cuda.notes.clear()
+    bucket.gradients.start()
+    assert cuda.notes == ["compute records 1", "reduce waits 1", "reduce_scatter on reduce"]
+    cuda.notes.clear()
+    bucket.gradients.finish()
+    assert cuda.notes == ["reduce records 2", "compute waits 2"]
+    assert all(param.grad is not None for param in bucket.sharded_params)
+
+
+def test_a_buffer_counts_what_it_holds() -> None:
+    meter = StorageMeter()
+    buffer = Buffer(10, torch.float64, torch.device("cpu"), kind=Kind.UNSHARDED, meter=meter)
+    view = buffer.tensor[2:4]
+    for _ in range(2):
+        buffer.allocate()
+        assert meter.held_nbytes[Kind.UNSHARDED] == 80
+        view.fill_(3)
+        assert buffer.tensor[3] == 3
+        buffer.free()
+        buffer.free()
+        assert meter.held_nbytes[Kind.UNSHARDED] == 0
+        assert buffer.tensor.untyped_storage().nbytes() == 0
+    assert meter.peak_nbytes[Kind.UNSHARDED] == 80
+
+
+def test_memory_made_in_inference_mode_can_be_trained_on_later() -> None:
+    with torch.inference_mode():
+        buffer = Buffer(
+            4, torch.float32, torch.device("cpu"), kind=Kind.UNSHARDED, meter=StorageMeter()
+        )
+    assert not buffer.tensor.is_inference()

@@ -1,0 +1,302 @@
+"""The scheduler, case by case."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.schedule import Action, AfterForward, MachinePolicy, Op, UnitPolicy
+from fullshard.schedule import triggers as when
+from fullshard.schedule.triggers import Follows
+from tests.pure.walk import Walk
+
+GOLDEN = Path(__file__).parent / "golden"
+KEEP = UnitPolicy(after_forward=AfterForward.KEEP)
+
+
+def counts(actions: list[str]) -> Counter[str]:
+    return Counter(action.split()[0] for action in actions)
+
+
+@pytest.mark.parametrize("name", ["two_steps", "no_sync", "reentrant_checkpoint"])
+def test_small_model_as_written_down(name: str) -> None:
+    walk = Walk(3)
+    if name == "no_sync":
+        for unit in range(4):
+            policy = UnitPolicy(requires_gradient_sync=False)
+            walk.say(when.SetPolicy(unit, policy))
+        walk.backward(walk.forward())
+        for unit in range(4):
+            walk.say(when.SetPolicy(unit, UnitPolicy()))
+        walk.step()
+    elif name == "reentrant_checkpoint":
+        checkpointed_step(walk)
+    else:
+        walk.step()
+        walk.step()
+    expected = (GOLDEN / f"{name}.txt").read_text()
+    assert str(walk.transcript) == expected
+
+
+def checkpointed_step(walk: Walk) -> None:
+    """Every block in a reentrant checkpoint: no graph, then a recompute and a nested backward."""
+    met = walk.forward(follows=Follows.BACKWARD)
+    task = walk.new_task()
+    walk.say(when.BackwardEnter(walk.root, met[0][1], task))
+    for unit, _ in met[1:]:
+        use = walk.unit_forward(unit, task=task)
+        nested = walk.new_task()
+        walk.unit_backward(unit, use, nested)
+        walk.say(when.TaskEnd(nested))
+    walk.say(when.GradsReady(walk.root, task, complete=True))
+    walk.say(when.TaskEnd(task))
+
+
+def test_one_gather_each_way_and_one_reduction_a_unit() -> None:
+    walk = Walk(5)
+    for _ in range(3):
+        walk.step()
+        actions = walk.take()
+        for unit in range(5):
+            assert actions.count(f"unshard {unit}") == 2
+            assert actions.count(f"reduce_scatter {unit}") == 1
+        assert actions.count(f"unshard {walk.root}") == 1
+        assert walk.at_rest
+
+
+def test_kept_units_are_gathered_once() -> None:
+    walk = Walk(5, policy=KEEP)
+    walk.step()
+    walk.step()
+    assert counts(walk.take())["unshard"] == 2 * 6
+    assert walk.at_rest
+
+
+def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
+    walk = Walk(4)
+    walk.step()
+    walk.take()
+    met = walk.forward()
+    assert walk.take()[:9] == [
+        "fence", "unshard 4", "wait 4", "unshard 0",
+        "wait 0", "unshard 1", "reshard 0", "wait 1", "unshard 2",
+    ]  # fmt: skip
+    walk.backward(met)
+    backward = walk.take()
+    order = [a for a in backward if a.split()[0] in ("unshard", "wait", "reduce_scatter")]
+    assert order == [
+        "unshard 3", "wait 3", "unshard 2", "reduce_scatter 3",
+        "wait 2", "unshard 1", "reduce_scatter 2",
+        "wait 1", "unshard 0", "reduce_scatter 1",
+        "wait 0", "reduce_scatter 0", "reduce_scatter 4",
+    ]  # fmt: skip
+
+
+def test_a_skipped_unit_costs_a_gather_and_nothing_stays() -> None:
+    walk = Walk(5)
+    walk.step()
+    walk.take()
+    walk.step(order=[0, 1, 3, 4])
+    assert walk.at_rest
+    walk.step(order=[4, 3, 2, 1, 0])
+    assert walk.at_rest
+    walk.step(order=[])
+    assert walk.at_rest
+
+
+@pytest.mark.parametrize("budget", [0, 100, 250, 10_000])
+def test_prefetching_stays_within_its_bytes(budget: int) -> None:
+    walk = Walk(6)
+    walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=budget)))
+    for _ in range(3):
+        walk.step()
+    assert walk.most_held <= max(budget, walk.nbytes)
+    assert walk.at_rest
+
+
+def test_a_unit_used_in_a_loop_is_reduced_once() -> None:
+    walk = Walk(2)
+    walk.step(order=[0, 0, 1, 0])
+    walk.take()
+    walk.step(order=[0, 0, 1, 0])
+    assert counts(walk.take())["reduce_scatter"] == 3
+    assert walk.at_rest
+
+
+def test_several_forwards_before_a_backward() -> None:
+    walk = Walk(3)
+    first, second = walk.forward(), walk.forward()
+    walk.backward(second)
+    walk.backward(first)
+    assert walk.at_rest
+    assert counts(walk.take())["reduce_scatter"] == 2 * 4
+
+
+def test_without_gradients_everything_is_sharded_after_the_root() -> None:
+    walk = Walk(3, policy=KEEP)
+    walk.forward(follows=Follows.NOTHING)
+    assert walk.at_rest
+
+
+def test_a_hidden_output_holds_its_unit_until_backward_is_over() -> None:
+    walk = Walk(2)
+    walk.say(when.ForwardEnter(walk.root))
+    walk.unit_forward(0, follows=Follows.HIDDEN)
+    walk.say(when.ForwardExit(walk.root, follows=Follows.BACKWARD))
+    assert 0 in walk.unsharded
+    task = walk.new_task()
+    walk.say(when.BackwardEnter(walk.root, 0, task))
+    walk.say(when.GradsReady(0, task, complete=False))
+    walk.say(when.TaskEnd(task))
+    assert walk.at_rest
+
+
+def test_weights_that_changed_are_gathered_again_in_place() -> None:
+    walk = Walk(2, policy=replace(KEEP, reshard_after_backward=False))
+    walk.backward(walk.forward())
+    assert walk.unsharded == {0, 1, 2}
+    walk.take()
+    walk.backward(walk.forward())
+    assert "unshard 0" not in walk.take()
+    walk.say(when.WeightsChanged())
+    walk.backward(walk.forward())
+    actions = walk.take()
+    assert actions.count("unshard 0") == 1
+    assert "reshard 0" not in actions
+
+
+def test_a_dead_backward_leaves_nothing_behind() -> None:
+    walk = Walk(3)
+    walk.step()
+    met = walk.forward()
+    task = walk.new_task()
+    walk.say(when.BackwardEnter(*met[0], task))
+    walk.unit_backward(*met[1], task)
+    walk.say(when.BackwardEnter(*met[2], task))
+    walk.say(when.TaskDied(task, leftovers=(met[2][0],)))
+    assert f"discard {met[2][0]}" in walk.take()
+    assert walk.at_rest
+    walk.step()
+    assert walk.at_rest
+
+
+@pytest.mark.parametrize("inner_exit", [True, False])
+def test_a_forward_that_fails_leaves_nothing_behind(inner_exit: bool) -> None:
+    walk = Walk(3)
+    walk.step()
+    walk.say(when.ForwardEnter(walk.root))
+    walk.say(when.ForwardEnter(0))
+    if inner_exit:
+        walk.say(when.ForwardExit(0, follows=Follows.NOTHING, failed=True))
+    walk.say(when.ForwardExit(walk.root, follows=Follows.NOTHING, failed=True))
+    assert walk.at_rest
+    walk.step()
+    assert walk.at_rest
+
+
+def test_a_root_entered_again_gives_up_the_forward_that_no_hook_saw_end() -> None:
+    walk = Walk(3)
+    walk.say(when.ForwardEnter(walk.root))
+    walk.say(when.ForwardEnter(0))
+    walk.step()
+    assert walk.at_rest
+
+
+def test_reset_gives_up_everything() -> None:
+    walk = Walk(3)
+    walk.step()
+    met = walk.forward()
+    walk.say(when.BackwardEnter(*met[0], 77))
+    actions = [str(action) for action in walk.say(when.Reset())]
+    assert all(f"forget {unit}" in actions for unit in range(4))
+    assert walk.at_rest
+    walk.step()
+    assert walk.at_rest
+
+
+def test_last_backward_decides_when_reductions_end() -> None:
+    walk = Walk(2)
+    walk.say(when.SetMachinePolicy(MachinePolicy(is_last_backward=False)))
+    walk.backward(walk.forward())
+    started = counts(walk.take())
+    assert started["finish_reduce"] < started["reduce_scatter"]
+    walk.say(when.SetMachinePolicy(MachinePolicy()))
+    walk.step()
+    assert walk.at_rest
+
+
+def test_a_user_holds_what_he_unsharded() -> None:
+    walk = Walk(2)
+    walk.say(when.UserUnshard(0))
+    walk.say(when.UserWait(0))
+    walk.say(when.UserUnshard(0))
+    assert walk.take() == ["fence", "unshard 0", "wait 0"]
+    walk.say(when.UserReshard(0))
+    assert walk.take() == ["reshard 0"]
+
+
+def test_actions_have_a_text_form_that_reads_back() -> None:
+    for op in Op:
+        action = Action(op, None if op is Op.FENCE else 3)
+        assert Action.parse(str(action)) == action
+
+
+def test_members_share_a_use_until_all_have_run() -> None:
+    walk = Walk(0)
+    walk.machine.add(1, nbytes=100, num_members=2)
+    walk.say(when.ForwardEnter(0))
+    walk.say(when.ForwardEnter(1, member=1))
+    first = walk.machine.current_use
+    walk.say(when.ForwardExit(1, member=1))
+    assert 1 in walk.unsharded
+    walk.say(when.ForwardEnter(1, member=0))
+    assert walk.machine.current_use == first
+    walk.say(when.ForwardExit(1, member=0))
+    assert 1 not in walk.unsharded
+
+
+@given(st.lists(st.sampled_from("fgnsxwdu"), max_size=25), st.integers(0, 3), st.booleans())
+def test_whatever_happens_the_next_step_is_a_good_one(
+    happenings: list[str], budget: int, keep: bool
+) -> None:
+    """Forwards with and without gradients, deaths, failures, steps and loads in any order."""
+    walk = Walk(3, policy=KEEP if keep else UnitPolicy())
+    walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=100 * budget if budget else None)))
+    open_uses: list[list[tuple[int, int]]] = []
+    for happening in happenings:
+        happen(walk, happening, open_uses)
+    for uses in reversed(open_uses):
+        walk.backward(uses)
+    walk.say(when.UserReshard(0))
+    walk.step()
+    assert walk.at_rest
+
+
+def happen(walk: Walk, what: str, open_uses: list[list[tuple[int, int]]]) -> None:
+    if what == "f":
+        open_uses.append(walk.forward())
+    elif what == "g":
+        open_uses.append(walk.forward(order=[2, 0, 0]))
+    elif what == "n":
+        walk.forward(follows=Follows.NOTHING)
+    elif what == "s" and open_uses:
+        walk.backward(open_uses.pop())
+    elif what == "x":
+        walk.say(when.ForwardEnter(walk.root))
+        walk.say(when.ForwardEnter(1))
+        walk.say(when.ForwardExit(walk.root, follows=Follows.NOTHING, failed=True))
+    elif what == "w":
+        walk.say(when.WeightsChanged())
+    elif what == "d" and open_uses:
+        task = walk.new_task()
+        uses = open_uses.pop()
+        walk.say(when.BackwardEnter(*uses[0], task))
+        walk.say(when.TaskDied(task))
+    elif what == "u":
+        walk.say(when.UserUnshard(0))
+        walk.say(when.UserWait(0))

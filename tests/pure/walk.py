@@ -1,0 +1,128 @@
+"""A simulated model that walks through training steps and tells the scheduler, as hooks would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from fullshard.schedule import Action, Event, Op, Scheduler, Transcript, UnitPolicy
+from fullshard.schedule import triggers as when
+from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+
+__all__ = ["Walk"]
+
+
+@dataclass
+class Walk:
+    """``num_blocks`` units below a root; ``say`` passes a trigger on and checks the answer.
+
+    Whatever the triggers, each unit is gathered, waited for and resharded in turn, and each
+    reduction that was started is finished once.
+    """
+
+    num_blocks: int
+    nbytes: int = 100
+    policy: UnitPolicy = field(default_factory=UnitPolicy)
+    machine: Scheduler = field(default_factory=Scheduler)
+    transcript: Transcript = field(default_factory=Transcript)
+
+    def __post_init__(self) -> None:
+        self.root = self.num_blocks
+        for unit in range(self.num_blocks + 1):
+            self.machine.add(unit, nbytes=self.nbytes, policy=self.policy)
+        self._tasks = count()
+        self._gathered: dict[int, str] = {}
+        self._reducing: set[int] = set()
+        self.most_held = 0
+
+    def say(self, trigger: Trigger) -> tuple[Action, ...]:
+        actions = self.machine.on(trigger)
+        self.transcript.record(Event(trigger, actions))
+        for action in actions:
+            if action.unit is not None:
+                self._check(action.op, action.unit)
+        return actions
+
+    def _check(self, op: Op, unit: int) -> None:
+        was = self._gathered.get(unit, "sharded")
+        if op is Op.UNSHARD:
+            assert was in ("sharded", "unsharded")  # the latter refreshes
+            self._gathered[unit] = "gathering"
+        elif op is Op.WAIT:
+            assert was == "gathering"
+            self._gathered[unit] = "unsharded"
+        elif op is Op.RESHARD:
+            assert was == "unsharded"
+            self._gathered[unit] = "sharded"
+        elif op is Op.REDUCE_SCATTER:
+            assert unit not in self._reducing
+            self._reducing.add(unit)
+        elif op is Op.FINISH_REDUCE:
+            self._reducing.remove(unit)
+        held = [u for u, now in self._gathered.items() if now != "sharded" and u != self.root]
+        self.most_held = max(self.most_held, self.nbytes * len(held))
+
+    @property
+    def unsharded(self) -> set[int]:
+        return {unit for unit, now in self._gathered.items() if now != "sharded"}
+
+    @property
+    def at_rest(self) -> bool:
+        return not self.unsharded and not self._reducing and self.machine.idle
+
+    # what a model does
+
+    def unit_forward(
+        self, unit: int, task: int = NO_TASK, follows: Follows = Follows.BACKWARD
+    ) -> int:
+        self.say(when.ForwardEnter(unit, task=task))
+        use = self.machine.current_use
+        assert self._gathered[unit] == "unsharded"
+        self.say(when.ForwardExit(unit, task=task, follows=follows))
+        return use
+
+    def forward(
+        self, order: Sequence[int] | None = None, follows: Follows = Follows.BACKWARD
+    ) -> list[tuple[int, int]]:
+        """Units and uses, in the order in which backward will meet them."""
+        self.say(when.ForwardEnter(self.root))
+        met = [(self.root, self.machine.current_use)]
+        blocks = [
+            (unit, self.unit_forward(unit, follows=follows))
+            for unit in (range(self.num_blocks) if order is None else order)
+        ]
+        self.say(when.ForwardExit(self.root, follows=follows))
+        return met + blocks[::-1]
+
+    def unit_backward(self, unit: int, use: int, task: int, *, last: bool = True) -> None:
+        self.say(when.BackwardEnter(unit, use, task))
+        assert self._gathered[unit] == "unsharded"
+        if last:
+            self.say(when.GradsReady(unit, task, complete=True))
+        if unit != self.root:
+            self.say(when.InputGrads(unit, use, task, settled=last))
+
+    def backward(self, uses: Sequence[tuple[int, int]]) -> None:
+        """The root's output comes first; its parameters are done last."""
+        task = next(self._tasks)
+        (root, root_use), *blocks = uses
+        self.say(when.BackwardEnter(root, root_use, task))
+        for position, (unit, use) in enumerate(blocks):
+            last = unit not in [later for later, _ in blocks[position + 1 :]]
+            self.unit_backward(unit, use, task, last=last)
+        self.say(when.GradsReady(root, task, complete=True))
+        self.say(when.TaskEnd(task))
+
+    def new_task(self) -> int:
+        return next(self._tasks)
+
+    def step(self, order: Sequence[int] | None = None) -> None:
+        self.backward(self.forward(order))
+        self.say(when.WeightsChanged())
+
+    def take(self) -> list[str]:
+        """Actions since the last call, as text."""
+        actions = [str(action) for action in self.transcript.actions()]
+        self.transcript.events.clear()
+        return actions
