@@ -5,6 +5,7 @@ When a PyTorch release breaks fullshard, this is the file to look at.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -30,6 +31,8 @@ __all__ = [
     "has_average",
     "local_of",
     "node_number",
+    "none_is_held",
+    "num_aliases",
     "num_pending_nodes",
     "queue_end_of_task",
     "reduce_scatter",
@@ -142,10 +145,7 @@ def repoint(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-DTensorHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], object]
-
-
-def handle_dtensor_op(op: Any, handler: DTensorHandler) -> None:
+def handle_dtensor_op(op: Any, handler: Any) -> None:
     """Let ``handler(op, args, kwargs)`` do ``op`` on every DTensor."""
     DTensor._op_dispatcher._custom_op_handlers[op] = handler
 
@@ -163,6 +163,20 @@ def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def overrides_setattr(module: nn.Module) -> bool:
     """Whether assigning an attribute of ``module`` does more than ``nn.Module`` does."""
     return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def none_is_held(tensors: list[Tensor]) -> bool:
+    """Whether nothing but this list refers to its tensors, in Python or in C++."""
+    return all(sys.getrefcount(t) == _LISTED and t._use_count() == 1 for t in tensors)  # type: ignore[attr-defined]
+
+
+# Seen by ``none_is_held`` for a tensor in a list: the list, the loop and the call.
+_LISTED = 3
+
+
+def num_aliases(tensor: Tensor) -> int:
+    """How many tensors and other owners share the storage of ``tensor``."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def version(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Buffer", "Kind", "StorageMeter"]
 
 
-class Kind(enum.Enum):
+class Kind(enum.StrEnum):
     """What a buffer is for; see the note in ``engine/bucket.py``."""
 
     UNSHARDED = "unsharded"

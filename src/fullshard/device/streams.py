@@ -20,7 +20,7 @@ import torch
 __all__ = ["CpuLanes", "Lane", "Lanes", "StreamLanes", "make_lanes"]
 
 
-class Lane(enum.Enum):
+class Lane(enum.StrEnum):
     """A stream of work."""
 
     COMPUTE = "compute"

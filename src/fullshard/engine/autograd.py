@@ -14,6 +14,7 @@ leaf inputs are not waited for.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 
 __all__ = ["Backward", "Use"]
+
+log = logging.getLogger("fullshard")
 
 
 @dataclass(slots=True)
@@ -100,7 +103,12 @@ class Backward:
 
     def died(self, task: int) -> None:
         """``task`` was given up by autograd."""
-        self.trigger(when.TaskDied(task, self._close(task)))
+        try:
+            self.trigger(when.TaskDied(task, self._close(task)))
+        except RuntimeError as error:
+            # Called from a destructor, while the exception that matters is on its way: with a
+            # peer gone, the reductions in flight cannot be finished.
+            log.debug("after a backward that died: %s", error)
 
     def _close(self, task: int) -> tuple[int, ...]:
         units = self._tasks.pop(task, {})

@@ -84,6 +84,20 @@ class Bucket:
             )
         return self.unsharded
 
+    @property
+    def whole(self) -> Unsharded:
+        """The unsharded side, which has been made."""
+        assert self.unsharded is not None
+        return self.unsharded
+
+    def sync_requires_grad(self) -> None:
+        """Freeze and unfreeze the unsharded parameters as the user did the sharded ones."""
+        if self.unsharded is None:
+            return
+        for sharded, whole in zip(self.sharded_params, self.unsharded.params, strict=True):
+            if whole.requires_grad != sharded.requires_grad:
+                whole.requires_grad_(sharded.requires_grad)
+
     def dematerialize(self) -> None:
         """Forget the unsharded side; only while it is resharded."""
         self.unsharded = self.gradients = None
@@ -97,8 +111,8 @@ class Bucket:
         )
 
     def version(self) -> int:
-        """Changes when a sharded parameter is visibly written."""
-        return sum(map(_torch.version, (*self.sharded_params, *self._locals)))
+        """Changes when a sharded parameter is visibly written: all are views of ``shard``."""
+        return _torch.version(self.shard)
 
     def adopt(self, replaced: dict[int, nn.Parameter] | None = None) -> bool:
         """Take over what ``.to()``, a load or the user put in place of our views.

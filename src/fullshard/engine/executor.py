@@ -160,6 +160,7 @@ class Engine:
             elif unit.registration.check(unit):
                 state.nbytes = unit.nbytes
             unit.check_materialized()
+            unit.sync_requires_grad()
 
     def _tell_hidden(self, unit: Unit) -> None:
         if unit.key in self._told_hidden:
@@ -178,6 +179,7 @@ class Engine:
         fresh = unit.materialize(self.lanes, self.meter)
         if fresh:
             self._backward.watch(unit, fresh)
+            unit.sync_requires_grad()
         unit.start_unshard()
 
     def _reduce(self, unit: Unit) -> None:

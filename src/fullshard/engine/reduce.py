@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.comm import Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.engine.spec import BucketSpec
@@ -16,12 +17,32 @@ from fullshard.layout import StridedCopy
 __all__ = ["Gradients"]
 
 
+class _GradShard:
+    """One slice of a reduction's result, with the gradients that are views of it.
+
+    Making a DTensor costs as much host time as adding a small one up, so the set is used again
+    for the next step, if nobody but us holds any part of it.
+    """
+
+    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
+        self.flat = flat  # 1-D, layout.shard_numel elements and the flags
+        self.locals = spec.local_views(flat)
+        self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
+        self._num_aliases = _torch.num_aliases(flat)
+
+    def is_free(self) -> bool:
+        """Whether no one else refers to the gradients or to their memory."""
+        return _torch.num_aliases(self.flat) == self._num_aliases and _torch.none_is_held(
+            self.shown
+        )
+
+
 @dataclass(frozen=True)
 class _Reduction:
     """A reduce-scatter that was started."""
 
     pending: Pending
-    grad_shard: Tensor  # 1-D, one slice of reduce_input
+    result: _GradShard
     present: list[bool]  # which parameters have a gradient on this rank
 
 
@@ -47,6 +68,7 @@ class Gradients:
         self._spec = spec
         self._lanes = lanes
         self._in_flight: _Reduction | None = None
+        self._last: _GradShard | None = None
         dtype = spec.reduce_dtype or params[0].dtype
         layout = spec.layout
         # Behind each slice one element per parameter, up to a whole number of 16-byte words.
@@ -80,11 +102,17 @@ class Gradients:
             source = self._fill(grads)
             self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
             with self._lanes.on(Lane.REDUCE):
-                grad_shard = torch.empty(
-                    self._row, dtype=self.sharded_params[0].dtype, device=source.device
-                )
-                pending = self._spec.comm.reduce_scatter_mean(grad_shard, source)
-        self._in_flight = _Reduction(pending, grad_shard, [grad is not None for grad in grads])
+                result = self._result_for(source)
+                pending = self._spec.comm.reduce_scatter_mean(result.flat, source)
+        self._in_flight = _Reduction(pending, result, [grad is not None for grad in grads])
+
+    def _result_for(self, source: Tensor) -> _GradShard:
+        """Last step's result if it is free, else a new one."""
+        if self._last is None or not self._last.is_free():
+            dtype = self.sharded_params[0].dtype
+            flat = torch.empty(self._row, dtype=dtype, device=source.device)
+            self._last = _GradShard(self._spec, flat)
+        return self._last
 
     def finish(self) -> None:
         """Put the reduced gradients on the sharded parameters."""
@@ -93,7 +121,7 @@ class Gradients:
         reduction, self._in_flight = self._in_flight, None
         with torch.no_grad(), self._lanes.on(Lane.REDUCE):
             reduction.pending.wait()
-            self._assign(reduction.grad_shard, self._present_anywhere(reduction))
+            self._assign(reduction.result, self._present_anywhere(reduction))
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
         self._input.free()
 
@@ -160,22 +188,20 @@ class Gradients:
             return reduction.present  # no need to ask the device, which would wait for it
         num = len(reduction.present)
         shard_numel = self._spec.layout.shard_numel
-        flags = reduction.grad_shard[shard_numel : shard_numel + num]
+        flags = reduction.result.flat[shard_numel : shard_numel + num]
         return [flag > 0 for flag in flags.tolist()]
 
-    def _assign(self, grad_shard: Tensor, present: Sequence[bool]) -> None:
+    def _assign(self, result: _GradShard, present: Sequence[bool]) -> None:
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        form = self._spec.form
-        views = self._spec.local_views(grad_shard)
-        for i, (param, part) in enumerate(zip(self.sharded_params, views, strict=True)):
+        for i, param in enumerate(self.sharded_params):
             if not (present[i] and param.requires_grad):
                 continue
             if param.grad is None:
-                param.grad = form.wrap(i, part)
+                param.grad = result.shown[i]
             else:
-                sums.append(form.local(param.grad))
-                parts.append(part)
+                sums.append(self._spec.form.local(param.grad))
+                parts.append(result.locals[i])
         if sums:
             torch._foreach_add_(sums, parts)
 
@@ -184,6 +210,9 @@ def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:
     """Views of one whole gradient, box by box."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    grad = grad.contiguous()
+    if not grad.is_contiguous():
+        grad = grad.contiguous()
+    if len(boxes) == 1:  # it holds all elements, in order
+        return [grad.view(boxes[0].sizes)]
     offset = grad.storage_offset()
     return [grad.as_strided(b.sizes, b.param_strides, offset + b.param_offset) for b in boxes]

@@ -86,7 +86,6 @@ class Unit:
         for bucket in self.buckets:
             if bucket.unsharded is not None:
                 bucket.unsharded.finish()
-        self._sync_requires_grad()
         self.registration.show_unsharded(self.buckets)
 
     def reshard(self) -> None:
@@ -168,7 +167,7 @@ class Unit:
     def _current_version(self) -> int:
         return sum(bucket.version() for bucket in self.buckets)
 
-    def _sync_requires_grad(self) -> None:
-        for sharded, whole in self.pairs():
-            if whole.requires_grad != sharded.requires_grad:
-                whole.requires_grad_(sharded.requires_grad)
+    def sync_requires_grad(self) -> None:
+        """Freeze and unfreeze the unsharded parameters as the user did the sharded ones."""
+        for bucket in self.buckets:
+            bucket.sync_requires_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -62,18 +62,6 @@ class Place:
     module: nn.Module
     name: str
 
-    @property
-    def current(self) -> nn.Parameter | None:
-        """What stands there."""
-        return self.module._parameters[self.name]
-
-    def put(self, param: nn.Parameter) -> None:
-        """Let ``param`` stand there."""
-        if _torch.overrides_setattr(self.module):
-            setattr(self.module, self.name, param)  # nn.LSTM keeps a second list
-        else:
-            self.module._parameters[self.name] = param
-
 
 @dataclass
 class OwnedParam:
@@ -121,12 +109,32 @@ def _named_managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Modul
         yield from visit(f"{index}." if len(modules) > 1 else "", module)
 
 
+class _Slot(NamedTuple):
+    """A place, flattened for the loops that run several times a step."""
+
+    params: dict[str, nn.Parameter | None]
+    """The module's own dictionary; written directly, which takes a twentieth of ``setattr``."""
+    name: str
+    bucket: int
+    number: int  # of the parameter in the bucket
+    place: Place
+
+
 class Places:
     """All places of a unit's parameters; what ``engine.Registration`` asks for."""
 
     def __init__(self, places: Sequence[Sequence[Sequence[Place]]]) -> None:
         """``places[bucket][parameter]`` are where that parameter stands."""
-        self._places = places
+        self._slots = [
+            _Slot(place.module._parameters, place.name, bucket, number, place)
+            for bucket, params in enumerate(places)
+            for number, alike in enumerate(params)
+            for place in alike
+        ]
+        # nn.LSTM, for one, keeps a second list of its parameters, which setattr brings along.
+        self._by_setattr = [
+            slot for slot in self._slots if _torch.overrides_setattr(slot.place.module)
+        ]
         self.shows_sharded = True
 
     def modules(self) -> list[nn.Module]:
@@ -135,37 +143,39 @@ class Places:
 
     def all(self) -> list[Place]:
         """All places."""
-        return [place for place, _, _ in self._all()]
+        return [slot.place for slot in self._slots]
 
     def show_sharded(self, buckets: Sequence[Bucket]) -> None:
         """Let the modules show the sharded parameters."""
         self.shows_sharded = True
-        for place, bucket, index in self._all():
-            place.put(buckets[bucket].sharded_params[index])
+        self._show([bucket.sharded_params for bucket in buckets])
 
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
         """Let the modules show the unsharded parameters."""
         self.shows_sharded = False
-        for place, bucket, index in self._all():
-            whole = buckets[bucket].unsharded
-            if whole is not None:
-                place.put(whole.params[index])
+        self._show([bucket.whole.params for bucket in buckets])
+
+    def _show(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
+        for own, name, bucket, number, _ in self._slots:
+            own[name] = params[bucket][number]
+        for slot in self._by_setattr:
+            setattr(slot.place.module, slot.name, params[slot.bucket][slot.number])
 
     def check(self, unit: Unit) -> bool:
         """Take over parameters that were replaced or moved while they were sharded."""
         if not self.shows_sharded:
             return False
         replaced: dict[int, dict[int, nn.Parameter]] = {}
-        for place, bucket, index in self._all():
-            ours = unit.buckets[bucket].sharded_params[index]
-            now = place.current
-            if now is not ours:
-                self._check_replacement(unit, place, ours, now)
-                replaced.setdefault(bucket, {})[index] = now  # type: ignore[assignment]
+        shown = [bucket.sharded_params for bucket in unit.buckets]
+        for own, name, bucket, number, place in self._slots:
+            now = own[name]
+            if now is not shown[bucket][number]:
+                self._check_replacement(unit, place, shown[bucket][number], now)
+                replaced.setdefault(bucket, {})[number] = cast("nn.Parameter", now)
         changed = False
-        for number, own in enumerate(unit.buckets):
-            if number in replaced or not own.is_current():
-                own.adopt(replaced.get(number))
+        for index, taken in enumerate(unit.buckets):
+            if index in replaced or not taken.is_current():
+                taken.adopt(replaced.get(index))
                 changed = True
         if replaced:
             self.show_sharded(unit.buckets)
@@ -181,12 +191,6 @@ class Places:
             f"parameter with the placement of the one it replaces ({tuple(ours.shape)}). Replace "
             "parameters before fully_shard, or write into the sharded one"
         )
-
-    def _all(self) -> Iterator[tuple[Place, int, int]]:
-        for bucket, params in enumerate(self._places):
-            for index, places in enumerate(params):
-                for place in places:
-                    yield place, bucket, index
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 __all__ = ["Action", "Op", "UnitActions", "actions_of"]
 
 
-class Op(enum.Enum):
+class Op(enum.StrEnum):
     """One kind of effect; the value is its text form."""
 
     FENCE = "fence"
