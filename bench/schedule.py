@@ -26,12 +26,11 @@ def step(machine: Scheduler, units: int, task: int) -> None:
         uses[unit] = machine.current_use
         machine.on(when.ForwardExit(unit, follows=Follows.BACKWARD))
     machine.on(when.ForwardExit(root, follows=Follows.BACKWARD))
-    machine.on(when.BackwardEnter(root, uses[root], task))
+    machine.on(when.BackwardEnter(root, uses[root], task, until=machine.last_use))
     for unit in reversed(range(units)):
-        machine.on(when.BackwardEnter(unit, uses[unit], task))
-        machine.on(when.GradsReady(unit, task, complete=True))
-        machine.on(when.InputGrads(unit, uses[unit], task, settled=True))
-    machine.on(when.GradsReady(root, task, complete=True))
+        machine.on(when.BackwardEnter(unit, uses[unit], task, until=uses[unit]))
+        machine.on(when.GradsReady(unit, task))
+    machine.on(when.GradsReady(root, task))
     machine.on(when.TaskEnd(task))
     machine.on(when.WeightsChanged())
 
@@ -40,7 +39,7 @@ def microseconds(units: int, budget: int | None) -> float:
     """Median microseconds a unit and step."""
     machine = Scheduler()
     for unit in range(units + 1):
-        machine.add(unit, nbytes=1000)
+        machine.add(unit, nbytes=1000, encloses=unit == units)
     machine.on(when.SetMachinePolicy(when.MachinePolicy(prefetch_budget=budget)))
     taken = []
     for task in range(60):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -33,13 +34,14 @@ __all__ = [
     "node_number",
     "none_is_held",
     "num_aliases",
+    "own_storage",
     "num_pending_nodes",
     "queue_end_of_task",
     "reduce_scatter",
     "repoint",
     "overrides_setattr",
     "sequence_number",
-    "version",
+    "versions",
 ]
 
 
@@ -179,6 +181,23 @@ def num_aliases(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def version(tensor: Tensor) -> int:
-    """How often ``tensor`` was visibly written."""
-    return tensor._version
+def own_storage(view: Tensor) -> Tensor:
+    """The memory of contiguous ``view`` as a tensor with a storage of just that part.
+
+    A DTensor around a tensor that begins in the middle of a storage cannot be pickled or copied.
+    """
+    if view.is_meta:
+        return torch.empty_like(view)
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
+        storage, 0, view.shape, view.stride()
+    )
+
+
+def versions(tensors: Iterable[Tensor]) -> int:
+    """Grows whenever one of ``tensors`` is visibly written."""
+    return sum(map(_version, tensors))
+
+
+_version = attrgetter("_version")

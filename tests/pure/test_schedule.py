@@ -47,13 +47,13 @@ def checkpointed_step(walk: Walk) -> None:
     """Every block in a reentrant checkpoint: no graph, then a recompute and a nested backward."""
     met = walk.forward(follows=Follows.BACKWARD)
     task = walk.new_task()
-    walk.say(when.BackwardEnter(walk.root, met[0][1], task))
+    walk.root_backward(met, task)
     for unit, _ in met[1:]:
         use = walk.unit_forward(unit, task=task)
         nested = walk.new_task()
         walk.unit_backward(unit, use, nested)
         walk.say(when.TaskEnd(nested))
-    walk.say(when.GradsReady(walk.root, task, complete=True))
+    walk.say(when.GradsReady(walk.root, task))
     walk.say(when.TaskEnd(task))
 
 
@@ -150,8 +150,8 @@ def test_a_hidden_output_holds_its_unit_until_backward_is_over() -> None:
     walk.say(when.ForwardExit(walk.root, follows=Follows.BACKWARD))
     assert 0 in walk.unsharded
     task = walk.new_task()
-    walk.say(when.BackwardEnter(walk.root, 0, task))
-    walk.say(when.GradsReady(0, task, complete=False))
+    walk.say(when.BackwardEnter(walk.root, 0, task, until=1))
+    walk.say(when.GradsReady(0, task))
     walk.say(when.TaskEnd(task))
     assert walk.at_rest
 
@@ -175,9 +175,9 @@ def test_a_dead_backward_leaves_nothing_behind() -> None:
     walk.step()
     met = walk.forward()
     task = walk.new_task()
-    walk.say(when.BackwardEnter(*met[0], task))
+    walk.root_backward(met, task)
     walk.unit_backward(*met[1], task)
-    walk.say(when.BackwardEnter(*met[2], task))
+    walk.say(when.BackwardEnter(*met[2], task, until=met[2][1]))
     walk.say(when.TaskDied(task, leftovers=(met[2][0],)))
     assert f"discard {met[2][0]}" in walk.take()
     assert walk.at_rest
@@ -199,10 +199,11 @@ def test_a_forward_that_fails_leaves_nothing_behind(inner_exit: bool) -> None:
     assert walk.at_rest
 
 
-def test_a_root_entered_again_gives_up_the_forward_that_no_hook_saw_end() -> None:
+def test_a_forward_that_no_hook_saw_end_is_given_up() -> None:
     walk = Walk(3)
     walk.say(when.ForwardEnter(walk.root))
     walk.say(when.ForwardEnter(0))
+    walk.say(when.ForwardDied())
     walk.step()
     assert walk.at_rest
 
@@ -211,7 +212,7 @@ def test_reset_gives_up_everything() -> None:
     walk = Walk(3)
     walk.step()
     met = walk.forward()
-    walk.say(when.BackwardEnter(*met[0], 77))
+    walk.root_backward(met, 77)
     actions = [str(action) for action in walk.say(when.Reset())]
     assert all(f"forget {unit}" in actions for unit in range(4))
     assert walk.at_rest
@@ -295,7 +296,7 @@ def happen(walk: Walk, what: str, open_uses: list[list[tuple[int, int]]]) -> Non
     elif what == "d" and open_uses:
         task = walk.new_task()
         uses = open_uses.pop()
-        walk.say(when.BackwardEnter(*uses[0], task))
+        walk.root_backward(uses, task)
         walk.say(when.TaskDied(task))
     elif what == "u":
         walk.say(when.UserUnshard(0))

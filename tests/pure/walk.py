@@ -30,7 +30,8 @@ class Walk:
     def __post_init__(self) -> None:
         self.root = self.num_blocks
         for unit in range(self.num_blocks + 1):
-            self.machine.add(unit, nbytes=self.nbytes, policy=self.policy)
+            encloses = unit == self.root
+            self.machine.add(unit, nbytes=self.nbytes, encloses=encloses, policy=self.policy)
         self._tasks = count()
         self._gathered: dict[int, str] = {}
         self._reducing: set[int] = set()
@@ -96,22 +97,25 @@ class Walk:
         return met + blocks[::-1]
 
     def unit_backward(self, unit: int, use: int, task: int, *, last: bool = True) -> None:
-        self.say(when.BackwardEnter(unit, use, task))
+        self.say(when.BackwardEnter(unit, use, task, until=use))
         assert self._gathered[unit] == "unsharded"
         if last:
-            self.say(when.GradsReady(unit, task, complete=True))
-        if unit != self.root:
-            self.say(when.InputGrads(unit, use, task, settled=last))
+            self.say(when.GradsReady(unit, task))
+
+    def root_backward(self, uses: Sequence[tuple[int, int]], task: int) -> None:
+        """Backward comes by the root's output, which is younger than all its blocks."""
+        youngest = max(use for _, use in uses)
+        self.say(when.BackwardEnter(self.root, uses[0][1], task, until=youngest))
 
     def backward(self, uses: Sequence[tuple[int, int]]) -> None:
         """The root's output comes first; its parameters are done last."""
         task = next(self._tasks)
-        (root, root_use), *blocks = uses
-        self.say(when.BackwardEnter(root, root_use, task))
+        blocks = uses[1:]
+        self.root_backward(uses, task)
         for position, (unit, use) in enumerate(blocks):
             last = unit not in [later for later, _ in blocks[position + 1 :]]
             self.unit_backward(unit, use, task, last=last)
-        self.say(when.GradsReady(root, task, complete=True))
+        self.say(when.GradsReady(self.root, task))
         self.say(when.TaskEnd(task))
 
     def new_task(self) -> int:

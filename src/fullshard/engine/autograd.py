@@ -1,15 +1,14 @@
 """How autograd tells us what happens in backward; the only place with autograd hooks.
 
     backward_enter   a pre-hook on the node that made an output (of a view, that made its base)
-    input_grads      hooks on the inputs that are no leaves, whose objects are never replaced
     grads_ready      post-accumulate hooks, counted down from the parameters that this very task
                      will reach
     task_end/died    a callback at the end of each task; its deletion without a call means that
                      the task died
 
-Hooks on inputs run before autograd goes on below them: by then all that was built in the unit's
-forward is done, because autograd runs younger nodes first. A leaf's own node has no such order, so
-leaf inputs are not waited for.
+That backward has left a unit needs no hook: autograd runs younger nodes first, so on entering a
+use it has left all that began after that one's forward. Hooks on inputs were tried; they come too
+late where an input is shared by many units (cross-attention), and too early for leaves.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.autograd.graph import Node
 from fullshard import _torch
 from fullshard.engine.unit import Unit
 from fullshard.schedule import triggers as when
-from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
 __all__ = ["Backward", "Use"]
 
@@ -94,8 +94,7 @@ class Backward:
         arrivals.count += 1
         arrivals.unreduced = True
         if arrivals.count == arrivals.expected:
-            complete = arrivals.count == unit.num_params
-            self.trigger(when.GradsReady(unit.key, task, complete))
+            self.trigger(when.GradsReady(unit.key, task))
 
     def ended(self, task: int) -> None:
         """Called by autograd at the end of ``task``."""
@@ -140,12 +139,10 @@ class Use:
     backward: Backward
     unit: Unit
     number: int
-    num_inputs: int = 0
     _first_nodes: list[int] = field(default_factory=list)
     """For each running call, innermost last: the number of the first autograd node it makes."""
     _inputs: set[int] = field(default_factory=set)
     """Identities of the inputs, only while the forward runs and keeps them alive."""
-    _inputs_done: dict[int, int] = field(default_factory=dict)  # task -> inputs
 
     @property
     def running(self) -> bool:
@@ -153,17 +150,11 @@ class Use:
         return bool(self._first_nodes)
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
-        """The forward begins: learn when backward will leave this use by its inputs."""
+        """The forward begins."""
         self._first_nodes.append(_torch.sequence_number())
-        for tensor in inputs:
-            if id(tensor) in self._inputs:
-                continue
-            self._inputs.add(id(tensor))
-            if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-                tensor.register_hook(self._input_grad)
-                self.num_inputs += 1
+        self._inputs.update(map(id, inputs))
 
-    def end(self, outputs: Iterable[Tensor]) -> Follows:
+    def end(self, outputs: Iterable[Tensor], last_use: int) -> Follows:
         """The forward ended: learn when backward will enter this use by its outputs.
 
         Tells whether all ways back are seen. Backward runs younger nodes first, so what the
@@ -173,9 +164,9 @@ class Use:
         inputs = self._inputs.copy()
         if not self._first_nodes:
             self._inputs.clear()
-        if not torch.is_grad_enabled() or made == first:
+        if not torch.is_grad_enabled():
             return Follows.NOTHING
-        newest = -1
+        newest = first - 1
         outside = False  # a parameter is handed out, to be read where no hook is
         nodes: dict[int, Node] = {}
         for tensor in outputs:
@@ -189,22 +180,25 @@ class Use:
             if tensor.grad_fn is not None:
                 newest = max(newest, _torch.node_number(tensor.grad_fn))
         for node in nodes.values():
-            node.register_prehook(self._output_grad)
-        return Follows.HIDDEN if outside or newest < made - 1 else Follows.BACKWARD
+            node.register_prehook(partial(self._output_grad, last_use))
+        if outside or newest < made - 1:
+            return Follows.HIDDEN
+        return Follows.BACKWARD if newest >= first else Follows.NOTHING
 
-    def _output_grad(self, grads: tuple[Tensor | None, ...]) -> None:
+    def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
         task = self.backward.task()
-        accumulates = self.backward.arrivals(self.unit, task).expected is not None
+        expected = self.backward.arrivals(self.unit, task).expected
+        if expected is None:
+            accumulates = Accumulates.NOWHERE
+        else:
+            accumulates = Accumulates.HERE if expected else Accumulates.ELSEWHERE
         self.backward.trigger(
-            when.BackwardEnter(self.unit.key, self.number, task, accumulates=accumulates)
+            when.BackwardEnter(
+                self.unit.key,
+                self.number,
+                task,
+                until,
+                accumulates,
+                keeps_graph=torch.is_grad_enabled(),
+            )
         )
-
-    def _input_grad(self, grad: Tensor) -> None:
-        task = self.backward.task()
-        done = self._inputs_done[task] = self._inputs_done.get(task, 0) + 1
-        if done < self.num_inputs:
-            return
-        del self._inputs_done[task]
-        arrivals = self.backward.arrivals(self.unit, task)
-        settled = arrivals.expected is None or arrivals.count >= arrivals.expected
-        self.backward.trigger(when.InputGrads(self.unit.key, self.number, task, settled))

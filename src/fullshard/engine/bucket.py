@@ -111,43 +111,47 @@ class Bucket:
         )
 
     def version(self) -> int:
-        """Changes when a sharded parameter is visibly written: all are views of ``shard``."""
-        return _torch.version(self.shard)
+        """Grows when a sharded parameter is visibly written, as a whole or by its local tensor."""
+        return _torch.versions(self.sharded_params) + _torch.versions(self._locals)
 
-    def adopt(self, replaced: dict[int, nn.Parameter] | None = None) -> bool:
-        """Take over what ``.to()``, a load or the user put in place of our views.
+    def replace(self, index: int, param: nn.Parameter) -> None:
+        """Take ``param``, which lies as ours does, for parameter ``index``; ``adopt`` it later."""
+        self.sharded_params[index] = param
 
-        ``replaced`` maps indices to parameters that stand in the modules instead of ours; they
-        must have been checked. Returns whether device or dtype changed, which makes the unsharded
-        side new.
+    def adopt(self) -> None:
+        """Make ``shard`` hold what the sharded parameters hold, and be their memory again.
+
+        For after ``.to()``, a load or the user put other tensors in place of our views. The bucket
+        is resharded meanwhile.
+
+        Raises:
+            ConfigError: the parameters are no longer of one device and dtype.
         """
-        for index, param in (replaced or {}).items():
-            self.sharded_params[index] = param
-        if self.gradients is not None and replaced:
-            self.gradients.sharded_params = self.sharded_params
-        locals_now = [self.spec.form.local(param) for param in self.sharded_params]
+        locals_now = [self.spec.form.local(param).detach() for param in self.sharded_params]
         kinds = {(local.device, local.dtype) for local in locals_now}
         if len(kinds) > 1:
+            found = (
+                f"{name} {local.dtype} {local.device}"
+                for name, local in zip(self.names, locals_now, strict=True)
+            )
             raise ConfigError(
-                "parameters of one bucket now differ in device or dtype: got "
-                f"{sorted(map(str, kinds))} for {', '.join(self.names)}; move or cast the whole "
-                "sharded module, not single parameters of it"
+                "parameters that are sharded together now differ in device or dtype: "
+                f"{', '.join(found)}; move, cast or load the whole sharded module, not single "
+                "parameters of it"
             )
         ((device, dtype),) = kinds
-        changed = (device, dtype) != (self.shard.device, self.shard.dtype)
-        fresh = torch.zeros_like(self.shard, device=device, dtype=dtype)
-        views = self.spec.local_views(fresh)
+        same_kind = (device, dtype) == (self.shard.device, self.shard.dtype)
+        self.shard = torch.zeros_like(self.shard, device=device, dtype=dtype)
+        views = self.spec.local_views(self.shard)
         for param, view, local in zip(self.sharded_params, views, locals_now, strict=True):
             if device.type != "meta":
-                view.copy_(local.detach())
+                view.copy_(local)
             self.spec.form.repoint(param, view)
         self._locals = [self.spec.form.local(param) for param in self.sharded_params]
-        self.shard = fresh
-        if changed or (self.unsharded is not None and self.unsharded.borrows):
+        if self.unsharded is not None and same_kind and not self.unsharded.borrows:
+            self.unsharded.shard = self.shard
+        else:
             self.dematerialize()
-        elif self.unsharded is not None:
-            self.unsharded.shard = fresh
-        return changed
 
 
 def _cut(whole: Tensor, segment: Segment, shard: Tensor) -> None:

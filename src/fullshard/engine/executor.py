@@ -93,6 +93,10 @@ class Engine:
         """What the user chose for ``unit``."""
         return self.scheduler.residents.units[unit.key].policy
 
+    def give_up_forward(self) -> None:
+        """The running root's forward was ended by an exception that no hook saw."""
+        self.trigger(when.ForwardDied())
+
     def weights_changed(self) -> None:
         """Sharded parameters may have new values."""
         self.trigger(when.WeightsChanged())
@@ -138,7 +142,7 @@ class Engine:
         use = self._uses.get(unit.key)
         if use is None or not use.running:
             return  # another hook failed before ours, and it never entered
-        follows = use.end(() if failed else outputs)
+        follows = use.end(() if failed else outputs, self.scheduler.last_use)
         if failed:
             follows = Follows.NOTHING
         task = _torch.current_task()
@@ -147,20 +151,27 @@ class Engine:
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
 
     def look_after(self, units: Iterable[Unit]) -> None:
-        """Notice what was done to the parameters since the last step, and refuse what cannot run.
+        """Between steps: notice what was done to the parameters, and refuse what cannot run.
 
         Raises:
+            ConfigError: parameters were replaced, moved or cast in a way that cannot work.
             ProtocolError: parameters are on the meta device.
         """
         for unit in units:
-            state = self.scheduler.residents.units[unit.key]
-            if state.residency:
-                if unit.was_written():
-                    self.trigger(when.WeightsChanged())
-            elif unit.registration.check(unit):
-                state.nbytes = unit.nbytes
+            self.take_over(unit)
             unit.check_materialized()
             unit.sync_requires_grad()
+
+    def take_over(self, unit: Unit) -> None:
+        """Notice parameters that were replaced, moved, cast or written since the last step."""
+        unit.registration.take_over(unit)
+        state = self.scheduler.residents.units[unit.key]
+        if not unit.is_current():
+            self.trigger(when.UserReshard(unit.key))
+            unit.adopt()
+            state.nbytes = unit.nbytes
+        elif state.residency and unit.was_written():
+            self.trigger(when.WeightsChanged())
 
     def _tell_hidden(self, unit: Unit) -> None:
         if unit.key in self._told_hidden:

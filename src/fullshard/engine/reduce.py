@@ -28,12 +28,13 @@ class _GradShard:
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
         self.locals = spec.local_views(flat)
         self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
-        self._num_aliases = _torch.num_aliases(flat)
+        self._num_aliases = list(map(_torch.num_aliases, self.locals))
 
     def is_free(self) -> bool:
         """Whether no one else refers to the gradients or to their memory."""
-        return _torch.num_aliases(self.flat) == self._num_aliases and _torch.none_is_held(
-            self.shown
+        return (
+            _torch.none_is_held(self.shown)
+            and list(map(_torch.num_aliases, self.locals)) == self._num_aliases
         )
 
 

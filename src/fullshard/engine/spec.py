@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fullshard import _torch
 from fullshard.comm import Collectives
 from fullshard.layout import Layout, Segment
 from fullshard.tensors import ShardForm
@@ -54,7 +55,8 @@ class BucketSpec:
 
     def local_views(self, flat: Tensor) -> list[Tensor]:
         """This rank's piece of every parameter in ``flat`` (1-D, in shard order)."""
-        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
+        views = [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
+        return [_torch.own_storage(view) for view in views]
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameters of shards of ``dtype``."""

@@ -29,11 +29,11 @@ class Registration(Protocol):
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
         """Let the modules show the unsharded parameters."""
 
-    def check(self, unit: Unit) -> bool:
-        """Take over what stands in the modules instead of our sharded parameters.
+    def take_over(self, unit: Unit) -> None:
+        """Make parameters that stand in the modules instead of our sharded ones ours.
 
-        Called while they should show sharded parameters, before an all-gather. Returns whether
-        anything was taken over.
+        Raises:
+            ConfigError: they do not lie as ours do, or were put over unsharded parameters.
         """
 
 
@@ -48,6 +48,7 @@ class Unit:
         *,
         device: torch.device,
         num_members: int,
+        encloses: bool,
     ) -> None:
         self.key = -1
         self.name = name
@@ -55,6 +56,7 @@ class Unit:
         self.buckets = tuple(buckets)
         self.registration = registration
         self.num_members = num_members
+        self.encloses = encloses
         self.engine: Engine | None = None
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
@@ -149,6 +151,16 @@ class Unit:
     def forget_nodes(self) -> None:
         """The unsharded parameters are new objects."""
         self._grad_nodes = None
+
+    def is_current(self) -> bool:
+        """Whether the shards are the memory of the sharded parameters."""
+        return all(bucket.is_current() for bucket in self.buckets)
+
+    def adopt(self) -> None:
+        """Make them so again, see ``Bucket.adopt``."""
+        for bucket in self.buckets:
+            if not bucket.is_current():
+                bucket.adopt()
 
     def was_written(self) -> bool:
         """Whether a sharded parameter was visibly written since the last all-gather."""

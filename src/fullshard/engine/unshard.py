@@ -74,6 +74,11 @@ class Unsharded:
             staging.as_strided(box.sizes, box.staging_strides, box.staging_offset) for box in boxes
         ]
 
+    def owns(self, param: nn.Parameter) -> bool:
+        """Whether ``param``, one of ours, still lies in our memory."""
+        flat = self.shard if self._buffer is None else self._buffer.tensor
+        return param.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
     def start(self) -> None:
         """Start the all-gather; into memory that is there already if this is a refresh."""
         if self._buffer is None:

@@ -69,7 +69,14 @@ def shard_modules(
         for spec, params in zip(plan.specs, plan.params, strict=True)
     ]
     places = Places([[p.places for p in params] for params in plan.params])
-    unit = Unit("", buckets, places, device=device, num_members=len(modules))
+    unit = Unit(
+        "",
+        buckets,
+        places,
+        device=device,
+        num_members=len(modules),
+        encloses=bool(below),
+    )
     _move_buffers(modules, device)
     Engine.join((engine_of(u) for u in below), unit, UnitPolicy(after_forward))
     places.show_sharded(buckets)
@@ -82,7 +89,7 @@ def shard_modules(
         # What Dynamo looks at to treat a module as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
-    enlist(modules, places, unit)
+    enlist(modules, owned, unit)
     _name_units(modules, unit)
     _log(unit, modules)
     return unit

@@ -21,7 +21,7 @@ from fullshard.errors import (
     NotBuiltError,
     UnsupportedError,
 )
-from fullshard.frontend.ownership import OwnedParam, owner_of, unit_of
+from fullshard.frontend.ownership import OwnedParam, owner_of, twin_of, unit_of
 from fullshard.schedule import AfterForward
 
 __all__ = [
@@ -56,10 +56,8 @@ def _check_module(module: nn.Module) -> None:
         raise AlreadyShardedError(
             f"fully_shard was applied to this {name} before; apply it once to each module"
         )
-    if type(module).forward is nn.Module.forward or (
-        isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        and type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
-    ):
+    own_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    if not own_forward:
         raise ConfigError(
             f"fully_shard: {name} has no forward of its own, so nothing would tell when to gather "
             "it; shard the modules in it, one by one or as a list"
@@ -142,6 +140,13 @@ def check_params(params: Iterable[OwnedParam]) -> None:
             raise AlreadyShardedError(
                 f"fully_shard: parameter {name} belongs to unit {owner.name or '(root)'} already, "
                 "because a parent was sharded before its child; shard bottom-up, children first"
+            )
+        twin = twin_of(param)
+        if twin is not None:
+            raise ConfigError(
+                f"fully_shard: parameter {name} is tied to {twin[0]} of unit "
+                f"{twin[1].name or '(root)'}, which was sharded before; tied parameters must be in "
+                "one unit: give both modules to one call, as a list, or shard only their parent"
             )
         if is_lazy(param):
             raise UnsupportedError(

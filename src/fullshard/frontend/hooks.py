@@ -44,6 +44,8 @@ class _ForwardHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard, and cast the inputs."""
         engine = engine_of(self.unit)
+        if engine.scheduler.root == self.unit.key and not _is_running(module):
+            engine.give_up_forward()
         self._handled.append(sys.exception())
         if self.unit.device.type != "cpu" and engine.scheduler.idle:
             args, kwargs = map_tensors(self._move, args), map_tensors(self._move, kwargs)
@@ -65,6 +67,21 @@ class _ForwardHooks:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.unit.device, non_blocking=True)
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is on the stack besides the one that called our hook.
+
+    A root that is entered again either calls itself, or was left by an exception that module hooks
+    are not told of, such as the KeyboardInterrupt of ^C.
+    """
+    frame, calls = sys._getframe(), 0
+    while frame is not None and calls < 2:
+        # Of a call, exactly one frame runs this code with this module.
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            calls += frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls == 2
 
 
 @dataclass(frozen=True)
@@ -93,32 +110,38 @@ def install_state_dict_hooks(unit: Unit, places: Places) -> None:
 
 @dataclass
 class _StateDictHooks:
+    """Modules of a unit may lie in each other, and so do their calls of these hooks."""
+
     unit: Unit
     places: Places
+    _depth: int = 0
     _shown_unsharded: bool = False
 
     def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._show_sharded()
+        self._enter()
 
     def after_save(self, module: nn.Module, *_: Any) -> None:
-        self._show_again()
+        self._exit()
 
     def before_load(self, module: nn.Module, *_: Any) -> None:
-        self._show_sharded()
+        self._enter()
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self.places.check(self.unit)
-        self._show_again()
+        # Only noted: with assign=True the unit's other parameters may still have to come.
+        self.places.take_over(self.unit)
+        self._exit()
         engine_of(self.unit).weights_changed()
 
-    def _show_sharded(self) -> None:
-        self._shown_unsharded = not self.places.shows_sharded
-        if self._shown_unsharded:
-            self.places.show_sharded(self.unit.buckets)
+    def _enter(self) -> None:
+        if self._depth == 0:
+            self._shown_unsharded = not self.places.shows_sharded
+            if self._shown_unsharded:
+                self.places.show_sharded(self.unit.buckets)
+        self._depth += 1
 
-    def _show_again(self) -> None:
-        if self._shown_unsharded:
-            self._shown_unsharded = False
+    def _exit(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._shown_unsharded:
             self.places.show_unsharded(self.unit.buckets)
 
 

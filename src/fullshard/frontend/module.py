@@ -154,7 +154,7 @@ class FSDPModule:
             engine.trigger(when.UserReshard(unit.key))
         super()._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:
-            unit.registration.check(unit)
+            engine_of(unit).take_over(unit)
             engine_of(unit).weights_changed()
         return self
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard import _torch
 from fullshard.engine import Bucket, Unit
@@ -21,32 +22,49 @@ __all__ = [
     "enlist",
     "managed",
     "owner_of",
+    "twin_of",
     "unit_of",
     "units_below",
 ]
 
 # Modules that were given to fully_shard, and the units they are members of.
-_members: weakref.WeakKeyDictionary[nn.Module, Unit] = weakref.WeakKeyDictionary()
+# Units are referred to weakly, because they know their modules; the hooks keep them alive.
+_members: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 # Modules whose own parameters are sharded, and the units those belong to.
-_owners: weakref.WeakKeyDictionary[nn.Module, dict[str, Unit]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Unit]]]
+_owners = weakref.WeakKeyDictionary()
+# Whole parameters that were sharded and live on, because they also stand outside of their unit.
+_originals: MutableMapping[Tensor, tuple[str, weakref.ref[Unit]]] = WeakIdKeyDictionary()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``module`` is a member of."""
-    return _members.get(module)
+    reference = _members.get(module)
+    return None if reference is None else reference()
 
 
 def owner_of(place: Place) -> Unit | None:
     """The unit that owns the parameter at ``place``."""
-    return _owners.get(place.module, {}).get(place.name)
+    reference = _owners.get(place.module, {}).get(place.name)
+    return None if reference is None else reference()
 
 
-def enlist(modules: Iterable[nn.Module], places: Places, unit: Unit) -> None:
-    """Make ``modules`` the members of ``unit``, and ``unit`` the owner of ``places``."""
+def twin_of(param: nn.Parameter) -> tuple[str, Unit] | None:
+    """The name and unit under which this very parameter was sharded before."""
+    name, reference = _originals.get(param, ("", None))
+    unit = None if reference is None else reference()
+    return None if unit is None else (name, unit)
+
+
+def enlist(modules: Iterable[nn.Module], owned: Iterable[OwnedParam], unit: Unit) -> None:
+    """Make ``modules`` the members of ``unit``, and ``unit`` the owner of ``owned``."""
+    reference = weakref.ref(unit)
     for module in modules:
-        _members[module] = unit
-    for place in places.all():
-        _owners.setdefault(place.module, {})[place.name] = unit
+        _members[module] = reference
+    for one in owned:
+        _originals[one.param] = (one.name, reference)
+        for place in one.places:
+            _owners.setdefault(place.module, {})[place.name] = reference
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
@@ -161,35 +179,47 @@ class Places:
         for slot in self._by_setattr:
             setattr(slot.place.module, slot.name, params[slot.bucket][slot.number])
 
-    def check(self, unit: Unit) -> bool:
-        """Take over parameters that were replaced or moved while they were sharded."""
-        if not self.shows_sharded:
-            return False
-        replaced: dict[int, dict[int, nn.Parameter]] = {}
-        shown = [bucket.sharded_params for bucket in unit.buckets]
-        for own, name, bucket, number, place in self._slots:
-            now = own[name]
-            if now is not shown[bucket][number]:
-                self._check_replacement(unit, place, shown[bucket][number], now)
-                replaced.setdefault(bucket, {})[number] = cast("nn.Parameter", now)
-        changed = False
-        for index, taken in enumerate(unit.buckets):
-            if index in replaced or not taken.is_current():
-                taken.adopt(replaced.get(index))
-                changed = True
-        if replaced:
-            self.show_sharded(unit.buckets)
-        return changed
+    def take_over(self, unit: Unit) -> None:
+        """See ``engine.Registration``."""
+        if self.shows_sharded:
+            self._take_over_sharded(unit)
+        else:
+            self._check_unsharded(unit)
 
-    def _check_replacement(self, unit: Unit, place: Place, ours: nn.Parameter, now: Any) -> None:
-        if type(now) is type(ours) and now.shape == ours.shape and _alike(now, ours):
-            return
-        what = "None" if now is None else f"{type(now.data).__name__} of shape {tuple(now.shape)}"
+    def _take_over_sharded(self, unit: Unit) -> None:
+        shown = [bucket.sharded_params for bucket in unit.buckets]
+        replaced = False
+        for own, name, bucket, number, place in self._slots:
+            now = own.get(name)
+            if now is not shown[bucket][number]:
+                unit.buckets[bucket].replace(number, self._checked(unit, place, now))
+                replaced = True
+        if replaced:
+            self.show_sharded(unit.buckets)  # the other places of a tied one
+
+    def _check_unsharded(self, unit: Unit) -> None:
+        shown = [bucket.whole for bucket in unit.buckets]
+        for own, name, bucket, number, place in self._slots:
+            whole = shown[bucket].params[number]
+            if own.get(name) is not whole or not shown[bucket].owns(whole):
+                raise ConfigError(
+                    f"parameter {place.name} of {type(place.module).__name__} in unit "
+                    f"{unit.name or '(root)'} was replaced, moved or cast while it was unsharded; "
+                    "call reshard() before, or move and cast the whole sharded module"
+                )
+
+    def _checked(self, unit: Unit, place: Place, now: nn.Parameter | None) -> nn.Parameter:
+        """What stands at ``place`` now, if it can stand for the parameter that stood there."""
+        (slot,) = (slot for slot in self._slots if slot.place is place)
+        ours = unit.buckets[slot.bucket].sharded_params[slot.number]
+        if now is not None and type(now) is type(ours) and _alike(now, ours):
+            return now
+        what = "nothing" if now is None else f"{type(now.data).__name__} of {tuple(now.shape)}"
         raise ConfigError(
             f"parameter {place.name} of {type(place.module).__name__} in unit "
             f"{unit.name or '(root)'} was replaced after fully_shard by {what}; expected a sharded "
-            f"parameter with the placement of the one it replaces ({tuple(ours.shape)}). Replace "
-            "parameters before fully_shard, or write into the sharded one"
+            f"parameter of {tuple(ours.shape)} with the same placement. Replace parameters before "
+            "fully_shard, or write into the sharded ones"
         )
 
 

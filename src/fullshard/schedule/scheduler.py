@@ -23,28 +23,32 @@ from fullshard.schedule.state import (
     UnitPolicy,
     UnitState,
 )
-from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
 __all__ = ["Scheduler"]
 
-# What the end of a unit's backward makes superfluous. KEEP is apart: a policy may want it longer.
-_BACKWARD_DONE = frozenset({Hold.BACKWARD, Hold.RECOMPUTE, Hold.HIDDEN, Hold.USER})
+# What the end of a unit's backward makes superfluous, whatever the policy.
+_BACKWARD_DONE = frozenset({Hold.BACKWARD, Hold.RECOMPUTE, Hold.USER})
 _NOT_IN_USE = frozenset({Hold.KEEP, Hold.USER, Hold.GUESS})
 
 
 @dataclass(slots=True)
 class _Task:
-    """One backward call: the uses it is inside of, and the gradients it has dealt with."""
+    """One backward call: the uses it is inside of, and the reductions that are due."""
 
-    open_uses: dict[int, set[int]] = field(default_factory=dict)
+    open_uses: dict[int, int] = field(default_factory=dict)
+    """Use -> unit, in the order in which backward entered them."""
+    entered: dict[int, None] = field(default_factory=dict)
+    """Units, in that order."""
     dealt_with: set[int] = field(default_factory=set)
-    owed: set[int] = field(default_factory=set)
-    """Units for which a nested task brought gradients, to be reduced when this task leaves them."""
+    """Units that were reduced, or need not be."""
+    due: set[int] = field(default_factory=set)
+    """Units to be reduced when this task leaves them."""
     recomputed: set[int] = field(default_factory=set)
 
-    def owes(self, unit: int) -> bool:
-        """Whether a reduction of the unit is still due."""
-        return unit in self.owed or unit not in self.dealt_with
+    def is_inside(self, unit: int) -> bool:
+        """Whether backward is inside a use of the unit."""
+        return unit in self.open_uses.values()
 
 
 @dataclass(slots=True)
@@ -76,10 +80,16 @@ class Scheduler:
         self._reducing: list[int] = []
 
     def add(
-        self, unit: int, *, nbytes: int, num_members: int = 1, policy: UnitPolicy | None = None
+        self,
+        unit: int,
+        *,
+        nbytes: int,
+        num_members: int = 1,
+        encloses: bool = False,
+        policy: UnitPolicy | None = None,
     ) -> UnitState:
-        """Make a unit known; ``nbytes`` are its unsharded bytes."""
-        state = UnitState(unit, nbytes, num_members, policy or UnitPolicy())
+        """Make a unit known, see ``UnitState``."""
+        state = UnitState(unit, nbytes, num_members, encloses, policy or UnitPolicy())
         self.residents.units[unit] = state
         return state
 
@@ -95,9 +105,19 @@ class Scheduler:
         return not self._stack and not self._tasks
 
     @property
+    def root(self) -> int | None:
+        """The unit whose forward encloses all that is running."""
+        return self._iteration.root if self._iteration else None
+
+    @property
     def current_use(self) -> int:
         """The number of the innermost use that is running its forward."""
         return self._stack[-1][1]
+
+    @property
+    def last_use(self) -> int:
+        """The number of the use that began its forward last."""
+        return self._num_uses - 1
 
     def _unit(self, key: int) -> UnitState:
         return self.residents.units[key]
@@ -107,8 +127,6 @@ class Scheduler:
     def _forward_enter(self, event: when.ForwardEnter, out: Actions) -> None:
         state = self._unit(event.unit)
         outside = event.task == NO_TASK
-        if outside and self._iteration and self._iteration.root == event.unit:
-            self._abandon(self._iteration, out)
         if outside and self._iteration is None:
             self._begin_iteration(state, out)
         if not outside:
@@ -133,12 +151,12 @@ class Scheduler:
         self._ahead.follow(self._learned.get(root.key, ()))
         out.append(FENCE)
 
-    def _abandon(self, iteration: _Iteration, out: Actions) -> None:
-        """A root is entered again: an exception that hooks do not see, such as ^C, ended it."""
-        self._stack.clear()
-        root = self._unit(iteration.root)
-        failed = when.ForwardExit(root.key, follows=Follows.NOTHING, failed=True)
-        self._end_iteration(iteration, failed, out)
+    def _forward_died(self, event: when.ForwardDied, out: Actions) -> None:
+        iteration = self._iteration
+        if iteration is not None:
+            self._stack.clear()
+            failed = when.ForwardExit(iteration.root, follows=Follows.NOTHING, failed=True)
+            self._end_iteration(iteration, failed, out)
 
     def _forward_exit(self, event: when.ForwardExit, out: Actions) -> None:
         state = self._unit(event.unit)
@@ -148,7 +166,7 @@ class Scheduler:
             return  # the unit called itself; the outer call will end the use
         outside = event.task == NO_TASK
         if outside and event.follows is Follows.HIDDEN and not event.failed:
-            state.holds.add((Hold.HIDDEN, 0))
+            state.holds.add((Hold.HIDDEN, NO_TASK))
         state.waiting_members.discard(event.member)
         if not state.waiting_members or event.failed or not outside:
             self._close_use(state, event, out)
@@ -201,60 +219,89 @@ class Scheduler:
     def _backward_enter(self, event: when.BackwardEnter, out: Actions) -> None:
         state = self._unit(event.unit)
         task = self._task(event.task)
-        if not event.accumulates:
-            task.dealt_with.add(event.unit)
-        uses = task.open_uses.setdefault(event.unit, set())
-        if event.use in uses:
+        for use in [use for use in task.open_uses if use > event.until]:
+            self._leave(task, event.task, use, out)
+        if event.use in task.open_uses:
             return
-        uses.add(event.use)
+        task.open_uses[event.use] = event.unit
+        task.entered[event.unit] = None
+        if event.accumulates is Accumulates.NOWHERE:
+            task.dealt_with.add(event.unit)
+        elif event.accumulates is Accumulates.ELSEWHERE and event.unit not in task.dealt_with:
+            task.due.add(event.unit)
+        if event.keeps_graph:
+            state.holds.add((Hold.HIDDEN, event.task))
         state.drop({Hold.RECOMPUTE})
         state.holds.add((Hold.BACKWARD, event.use))
         self.residents.need(state, out)
         self._back.met(event.unit, self.policy.prefetch_budget, out)
 
-    def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
-        outer = self._outer_task(event.unit, event.task)
-        if outer is not None:
-            outer.owed.add(event.unit)
-            return
-        state = self._unit(event.unit)
-        self._reduce(state, self._task(event.task), out)
-        if event.complete:
-            self._leave_backward(state, out)
+    def _leave(self, task: _Task, number: int, use: int, out: Actions) -> None:
+        """Backward has left a use."""
+        state = self._unit(task.open_uses.pop(use))
+        state.holds.discard((Hold.BACKWARD, use))
+        if not task.is_inside(state.key):
+            if state.key in task.due:
+                self._reduce(state, task, out)
+            self._leave_unit(state, number, out)
 
-    def _input_grads(self, event: when.InputGrads, out: Actions) -> None:
-        task = self._task(event.task)
-        uses = task.open_uses.get(event.unit, set())
-        if event.use not in uses:
-            return
-        uses.discard(event.use)
+    def _leave_unit(self, state: UnitState, task: int, out: Actions) -> None:
+        """Nothing in ``task`` reads the unit any more."""
+        hidden = state.holds & {(Hold.HIDDEN, task)}  # a graph that this task made will
+        state.drop(_BACKWARD_DONE | {Hold.HIDDEN})
+        state.holds |= hidden
+        if state.policy.reshard_after_backward:
+            state.drop({Hold.KEEP})
+        elif state.residency is Residency.UNSHARDED:
+            state.holds.add((Hold.KEEP, 0))
+        self.residents.settle(state, out)
+
+    def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
+        """Reduce now, or, where ranks might disagree on when that is, on leaving the unit.
+
+        Between the gradients of a unit with no unit inside nothing else is communicated. Those of
+        an enclosing unit come before, between and after its inner units', as its forward uses it
+        on this rank.
+        """
+        outer = self._outer_task(event.unit, event.task)
         state = self._unit(event.unit)
-        if not uses and event.settled and task.owes(event.unit):
-            self._reduce(state, task, out)
-        state.holds.discard((Hold.BACKWARD, event.use))
-        if not any(hold is Hold.BACKWARD for hold, _ in state.holds):
-            self._leave_backward(state, out)
+        if outer is not None:
+            outer.due.add(event.unit)
+        elif state.encloses:
+            self._task(event.task).due.add(event.unit)
+        else:
+            self._reduce(state, self._task(event.task), out)
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
         task = self._tasks.pop(event.task, _Task())
-        touched = (*task.open_uses, *sorted(task.dealt_with), *event.leftovers)
+        touched = (*task.entered, *sorted(task.dealt_with | task.due), *event.leftovers)
         for key in dict.fromkeys(touched):
             outer = self._outer_task(key, event.task)
             if outer is not None:
-                outer.owed.add(key)
+                outer.due.add(key)
                 continue
             state = self._unit(key)
-            if key in event.leftovers or task.owes(key):
+            if key in task.due or key in event.leftovers or key not in task.dealt_with:
                 self._reduce(state, task, out)
-            self._leave_backward(state, out)
+            self._leave_unit(state, event.task, out)
         for state in map(self._unit, sorted(task.recomputed)):
             state.holds.discard((Hold.RECOMPUTE, event.task))
             self.residents.settle(state, out)
-        if self._tasks:
-            return
+        if not self._tasks:
+            self._end_backward(out)
+
+    def _end_backward(self, out: Actions) -> None:
+        """The outermost task has ended."""
         self._back.give_up(out)
         if self.policy.is_last_backward:
             self._finish_reductions(out)
+        if self._iteration is not None:
+            return  # a forward that calls backward goes on
+        for state in self.residents.units.values():
+            # Kept for a backward that did not come by; should it come yet, they are gathered.
+            if state.residency and state.policy.reshard_after_backward:
+                state.holds.discard((Hold.KEEP, 0))
+                self.residents.settle(state, out)
 
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
         self._tasks.pop(event.task, None)
@@ -265,29 +312,20 @@ class Scheduler:
         self._finish_reductions(out)
         for state in self.residents.units.values():
             if not any(hold is Hold.FORWARD for hold, _ in state.holds):
-                state.drop(_BACKWARD_DONE | {Hold.KEEP})
+                state.drop(_BACKWARD_DONE | {Hold.KEEP, Hold.HIDDEN})
                 self.residents.settle(state, out)
-
-    def _leave_backward(self, state: UnitState, out: Actions) -> None:
-        """Nothing in backward needs the unit any more."""
-        state.drop(_BACKWARD_DONE)
-        if state.policy.reshard_after_backward:
-            state.holds.discard((Hold.KEEP, 0))
-        elif state.residency is Residency.UNSHARDED:
-            state.holds.add((Hold.KEEP, 0))
-        self.residents.settle(state, out)
 
     def _outer_task(self, unit: int, task: int) -> _Task | None:
         """Another task that is inside the unit: ``task`` is nested in it."""
         for number, other in self._tasks.items():
-            if number != task and other.open_uses.get(unit):
+            if number != task and other.is_inside(unit):
                 return other
         return None
 
     def _reduce(self, state: UnitState, task: _Task, out: Actions) -> None:
         """Reduce the gradients, or keep them; at most one other reduction stays in flight."""
         task.dealt_with.add(state.key)
-        task.owed.discard(state.key)
+        task.due.discard(state.key)
         if not state.policy.requires_gradient_sync:
             out.append(state.do.accumulate)
             return
@@ -357,8 +395,8 @@ class Scheduler:
 _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     when.ForwardEnter: Scheduler._forward_enter,
     when.ForwardExit: Scheduler._forward_exit,
+    when.ForwardDied: Scheduler._forward_died,
     when.BackwardEnter: Scheduler._backward_enter,
-    when.InputGrads: Scheduler._input_grads,
     when.GradsReady: Scheduler._grads_ready,
     when.TaskEnd: Scheduler._task_end,
     when.TaskDied: Scheduler._task_died,

@@ -46,7 +46,7 @@ class Hold(enum.IntEnum):
     KEEP = 3
     """Policy: not resharded after forward, or not after backward."""
     HIDDEN = 4
-    """Gradients may come back by a way that we do not see."""
+    """Gradients may come back by a way that we do not see (token: the task that made it)."""
     USER = 5
     """``unshard()``."""
     GUESS = 6
@@ -87,12 +87,14 @@ class MachinePolicy:
 class UnitState:
     """One unit in the machine.
 
-    ``nbytes`` are the unsharded bytes, ``num_members`` the modules that share the unit.
+    ``nbytes`` are the unsharded bytes, ``num_members`` the modules that share the unit;
+    ``encloses``: there are units inside of its modules.
     """
 
     key: int
     nbytes: int
     num_members: int = 1
+    encloses: bool = False
     policy: UnitPolicy = UnitPolicy()
     residency: Residency = Residency.SHARDED
     holds: set[tuple[Hold, int]] = field(default_factory=set)

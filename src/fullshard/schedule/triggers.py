@@ -13,12 +13,13 @@ from fullshard.schedule.state import MachinePolicy, UnitPolicy
 
 __all__ = [
     "NO_TASK",
+    "Accumulates",
     "BackwardEnter",
     "Follows",
+    "ForwardDied",
     "ForwardEnter",
     "ForwardExit",
     "GradsReady",
-    "InputGrads",
     "Reset",
     "SetMachinePolicy",
     "SetPolicy",
@@ -55,6 +56,10 @@ class ForwardEnter(NamedTuple):
     task: int = NO_TASK
 
 
+class ForwardDied(NamedTuple):
+    """An exception that hooks do not see, such as ^C, ended the root's forward some time ago."""
+
+
 class ForwardExit(NamedTuple):
     """``member`` has run its forward, or was left by an exception (``failed``)."""
 
@@ -65,39 +70,40 @@ class ForwardExit(NamedTuple):
     failed: bool = False
 
 
+class Accumulates(enum.IntEnum):
+    """Into which parameters a backward call brings gradients."""
+
+    NOWHERE = 0
+    """Into none at all: it is ``autograd.grad``."""
+    ELSEWHERE = 1
+    """Into none of this unit (or only by way of a nested task)."""
+    HERE = 2
+    """Into some of this unit."""
+
+
 class BackwardEnter(NamedTuple):
     """The gradient of an output of ``use`` is about to flow into the unit.
 
-    ``accumulates``: the task brings gradients to parameters (``autograd.grad`` does not).
+    Autograd runs younger nodes first. So whatever began its forward after this use had ended its
+    own, which is every use with a number above ``until``, has ended its backward in this task.
+
+    ``until`` is the number of the last use that began before the output was made; ``keeps_graph``:
+    the backward is differentiable itself (``create_graph``), and its graph reads the parameters.
     """
 
     unit: int
     use: int
     task: int
-    accumulates: bool = True
-
-
-class InputGrads(NamedTuple):
-    """Backward has left ``use``: all its inputs have their gradients.
-
-    ``settled``: no parameter of the unit awaits a gradient from this task itself.
-    """
-
-    unit: int
-    use: int
-    task: int
-    settled: bool
+    until: int
+    accumulates: Accumulates = Accumulates.HERE
+    keeps_graph: bool = False
 
 
 class GradsReady(NamedTuple):
-    """The last parameter gradient that ``task`` computes for the unit has arrived.
-
-    ``complete``: every parameter of the unit got one, so that nothing reads the unit any more.
-    """
+    """The last parameter gradient that ``task`` itself computes for the unit has arrived."""
 
     unit: int
     task: int
-    complete: bool
 
 
 class TaskEnd(NamedTuple):
@@ -156,8 +162,8 @@ class Reset(NamedTuple):
 Trigger = (
     ForwardEnter
     | ForwardExit
+    | ForwardDied
     | BackwardEnter
-    | InputGrads
     | GradsReady
     | TaskEnd
     | TaskDied
@@ -174,8 +180,8 @@ Trigger = (
 def text(trigger: Trigger) -> str:
     """Text form: the kind, then its fields.
 
-    >>> text(BackwardEnter(unit=2, use=7, task=0))
-    'backward_enter unit=2 use=7 task=0'
+    >>> text(GradsReady(unit=2, task=0))
+    'grads_ready unit=2 task=0'
     """
     kind = "".join(f"_{c.lower()}" if c.isupper() else c for c in type(trigger).__name__)
     fields = (f"{name}={_value(value)}" for name, value in trigger._asdict().items())
