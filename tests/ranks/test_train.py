@@ -45,11 +45,17 @@ class Shell:
         self, *options: str, program: tuple[str, ...] = ("-m", "fullshard.cli", "train")
     ) -> Outcome:
         """Runs it to its end; after ``TIMEOUT_S`` ends it with its workers and fails the test."""
-        environment = dict(os.environ, XDG_CACHE_HOME=str(self.folder / "cache"))
+        fonts = Path.home() / ".cache" / "matplotlib"  # a new index of fonts costs ten seconds
+        environment = dict(
+            os.environ,
+            XDG_CACHE_HOME=str(self.folder / "cache"),
+            MPLCONFIGDIR=os.environ.get("MPLCONFIGDIR", str(fonts)),
+            OMP_NUM_THREADS="1",
+        )
         process = subprocess.Popen(
             [sys.executable, *program, *options],
             cwd=self.folder,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -54,7 +54,13 @@ class Engine:
         for key, (unit, policy) in enumerate(zip(units, policies, strict=True)):
             unit.key = key
             unit.engine = self
-            self.scheduler.add(key, nbytes=unit.nbytes, num_members=unit.num_members, policy=policy)
+            self.scheduler.add(
+                key,
+                nbytes=unit.nbytes,
+                num_members=unit.num_members,
+                encloses=unit.encloses,
+                policy=policy,
+            )
         _engines.add(self)
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.bucket import Bucket
-from fullshard.errors import ProtocolError
+from fullshard.errors import NotBuiltError, ProtocolError
 
 if TYPE_CHECKING:
     from fullshard.engine.executor import Engine
@@ -60,6 +60,13 @@ class Unit:
         self.engine: Engine | None = None
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        """The modules' hooks know the unit, so this is what a copy of a part of a model meets."""
+        raise NotBuiltError(
+            f"a module with parameters of unit {self.name or '(root)'} cannot be copied: copying "
+            "sharded modules is not built yet; copy before fully_shard, or copy the state_dict()"
+        )
 
     @property
     def nbytes(self) -> int:

@@ -224,7 +224,8 @@ class Places:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two DTensors lie in the same way."""
-    return getattr(one, "placements", None) == getattr(other, "placements", None) and getattr(
-        one, "device_mesh", None
-    ) == getattr(other, "device_mesh", None)
+    """Whether two sharded parameters lie in the same way."""
+    return all(
+        getattr(one, name, None) == getattr(other, name, None)
+        for name in ("shape", "placements", "device_mesh")
+    )

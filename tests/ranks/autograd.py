@@ -1,0 +1,203 @@
+"""Cases of autograd: a model, how it is cut into units, and what happens in a step.
+
+The law of every case: gradients and parameters after each step equal those of the unsharded model
+on the batches of all ranks together, a usual step after the case's own steps included, and between
+steps nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard.engine import Engine
+from fullshard.frontend.ownership import unit_of
+from tests.ranks.models import fill, full_parameters, noise
+
+__all__ = ["DIM", "Block", "Case", "Tower", "check_rest", "compare", "engine_of", "loss_of"]
+
+DIM = 6
+ROWS = 2  # of the batch, on each rank
+
+
+class Block(nn.Module):
+    """A residual layer of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM + 1)
+        self.down = nn.Linear(DIM + 1, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Blocks on one another, and a head that belongs to the root."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks or (Block(), Block(), Block()))
+        self.head = nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(y: Tensor) -> Tensor:
+    """A mean over the batch, so that the mean over ranks is that of the whole batch."""
+    return y.sin().flatten(1).sum(1).mean()
+
+
+class Case:
+    """What a test varies; the defaults make a usual training step of a tower."""
+
+    num_steps = 2
+    num_warnings = 0
+    """Of the logger "fullshard" on the sharded model."""
+    keeps = False
+    """Whether units stay unsharded between steps."""
+
+    def __init__(self, rank: int = 0, world: int = 1, num_shares: int = 1) -> None:
+        self.rank = rank
+        """Whose share of the batch comes first in what ``step`` gets."""
+        self.world = world
+        """In how many shares the whole batch comes."""
+        self.num_shares = num_shares
+        """How many shares ``step`` gets: one on a rank, all of them for the unsharded model."""
+
+    def model(self) -> nn.Module:
+        return Tower()
+
+    def units(self, model: Any) -> list[Any]:
+        """What ``fully_shard`` is called on, bottom-up."""
+        return [*model.blocks, model]
+
+    def shard(self, model: nn.Module, reshard: bool | None) -> None:
+        for unit in self.units(model):
+            fullshard.fully_shard(unit, reshard_after_forward=reshard)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        """Forwards and backwards of one step."""
+        loss_of(model(x)).backward()
+
+    def good(self, model: Any, x: Tensor) -> None:
+        """The usual step that ends every case."""
+        loss_of(model(x)).backward()
+
+    def check(self, model: Any) -> None:
+        """Looks at the sharded model at the end."""
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def compare(kind: type[Case], reshard: bool | None = None) -> None:
+    """On one rank: train the unsharded model on everything, the sharded one on a share."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case = kind(0, world, world)
+    expected = train(case, fill(case.model().double()))
+    case = kind(rank, world, 1)
+    model = fill(case.model().double())
+    case.shard(model, reshard)
+    watch = _Warnings()
+    log = logging.getLogger("fullshard")
+    log.addHandler(watch)
+    try:
+        found = train(case, model)
+    finally:
+        log.removeHandler(watch)
+    for (what, want), (_, got) in zip(expected, found, strict=True):
+        assert_same(what, want, got)
+    assert len(watch.texts) == case.num_warnings, watch.texts
+    case.check(model)
+
+
+def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
+    """Gradients and parameters, whole, after each step."""
+    optimizer = case.optimizer(model)
+    seen: list[tuple[str, dict[str, Tensor | None]]] = []
+    for number in range(case.num_steps + 1):
+        x = noise(ROWS * case.world, DIM, seed=number)
+        x = x[ROWS * case.rank :][: ROWS * case.num_shares]
+        if number < case.num_steps:
+            case.step(model, x, number)
+        else:
+            case.good(model, x)
+        if isinstance(model, fullshard.FSDPModule) and not case.keeps:
+            check_rest(model)
+        seen.append((f"gradients of step {number}", full_gradients(model, optimizer)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if not case.keeps:
+            seen.append((f"parameters after step {number}", dict(full_parameters(model))))
+    return seen
+
+
+def full_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
+    """Every gradient that the optimizer finds, whole; all ranks must agree on which there are."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if isinstance(model, fullshard.FSDPModule) and dist.get_world_size() > 1:
+        here = torch.tensor([float(param.grad is not None) for param in params])
+        everywhere = here.clone()
+        dist.all_reduce(everywhere)
+        assert torch.equal(everywhere, here * dist.get_world_size()), "ranks differ in gradients"
+    return {str(i): _whole(param.grad) for i, param in enumerate(params)}
+
+
+def _whole(grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return None
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
+
+
+def assert_same(
+    what: str, want: dict[str, Tensor | None], got: dict[str, Tensor | None], limit: float = 1e-12
+) -> None:
+    assert want.keys() == got.keys(), what
+    assert {n for n in want if want[n] is None} == {n for n in got if got[n] is None}, what
+    for name, tensor in want.items():
+        other = got[name]
+        if tensor is not None and other is not None:
+            worst = (tensor - other).abs().max().item()
+            assert worst <= limit, f"{what}: {name} differs by {worst}"
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine of a sharded module."""
+    unit = unit_of(module)
+    assert unit is not None and unit.engine is not None
+    return unit.engine
+
+
+def check_rest(model: nn.Module) -> None:
+    """Nothing is unsharded, nothing under way."""
+    engine = engine_of(model)
+    assert engine.scheduler.idle
+    assert not engine.scheduler._reducing
+    assert not engine._backward._tasks
+    holds = {u.name: engine.scheduler.residents.units[u.key].holds for u in engine.units}
+    assert not any(holds.values()), holds
+    assert not any(engine.meter.held_nbytes.values()), engine.meter.held_nbytes
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor), f"{name} is shown unsharded"
+    for unit in engine.units:
+        for _, whole in unit.pairs():
+            assert whole.grad is None, unit.name

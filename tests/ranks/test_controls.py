@@ -1,0 +1,257 @@
+"""The methods of a sharded module, and what can be seen of it from outside."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import FSDPModule, UnshardHandle, fully_shard
+from fullshard.frontend.ownership import unit_of
+from fullshard.schedule import Op, Transcript
+from tests.ranks.models import full_parameters
+from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
+from tests.ranks.pool import RankPool
+
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+EXACT = 1e-12
+
+
+def shards_of(model: nn.Module) -> list[bool]:
+    return [isinstance(p, DTensor) for p in model.parameters(recurse=False)]
+
+
+def unshard_by_hand(before_first: bool) -> None:
+    model = shard(make())
+    expected = full_parameters(model)
+    if not before_first:
+        model(batch()).sum().backward()
+    block: Any = model.blocks[0]
+    for _ in range(2):  # twice, and again after a reshard
+        assert block.unshard() is None
+        assert block.unshard() is None
+        assert shards_of(block) == [False, False]
+        assert torch.equal(block.weight, expected["blocks.0.weight"])
+        whole = block.weight
+        block.reshard()
+        block.reshard()
+        assert shards_of(block) == [True, True]
+        handle = block.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
+        assert shards_of(block) == [True, True]
+        handle.wait()
+        handle.wait()
+        assert block.weight is whole
+        assert torch.equal(whole, expected["blocks.0.weight"])
+        block.reshard()
+
+
+@worlds
+@pytest.mark.parametrize("before_first", [True, False])
+def test_unshard_and_reshard_by_hand(pool: RankPool, world: int, before_first: bool) -> None:
+    pool.run(world, unshard_by_hand, before_first)
+
+
+def forward_after_start() -> tuple[float, int]:
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    engine = unit_of(model).engine
+    engine.recorder = transcript = Transcript()
+    handles = [block.unshard(async_op=True) for block in model.blocks]
+    difference = (model(batch()) - plain(batch())).abs().max().item()
+    for handle in handles:
+        handle.wait()
+    gathers = [action for action in transcript.actions() if action.op is Op.UNSHARD]
+    return difference, len(gathers)
+
+
+@worlds
+def test_a_forward_waits_for_what_was_started(pool: RankPool, world: int) -> None:
+    for difference, gathers in pool.run(world, forward_after_start):
+        assert difference <= EXACT
+        assert gathers == 3  # once for each unit, none of them again
+
+
+def handle_left_alone() -> list[bool]:
+    """A handle that outlives a reshard, and one that is dropped."""
+    model = shard(make())
+    block: Any = model.blocks[1]
+    handle = block.unshard(async_op=True)
+    block.reshard()
+    handle.wait()
+    shown = shards_of(block)
+    block.unshard(async_op=True)
+    step(model, optimizer_of(model))
+    return [shown == [True, True], shards_of(block) == [True, True]]
+
+
+@worlds
+def test_a_late_wait_does_not_bring_parameters_back(pool: RankPool, world: int) -> None:
+    assert pool.run(world, handle_left_alone) == [[True, True]] * world
+
+
+def without_own_parameters() -> bool:
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 6)), nn.Tanh()))
+    assert unit_of(model).buckets == ()
+    assert model.unshard() is None
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    model.reshard()
+    assert shards_of(model[0]) == [True, True]
+    alone = fully_shard(nn.Tanh())
+    alone.unshard()
+    alone(torch.ones(2))
+    alone.reshard()
+    return True
+
+
+@worlds
+def test_a_unit_without_parameters_has_all_methods(pool: RankPool, world: int) -> None:
+    assert pool.run(world, without_own_parameters) == [True] * world
+
+
+def write_and_reshard() -> float:
+    model = shard(make())
+    before = full_parameters(model)
+    model.unshard()
+    with torch.no_grad():
+        model.scale.fill_(9.0)
+    model.reshard()
+    model(batch()).sum().backward()
+    return (full_parameters(model)["scale"] - before["scale"]).abs().max().item()
+
+
+@pytest.mark.parametrize("world", [2, 3])  # alone, what is unsharded is the shard itself
+def test_writes_into_unsharded_parameters_end_with_a_reshard(pool: RankPool, world: int) -> None:
+    assert pool.run(world, write_and_reshard) == [0.0] * world
+
+
+class Trouble(Exception):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise Trouble
+
+
+def break_forward(model: Net) -> None:
+    with pytest.raises(Trouble):
+        handle = model.plain[0].register_forward_hook(fail)
+        try:
+            model(batch(9))
+        finally:
+            handle.remove()
+
+
+def break_backward(model: Net) -> None:
+    out = model(batch(9))
+    handle = model.blocks[0].register_full_backward_pre_hook(fail)
+    out = model(batch(9))
+    with pytest.raises(Trouble):
+        out.sum().backward()
+    handle.remove()
+
+
+def recover(kind: str, reset: str) -> float:
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    optimizers = [optimizer_of(plain), optimizer_of(model)]
+    for number in range(3):
+        if kind == "forward":
+            break_forward(model)
+        elif kind == "backward":
+            break_backward(model)
+        else:
+            model.set_requires_gradient_sync(False)
+            model(batch(9)).sum().backward()
+            model.set_requires_gradient_sync(True)
+        if reset != "none":
+            (model if reset == "root" else model.blocks[0]).reset_iter_state()
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+        optimizers[1].zero_grad()
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            step(one, optimizer, number)
+    return apart(model, plain)
+
+
+@worlds
+@pytest.mark.parametrize(
+    ("kind", "reset"),
+    [
+        ("forward", "root"),
+        ("forward", "child"),
+        ("forward", "none"),
+        ("backward", "root"),
+        ("backward", "none"),
+        ("pending", "root"),
+        ("pending", "child"),
+    ],
+)
+def test_after_trouble_the_next_steps_are_right(
+    pool: RankPool, world: int, kind: str, reset: str
+) -> None:
+    assert max(pool.run(world, recover, kind, reset)) <= EXACT
+
+
+def change_policies() -> float:
+    def script(model: nn.Module) -> None:
+        optimizer = optimizer_of(model)
+        for number in range(8):
+            if isinstance(model, FSDPModule):
+                model.set_reshard_after_forward(number % 2 == 0, recurse=number % 3 == 0)
+                model.set_reshard_after_backward(number % 4 < 2)
+                model.set_is_last_backward(number % 5 != 6)
+                model.set_prefetch_budget([None, 0, 300, 10**9][number % 4])
+            step(model, optimizer, number)
+        if isinstance(model, FSDPModule):
+            for module in (model, *model.blocks):
+                module.reshard()
+
+    return train_both(script)
+
+
+@worlds
+def test_policies_may_change_between_steps(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, change_policies)) <= EXACT
+
+
+def shown_after_forward(value: bool | None, at_run_time: bool) -> list[list[bool]]:
+    model = shard(make(), reshard_after_forward=None if at_run_time else value)
+    if at_run_time and value is not None:
+        model.set_reshard_after_forward(value)
+    out = model(batch())
+    after_forward = [*shards_of(model.head), *shards_of(model.blocks[0])]
+    out.sum().backward()
+    return [after_forward, [*shards_of(model.head), *shards_of(model.blocks[0])]]
+
+
+@pytest.mark.parametrize("at_run_time", [False, True])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, [False, True]), (True, [True, True]), (False, [False, False])]
+)
+def test_what_is_shown_after_forward_and_backward(
+    pool: RankPool, value: bool | None, shown: list[bool], at_run_time: bool
+) -> None:
+    expected = [[shown[0]] * 2 + [shown[1]] * 2, [True] * 4]
+    assert pool.run(2, shown_after_forward, value, at_run_time) == [expected] * 2
+
+
+def several_backwards() -> float:
+    def script(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            if isinstance(model, FSDPModule):
+                model.set_is_last_backward(number == 2)
+            model(batch(number)).square().mean().backward()
+        optimizer.step()
+
+    return train_both(script)
+
+
+@worlds
+def test_is_last_backward_ends_reductions_later(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, several_backwards)) <= EXACT

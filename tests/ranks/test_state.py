@@ -1,0 +1,295 @@
+"""State dicts: what they hold, what loading them does, and that neither disturbs training."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.tensor import DTensor
+
+from tests.ranks.models import full_parameters
+from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
+from tests.ranks.pool import RankPool
+
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+EXACT = 1e-12
+
+
+def holds_the_shards() -> bool:
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, param in model.named_parameters():
+        assert isinstance(state[name], DTensor)
+        assert state[name].shape == plain.get_parameter(name).shape
+        assert state[name].to_local().data_ptr() == param.to_local().data_ptr()
+    step(model, optimizer_of(model))
+    return all(torch.equal(state[n], p) for n, p in model.named_parameters())
+
+
+@worlds
+def test_a_state_dict_holds_dtensors_that_follow_training(pool: RankPool, world: int) -> None:
+    assert pool.run(world, holds_the_shards) == [True] * world
+
+
+def trained_state() -> tuple[dict[str, Tensor], Net]:
+    """A state dict with other values, and the unsharded model that has them."""
+    other = shard(make(seed_scale=0.2))
+    plain = make(seed_scale=0.2)
+    state = {name: value.detach().clone() for name, value in other.state_dict().items()}
+    return state, plain
+
+
+def copies_and_saves(gradients: bool) -> bool:
+    """By plain ``copy.deepcopy`` and ``torch.save``, as scripts for one process do."""
+    model = shard(make())
+    model(batch()).sum().backward()
+    state: dict[str, Any] = model.state_dict()
+    if gradients:
+        state = {name: param.grad for name, param in model.named_parameters()}
+    copied = copy.deepcopy(state)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    return all(
+        torch.equal(one[name].full_tensor(), value.full_tensor())
+        for name, value in state.items()
+        for one in (copied, loaded)
+    )
+
+
+@worlds
+@pytest.mark.parametrize("gradients", [False, True], ids=["parameters", "gradients"])
+def test_what_it_holds_can_be_copied_and_saved(pool: RankPool, world: int, gradients: bool) -> None:
+    assert pool.run(world, copies_and_saves, gradients) == [True] * world
+
+
+KEEPERS = ("nothing", "reshard_false", "reshard_after_backward_false", "unshard")
+
+
+def load_between_steps(keeper: str, assign: bool) -> float:
+    state, plain = trained_state()
+    model = shard(make(), reshard_after_forward=False if keeper == "reshard_false" else None)
+    if keeper == "reshard_after_backward_false":
+        model.set_reshard_after_backward(False)
+    references, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    if keeper == "unshard":
+        model.unshard()
+        model.blocks[0].unshard(async_op=True)
+    model.load_state_dict(state, assign=assign)
+    for module in (model, *model.blocks) if assign else ():
+        module.reshard()  # so that an optimizer can be built
+    if assign:
+        references = list(model.parameters())
+        optimizer = torch.optim.SGD(references, lr=0.1)
+    step(model, optimizer, 1)
+    step(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 1)
+    for module in (model, *model.blocks):
+        module.reshard()
+    assert all(a is b for a, b in zip(references, model.parameters(), strict=True))
+    return apart(model, plain)
+
+
+@worlds
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_load_between_steps_is_seen_by_the_next_forward(
+    pool: RankPool, world: int, keeper: str, assign: bool
+) -> None:
+    assert max(pool.run(world, load_between_steps, keeper, assign)) <= EXACT
+
+
+def load_while_unsharded_then_look(assign: bool) -> float:
+    state, plain = trained_state()
+    model = shard(make())
+    model.unshard()
+    model.load_state_dict(state, assign=assign)
+    with torch.no_grad():
+        return (model(batch()) - plain(batch())).abs().max().item()
+
+
+@worlds
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_load_over_unsharded_parameters_counts(pool: RankPool, world: int, assign: bool) -> None:
+    assert max(pool.run(world, load_while_unsharded_then_look, assign)) <= EXACT
+
+
+def load_part(assign: bool) -> bool:
+    state, _ = trained_state()
+    part = {name: value for name, value in state.items() if name.startswith(("head", "blocks.1"))}
+    model = shard(make())
+    before = full_parameters(model)
+    report = model.load_state_dict(part, strict=False, assign=assign)
+    assert set(report.missing_keys) == before.keys() - part.keys()
+    model(batch()).sum().backward()
+    after, wanted = full_parameters(model), trained_state()[1].state_dict()
+    return all(torch.equal(after[n], wanted[n] if n in part else before[n]) for n in after)
+
+
+@worlds
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_part_can_be_loaded(pool: RankPool, world: int, assign: bool) -> None:
+    assert pool.run(world, load_part, assign) == [True] * world
+
+
+def look_during_forward(where: str, reshard: bool | None, load: bool) -> float:
+    """Take a state dict of ``where`` in a hook on the first layer of ``plain``."""
+    seen: list[dict[str, Any]] = []
+
+    def script(model: nn.Module) -> None:
+        target = model.get_submodule(where)
+
+        def hook(*_: object) -> None:
+            state = target.state_dict()
+            seen.append(state)
+            if load:
+                target.load_state_dict(state)
+
+        model.plain[0].register_forward_pre_hook(hook)
+        optimizer = optimizer_of(model)
+        for number in range(3):
+            step(model, optimizer, number)
+
+    difference = train_both(script, reshard_after_forward=reshard)
+    assert len(seen) == 6
+    assert all(isinstance(value, DTensor) for state in seen[3:] for value in state.values())
+    return difference
+
+
+@worlds
+@pytest.mark.parametrize("where", ["", "plain", "plain.0", "head", "blocks", "blocks.0"])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_state_dict_taken_in_the_middle_of_a_forward_disturbs_nothing(
+    pool: RankPool, world: int, where: str, reshard: bool | None
+) -> None:
+    assert max(pool.run(world, look_during_forward, where, reshard, load=False)) <= EXACT
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("where", ["plain"])  # autograd refuses it once saved for backward
+def test_a_load_of_the_same_values_in_the_middle_of_a_forward_disturbs_nothing(
+    pool: RankPool, world: int, where: str
+) -> None:
+    assert max(pool.run(world, look_during_forward, where, None, load=True)) <= EXACT
+
+
+def show_after_state_dict() -> list[str]:
+    model = shard(make())
+    model.unshard()
+    model.state_dict()
+    return [n for n, p in model.named_parameters() if n[:6] != "blocks" and isinstance(p, DTensor)]
+
+
+def test_a_manual_unshard_outlives_a_state_dict(pool: RankPool) -> None:
+    assert pool.run(2, show_after_state_dict) == [[], []]
+
+
+# torch.distributed.checkpoint
+
+
+def train_some(steps: int) -> tuple[Net, torch.optim.Optimizer]:
+    model = shard(make())
+    optimizer = optimizer_of(model)
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model, optimizer
+
+
+def shared_folder() -> Path:
+    names = [tempfile.mkdtemp(prefix="fullshard-test-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return Path(str(names[0]))
+
+
+def round_trip() -> float:
+    folder = shared_folder()
+    model, optimizer = train_some(2)
+    states = dcp_state.get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    fresh, its_optimizer = train_some(0)
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.zero_()
+    into = dict(
+        zip(("model", "optimizer"), dcp_state.get_state_dict(fresh, its_optimizer), strict=True)
+    )
+    dcp.load(into, checkpoint_id=folder)
+    dcp_state.set_state_dict(
+        fresh,
+        its_optimizer,
+        model_state_dict=into["model"],
+        optim_state_dict=into["optimizer"],
+    )
+    step(model, optimizer, 7)
+    step(fresh, its_optimizer, 7)
+    return apart(fresh, model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_checkpoints_of_torch_bring_model_and_optimizer_back(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, round_trip)) == 0.0
+
+
+def full_state() -> float:
+    """Full state dict out of one model, into another, and on with both."""
+    options = dcp_state.StateDictOptions(full_state_dict=True)
+    model, optimizer = train_some(2)
+    whole, moments = dcp_state.get_state_dict(model, optimizer, options=options)
+    expected = full_parameters(model)
+    assert all(
+        type(value) is Tensor and torch.equal(value, expected[n]) for n, value in whole.items()
+    )
+    moments = copy.deepcopy(moments)  # or both optimizers would count steps in the same tensors
+    fresh, its_optimizer = train_some(0)
+    dcp_state.set_state_dict(
+        fresh, its_optimizer, model_state_dict=whole, optim_state_dict=moments, options=options
+    )
+    step(model, optimizer, 7)
+    step(fresh, its_optimizer, 7)
+    return apart(fresh, model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_full_state_dicts_leave_and_enter(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, full_state)) == 0.0
+
+
+def after_evaluation() -> int:
+    model, optimizer = train_some(1)
+    with torch.no_grad():
+        model(batch())
+    return len(dcp_state.get_optimizer_state_dict(model, optimizer)["state"])
+
+
+def test_an_optimizer_state_dict_can_be_taken_after_an_evaluation(pool: RankPool) -> None:
+    assert pool.run(2, after_evaluation) == [len(list(make().parameters()))] * 2
+
+
+def plain_into_sharded() -> bool:
+    model = shard(make())
+    for assign in (False, True):
+        try:
+            model.load_state_dict(make(seed_scale=0.2).state_dict(), assign=assign)
+        except (RuntimeError, ValueError) as error:
+            assert "scale" in str(error) or "blocks.0" in str(error)
+        else:
+            return False
+    state, plain = trained_state()
+    model.load_state_dict(state, assign=True)
+    return apart(model, plain) == 0.0
+
+
+def test_plain_tensors_are_refused_and_a_right_load_repairs(pool: RankPool) -> None:
+    assert pool.run(2, plain_into_sharded) == [True, True]
