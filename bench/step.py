@@ -82,7 +82,9 @@ def measure(shape: Shape, guard: LoadGuard) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(WARM_UP + ROUNDS):
         if number % (ROUNDS // 4) == WARM_UP:
+            dist.barrier()  # all ranks at once, or the others' steps would be measured too
             guard.sample()
+            dist.barrier()
         for name, (model, optimizer) in runs.items():
             dist.barrier()
             taken = one_step(model, optimizer, tokens)
@@ -96,13 +98,15 @@ def worker(rank: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     guard = LoadGuard()
-    guard.sample()
     found = {name: measure(shape, guard) for name, shape in SHAPES.items()}
+    dist.barrier()
     guard.sample()
     drifts: list[Any] = [None] * WORLD
     dist.all_gather_object(drifts, guard.drift)
     if rank == 0:
-        Path(results).write_text(json.dumps({"seconds": found, "drift": max(drifts)}))
+        Path(results).write_text(
+            json.dumps({"seconds": found, "drift": max(drifts), "samples": guard.seconds})
+        )
     dist.destroy_process_group()
 
 

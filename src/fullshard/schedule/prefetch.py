@@ -35,6 +35,13 @@ class Order:
             return found
         return -1
 
+    def following(self, unit: int) -> tuple[int, int] | None:
+        """Position and key of the next unit that is another than ``unit``."""
+        for position in range(self._next, len(self._units)):
+            if self._units[position] != unit:
+                return position, self._units[position]
+        return None
+
     def ahead(self) -> Iterator[tuple[int, int]]:
         """Positions and units that should come next."""
         for position in range(self._next, len(self._units)):
@@ -63,10 +70,11 @@ class Prefetcher:
 
     def met(self, unit: int, budget: int | None, out: Actions) -> None:
         """``unit`` was entered: drop the guesses that it skipped, and make new ones."""
-        self._guesses.pop(unit, None)
         position = self._order.advance(unit)
-        for skipped in [key for key, guess in self._guesses.items() if guess < position]:
-            self._drop(skipped, out)
+        if self._guesses:
+            self._guesses.pop(unit, None)
+            for skipped in [key for key, guess in self._guesses.items() if guess < position]:
+                self._drop(skipped, out)
         if budget is None:
             self._guess_next(unit, out)
         else:
@@ -78,10 +86,9 @@ class Prefetcher:
             self._drop(unit, out)
 
     def _guess_next(self, current: int, out: Actions) -> None:
-        for position, unit in self._order.ahead():
-            if unit != current:
-                self._guess(position, unit, out)
-                return
+        following = self._order.following(current)
+        if following is not None:
+            self._guess(*following, out)
 
     def _guess_within(self, budget: int, out: Actions) -> None:
         residents = self._residents
@@ -97,11 +104,11 @@ class Prefetcher:
         state = self._residents.units[unit]
         if state.residency is Residency.SHARDED:
             self._residents.gather(state, out)
-            state.holds.add((Hold.GUESS, 0))
+            state.holds |= Hold.GUESS
             self._guesses[unit] = position
 
     def _drop(self, unit: int, out: Actions) -> None:
         del self._guesses[unit]
         state = self._residents.units[unit]
-        state.holds.discard((Hold.GUESS, 0))
+        state.holds &= ~Hold.GUESS
         self._residents.settle(state, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fullshard.schedule.actions import Action
-from fullshard.schedule.state import Hold, Residency, UnitState
+from fullshard.schedule.state import IN_USE, Hold, Residency, UnitState
 
 __all__ = ["Actions", "Residents"]
 
@@ -31,7 +31,7 @@ class Residents:
 
     def need(self, state: UnitState, out: Actions) -> None:
         """Make the unit unsharded from here on."""
-        state.holds.discard((Hold.GUESS, 0))
+        state.holds &= ~Hold.GUESS
         if state.residency is Residency.SHARDED:
             self.gather(state, out)
         if state.residency is Residency.GATHERING:
@@ -43,7 +43,7 @@ class Residents:
         Not in the middle of a forward or backward that reads the copy: its gradients belong to
         the weights that it started with.
         """
-        if not state.residency or state.generation == self.generation or state.in_use:
+        if not state.residency or state.generation == self.generation or (state.holds & IN_USE):
             return
         if state.residency is Residency.GATHERING:
             self.wait(state, out)

@@ -16,6 +16,7 @@ from fullshard.schedule.actions import FENCE, Action
 from fullshard.schedule.prefetch import Prefetcher
 from fullshard.schedule.residents import Actions, Residents
 from fullshard.schedule.state import (
+    IN_USE,
     AfterForward,
     Hold,
     MachinePolicy,
@@ -28,8 +29,8 @@ from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 __all__ = ["Scheduler"]
 
 # What the end of a unit's backward makes superfluous, whatever the policy.
-_BACKWARD_DONE = frozenset({Hold.BACKWARD, Hold.RECOMPUTE, Hold.USER})
-_NOT_IN_USE = frozenset({Hold.KEEP, Hold.USER, Hold.GUESS})
+_BACKWARD_DONE = Hold.BACKWARD | Hold.RECOMPUTE | Hold.USER
+_NOT_IN_USE = Hold.KEEP | Hold.USER | Hold.GUESS
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.residents = Residents()
+        self._units = self.residents.units
         self.policy = MachinePolicy()
         self._num_uses = 0
         self._stack: list[tuple[int, int]] = []  # (unit, use), outermost first
@@ -90,7 +92,7 @@ class Scheduler:
     ) -> UnitState:
         """Make a unit known, see ``UnitState``."""
         state = UnitState(unit, nbytes, num_members, encloses, policy or UnitPolicy())
-        self.residents.units[unit] = state
+        self._units[unit] = state
         return state
 
     def on(self, trigger: Trigger) -> tuple[Action, ...]:
@@ -119,13 +121,10 @@ class Scheduler:
         """The number of the use that began its forward last."""
         return self._num_uses - 1
 
-    def _unit(self, key: int) -> UnitState:
-        return self.residents.units[key]
-
     # forward
 
     def _forward_enter(self, event: when.ForwardEnter, out: Actions) -> None:
-        state = self._unit(event.unit)
+        state = self._units[event.unit]
         outside = event.task == NO_TASK
         if outside and self._iteration is None:
             self._begin_iteration(state, out)
@@ -139,7 +138,7 @@ class Scheduler:
             state.waiting_members = set(range(state.num_members))
             self._num_uses += 1
         self._stack.append((event.unit, state.use))
-        state.holds.add((Hold.FORWARD, state.use))
+        state.holds |= Hold.FORWARD
         self.residents.need(state, out)
         if self._iteration and outside and entered:
             self._iteration.entered.append(event.unit)
@@ -159,14 +158,15 @@ class Scheduler:
             self._end_iteration(iteration, failed, out)
 
     def _forward_exit(self, event: when.ForwardExit, out: Actions) -> None:
-        state = self._unit(event.unit)
+        state = self._units[event.unit]
         while self._stack and self._stack.pop()[0] != event.unit:
             pass  # inner uses that an exception ended without telling us
         if any(unit == event.unit for unit, _ in self._stack):
             return  # the unit called itself; the outer call will end the use
         outside = event.task == NO_TASK
         if outside and event.follows is Follows.HIDDEN and not event.failed:
-            state.holds.add((Hold.HIDDEN, NO_TASK))
+            state.holds |= Hold.HIDDEN
+            state.hidden_by = NO_TASK
         state.waiting_members.discard(event.member)
         if not state.waiting_members or event.failed or not outside:
             self._close_use(state, event, out)
@@ -178,17 +178,17 @@ class Scheduler:
 
     def _close_use(self, state: UnitState, event: when.ForwardExit, out: Actions) -> None:
         """The use has run its forward: exchange its hold for those that come after forward."""
-        use, state.use = state.use, None
-        if use is None:
+        if state.use is None:
             return
+        state.use = None
         if event.task != NO_TASK:
             self._task(event.task).recomputed.add(state.key)
-            state.holds.add((Hold.RECOMPUTE, event.task))
+            state.holds |= Hold.RECOMPUTE
         elif not event.failed and self._keeps(state):
-            state.holds.add((Hold.KEEP, 0))
+            state.holds |= Hold.KEEP
         else:
-            state.holds.discard((Hold.USER, 0))
-        state.holds.discard((Hold.FORWARD, use))
+            state.holds &= ~Hold.USER
+        state.holds &= ~Hold.FORWARD
         self.residents.settle(state, out)
 
     def _keeps(self, state: UnitState) -> bool:
@@ -199,7 +199,7 @@ class Scheduler:
 
     def _end_iteration(self, iteration: _Iteration, event: when.ForwardExit, out: Actions) -> None:
         """The root has left its forward."""
-        used = [self._unit(key) for key in dict.fromkeys(iteration.entered)]
+        used = [self._units[key] for key in dict.fromkeys(iteration.entered)]
         for state in used:
             self._close_use(state, event, out)  # of a unit with a member that never ran
         self._ahead.give_up(out)
@@ -207,7 +207,7 @@ class Scheduler:
         if event.failed or event.follows is Follows.NOTHING:
             # Left unsharded, optimizers and checkpoints would meet parameters they do not know.
             for state in used:
-                state.drop({Hold.KEEP, Hold.USER})
+                state.holds &= ~(Hold.KEEP | Hold.USER)
                 self.residents.settle(state, out)
         else:
             self._back.follow(iteration.left[::-1])
@@ -217,10 +217,11 @@ class Scheduler:
     # backward
 
     def _backward_enter(self, event: when.BackwardEnter, out: Actions) -> None:
-        state = self._unit(event.unit)
+        state = self._units[event.unit]
         task = self._task(event.task)
-        for use in [use for use in task.open_uses if use > event.until]:
-            self._leave(task, event.task, use, out)
+        if task.open_uses and max(task.open_uses) > event.until:
+            for use in [use for use in task.open_uses if use > event.until]:
+                self._leave(task, event.task, use, out)
         if event.use in task.open_uses:
             return
         task.open_uses[event.use] = event.unit
@@ -230,30 +231,29 @@ class Scheduler:
         elif event.accumulates is Accumulates.ELSEWHERE and event.unit not in task.dealt_with:
             task.due.add(event.unit)
         if event.keeps_graph:
-            state.holds.add((Hold.HIDDEN, event.task))
-        state.drop({Hold.RECOMPUTE})
-        state.holds.add((Hold.BACKWARD, event.use))
+            state.holds |= Hold.HIDDEN
+            state.hidden_by = event.task
+        state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
         self.residents.need(state, out)
         self._back.met(event.unit, self.policy.prefetch_budget, out)
 
     def _leave(self, task: _Task, number: int, use: int, out: Actions) -> None:
         """Backward has left a use."""
-        state = self._unit(task.open_uses.pop(use))
-        state.holds.discard((Hold.BACKWARD, use))
-        if not task.is_inside(state.key):
+        state = self._units[task.open_uses.pop(use)]
+        if not task.is_inside(state.key) and self._outer_task(state.key, number) is None:
             if state.key in task.due:
                 self._reduce(state, task, out)
             self._leave_unit(state, number, out)
 
     def _leave_unit(self, state: UnitState, task: int, out: Actions) -> None:
         """Nothing in ``task`` reads the unit any more."""
-        hidden = state.holds & {(Hold.HIDDEN, task)}  # a graph that this task made will
-        state.drop(_BACKWARD_DONE | {Hold.HIDDEN})
-        state.holds |= hidden
+        state.holds &= ~_BACKWARD_DONE
+        if state.hidden_by != task:  # the graph that this very task made is still to come
+            state.holds &= ~Hold.HIDDEN
         if state.policy.reshard_after_backward:
-            state.drop({Hold.KEEP})
+            state.holds &= ~Hold.KEEP
         elif state.residency is Residency.UNSHARDED:
-            state.holds.add((Hold.KEEP, 0))
+            state.holds |= Hold.KEEP
         self.residents.settle(state, out)
 
     def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
@@ -264,7 +264,7 @@ class Scheduler:
         on this rank.
         """
         outer = self._outer_task(event.unit, event.task)
-        state = self._unit(event.unit)
+        state = self._units[event.unit]
         if outer is not None:
             outer.due.add(event.unit)
         elif state.encloses:
@@ -280,12 +280,12 @@ class Scheduler:
             if outer is not None:
                 outer.due.add(key)
                 continue
-            state = self._unit(key)
+            state = self._units[key]
             if key in task.due or key in event.leftovers or key not in task.dealt_with:
                 self._reduce(state, task, out)
             self._leave_unit(state, event.task, out)
-        for state in map(self._unit, sorted(task.recomputed)):
-            state.holds.discard((Hold.RECOMPUTE, event.task))
+        for state in map(self._units.__getitem__, sorted(task.recomputed)):
+            state.holds &= ~Hold.RECOMPUTE
             self.residents.settle(state, out)
         if not self._tasks:
             self._end_backward(out)
@@ -300,19 +300,19 @@ class Scheduler:
         for state in self.residents.units.values():
             # Kept for a backward that did not come by; should it come yet, they are gathered.
             if state.residency and state.policy.reshard_after_backward:
-                state.holds.discard((Hold.KEEP, 0))
+                state.holds &= ~Hold.KEEP
                 self.residents.settle(state, out)
 
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
         self._tasks.pop(event.task, None)
-        out.extend(self._unit(key).do.discard for key in event.leftovers)
+        out.extend(self._units[key].do.discard for key in event.leftovers)
         if self._tasks:
             return
         self._back.give_up(out)
         self._finish_reductions(out)
         for state in self.residents.units.values():
-            if not any(hold is Hold.FORWARD for hold, _ in state.holds):
-                state.drop(_BACKWARD_DONE | {Hold.KEEP, Hold.HIDDEN})
+            if not state.holds & Hold.FORWARD:
+                state.holds &= ~(_BACKWARD_DONE | Hold.KEEP | Hold.HIDDEN)
                 self.residents.settle(state, out)
 
     def _outer_task(self, unit: int, task: int) -> _Task | None:
@@ -330,12 +330,12 @@ class Scheduler:
             out.append(state.do.accumulate)
             return
         while state.key in self._reducing or len(self._reducing) > 1:
-            out.append(self._unit(self._reducing.pop(0)).do.finish_reduce)
+            out.append(self._units[self._reducing.pop(0)].do.finish_reduce)
         out.append(state.do.reduce_scatter)
         self._reducing.append(state.key)
 
     def _finish_reductions(self, out: Actions) -> None:
-        out.extend(self._unit(key).do.finish_reduce for key in self._reducing)
+        out.extend(self._units[key].do.finish_reduce for key in self._reducing)
         self._reducing.clear()
 
     def _task(self, number: int) -> _Task:
@@ -349,10 +349,10 @@ class Scheduler:
     # the user
 
     def _user_unshard(self, event: when.UserUnshard, out: Actions) -> None:
-        state = self._unit(event.unit)
+        state = self._units[event.unit]
         gathers: Actions = []
         self.residents.refresh(state, gathers)
-        state.holds.add((Hold.USER, 0))
+        state.holds |= Hold.USER
         if state.residency is Residency.SHARDED:
             self.residents.gather(state, gathers)
         if gathers and self.idle:
@@ -360,20 +360,20 @@ class Scheduler:
         out += gathers
 
     def _user_wait(self, event: when.UserWait, out: Actions) -> None:
-        state = self._unit(event.unit)
+        state = self._units[event.unit]
         if state.residency is Residency.GATHERING:
             self.residents.wait(state, out)
 
     def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
-        state = self._unit(event.unit)
-        state.drop({Hold.USER} if state.in_use else _NOT_IN_USE)
+        state = self._units[event.unit]
+        state.holds &= ~(Hold.USER if state.holds & IN_USE else _NOT_IN_USE)
         self.residents.settle(state, out)
 
     def _weights_changed(self, event: when.WeightsChanged, out: Actions) -> None:
         self.residents.generation += 1
 
     def _set_policy(self, event: when.SetPolicy, out: Actions) -> None:
-        self._unit(event.unit).policy = event.policy
+        self._units[event.unit].policy = event.policy
 
     def _set_machine_policy(self, event: when.SetMachinePolicy, out: Actions) -> None:
         self.policy = event.policy
@@ -387,7 +387,7 @@ class Scheduler:
         self._finish_reductions(out)
         for state in self.residents.units.values():
             state.use = None
-            state.holds.clear()
+            state.holds = 0
             self.residents.settle(state, out)
             out.append(state.do.forget)
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fullshard.errors import ProtocolError
 from fullshard.schedule.actions import UnitActions, actions_of
 
-__all__ = ["AfterForward", "Hold", "MachinePolicy", "Residency", "UnitPolicy", "UnitState"]
+__all__ = [
+    "IN_USE",
+    "AfterForward",
+    "Hold",
+    "MachinePolicy",
+    "Residency",
+    "UnitPolicy",
+    "UnitState",
+]
 
 
 class Residency(enum.IntEnum):
@@ -35,22 +42,25 @@ MOVES = frozenset(
 
 
 class Hold(enum.IntEnum):
-    """Why a unit is unsharded; each hold carries a token that tells equal reasons apart."""
+    """Why a unit is unsharded; a unit's holds are the sum of these bits, kept as a plain int."""
 
-    FORWARD = 0
-    """A use is running its forward (token: the use)."""
-    BACKWARD = 1
-    """A use is running its backward (token: the use)."""
-    RECOMPUTE = 2
+    FORWARD = 1 << 0
+    """A use is running its forward."""
+    BACKWARD = 1 << 1
+    """A use is running its backward."""
+    RECOMPUTE = 1 << 2
     """An activation checkpoint ran the forward again; its backward comes next."""
-    KEEP = 3
+    KEEP = 1 << 3
     """Policy: not resharded after forward, or not after backward."""
-    HIDDEN = 4
-    """Gradients may come back by a way that we do not see (token: the task that made it)."""
-    USER = 5
+    HIDDEN = 1 << 4
+    """Gradients may come back by a way that we do not see."""
+    USER = 1 << 5
     """``unshard()``."""
-    GUESS = 6
+    GUESS = 1 << 6
     """Prefetched."""
+
+
+IN_USE = Hold.FORWARD | Hold.BACKWARD | Hold.RECOMPUTE
 
 
 class AfterForward(enum.Enum):
@@ -97,7 +107,9 @@ class UnitState:
     encloses: bool = False
     policy: UnitPolicy = UnitPolicy()
     residency: Residency = Residency.SHARDED
-    holds: set[tuple[Hold, int]] = field(default_factory=set)
+    holds: int = 0
+    hidden_by: int = -1
+    """Of a hold HIDDEN: the task whose graph is meant, or -1 for that of a forward."""
     generation: int = 0
     """The generation of the weights in the unsharded copy."""
     use: int | None = None
@@ -108,11 +120,6 @@ class UnitState:
     def __post_init__(self) -> None:
         self.do = actions_of(self.key)
 
-    @property
-    def in_use(self) -> bool:
-        """Whether a forward or a backward of the unit is under way."""
-        return any(hold <= Hold.RECOMPUTE for hold, _ in self.holds)
-
     def move(self, to: Residency) -> None:
         """Change the residency; the one place where that happens."""
         if (self.residency, to) not in MOVES:
@@ -121,7 +128,3 @@ class UnitState:
                 "this is a defect of the scheduler, please report it"
             )
         self.residency = to
-
-    def drop(self, kinds: Iterable[Hold]) -> None:
-        """Drop every hold of these kinds."""
-        self.holds = {hold for hold in self.holds if hold[0] not in kinds}
