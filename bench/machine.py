@@ -18,12 +18,12 @@ class LoadGuard:
     tolerance: float = 0.10
     seconds: list[float] = field(default_factory=list)
 
-    def sample(self) -> None:
-        """Time it now."""
+    def sample(self, window_s: float = 0.3) -> None:
+        """Time it now, for a fixed while, so that ranks which begin together end together."""
         a = torch.ones(384, 384)
         times = []
-        for _ in range(200):
-            start = time.perf_counter()
+        end = time.perf_counter() + window_s
+        while (start := time.perf_counter()) < end:
             a @ a
             times.append(time.perf_counter() - start)
         self.seconds.append(statistics.median(times))
