@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fullshard.comm import Collectives, collectives_of
+from fullshard.comm import collectives_of
 from fullshard.engine import Bucket, BucketSpec, Engine, MixedPrecisionPolicy, Unit
 from fullshard.frontend.checks import check_params, shard_dim
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
@@ -30,11 +30,23 @@ from fullshard.layout import LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward, UnitPolicy
 from fullshard.tensors import DTensorForm, LocalForm, ShardForm, draw_whole_on
 
-__all__ = ["shard_modules"]
+__all__ = ["Choices", "shard_modules"]
 
 log = logging.getLogger("fullshard")
 
 _ALIGN_NBYTES = 16
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user chose in a call, checked."""
+
+    mesh: DeviceMesh
+    after_forward: AfterForward
+    policy: MixedPrecisionPolicy
+    ignored: set[nn.Parameter]
+    placement_fn: Callable[[nn.Parameter], Any] | None
+    layout: LayoutStrategy
 
 
 @dataclass(frozen=True)
@@ -45,25 +57,15 @@ class _Plan:
     params: list[list[OwnedParam]]
 
 
-def shard_modules(
-    modules: Sequence[nn.Module],
-    *,
-    mesh: DeviceMesh,
-    after_forward: AfterForward,
-    policy: MixedPrecisionPolicy,
-    ignored: set[nn.Parameter],
-    placement_fn: Callable[[nn.Parameter], Any] | None,
-    layout: LayoutStrategy,
-) -> Unit:
+def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make ``modules`` one unit."""
     below = units_below(modules)
     for unit in below:
         engine_of(unit).check_idle("fully_shard")
-    owned = collect(modules, ignored)
+    owned = collect(modules, choices.ignored)
     check_params(owned)
-    dims = [shard_dim(p, placement_fn(p.param) if placement_fn else None) for p in owned]
-    device = device_of(mesh)
-    plan = _plan(owned, dims, layout, mesh, device, policy)
+    device = device_of(choices.mesh)
+    plan = _plan(owned, choices, device)
     buckets = [
         Bucket(spec, [p.param for p in params])
         for spec, params in zip(plan.specs, plan.params, strict=True)
@@ -78,10 +80,10 @@ def shard_modules(
         encloses=bool(below),
     )
     _move_buffers(modules, device)
-    Engine.join((engine_of(u) for u in below), unit, UnitPolicy(after_forward))
+    Engine.join((engine_of(u) for u in below), unit, UnitPolicy(choices.after_forward))
     places.show_sharded(buckets)
-    draw_whole_on(mesh)
-    install_forward_hooks(unit, modules, policy)
+    draw_whole_on(choices.mesh)
+    install_forward_hooks(unit, modules, choices.policy)
     install_state_dict_hooks(unit, places)
     for module in modules:
         module.__class__ = sharded_class(type(module))
@@ -104,51 +106,34 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     )
 
 
-def _plan(
-    owned: Sequence[OwnedParam],
-    dims: Sequence[int],
-    layout: LayoutStrategy,
-    mesh: DeviceMesh,
-    device: torch.device,
-    policy: MixedPrecisionPolicy,
-) -> _Plan:
-    comm = collectives_of(mesh)
+def _plan(owned: Sequence[OwnedParam], choices: Choices, device: torch.device) -> _Plan:
+    """Parameters of one dtype and trainability share a bucket."""
+    place = choices.placement_fn or (lambda param: None)
+    groups: dict[tuple[torch.dtype, bool], list[tuple[OwnedParam, ParamSpec]]] = {}
+    for one in owned:
+        dim = shard_dim(one, place(one.param))
+        spec = ParamSpec(one.name, tuple(one.param.shape), shard_dim=dim)
+        groups.setdefault((one.param.dtype, one.param.requires_grad), []).append((one, spec))
     plan = _Plan([], [])
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for index, one in enumerate(owned):
-        groups.setdefault((one.param.dtype, one.param.requires_grad), []).append(index)
     for (dtype, _), members in groups.items():
-        params = [owned[i] for i in members]
-        specs = [
-            ParamSpec(owned[i].name, tuple(owned[i].param.shape), shard_dim=dims[i])
-            for i in members
-        ]
-        plan.params.append(params)
-        plan.specs.append(_bucket_spec(specs, layout, mesh, comm, device, policy, dtype))
+        plan.params.append([one for one, _ in members])
+        plan.specs.append(_bucket_spec([spec for _, spec in members], dtype, choices, device))
     return plan
 
 
 def _bucket_spec(
-    specs: Sequence[ParamSpec],
-    layout: LayoutStrategy,
-    mesh: DeviceMesh,
-    comm: Collectives,
-    device: torch.device,
-    policy: MixedPrecisionPolicy,
-    dtype: torch.dtype,
+    specs: Sequence[ParamSpec], dtype: torch.dtype, choices: Choices, device: torch.device
 ) -> BucketSpec:
-    floating = dtype.is_floating_point
-    dtypes = {dtype}
-    if floating:
-        dtypes |= {d for d in (policy.param_dtype, policy.reduce_dtype) if d}
-    align = max(1, _ALIGN_NBYTES // min(d.itemsize for d in dtypes))
+    policy = choices.policy if dtype.is_floating_point else MixedPrecisionPolicy()
+    comm = collectives_of(choices.mesh)
+    narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
     return BucketSpec(
-        layout=layout.build(specs, comm.world, align),
+        layout=choices.layout.build(specs, comm.world, max(1, _ALIGN_NBYTES // narrowest)),
         comm=comm,
-        form=_form(specs, layout, mesh),
+        form=_form(specs, choices.layout, choices.mesh),
         device=device,
-        param_dtype=policy.param_dtype if floating else None,
-        reduce_dtype=policy.reduce_dtype if floating else None,
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
     )
 
 

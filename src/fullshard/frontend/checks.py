@@ -28,6 +28,7 @@ __all__ = [
     "as_modules",
     "check_params",
     "checked_after_forward",
+    "checked_ignored",
     "checked_mesh",
     "checked_policy",
     "shard_dim",
@@ -114,6 +115,17 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
                 "torch.dtype"
             )
     return MixedPrecisionPolicy(*(getattr(policy, name) for name in fields))
+
+
+def checked_ignored(params: Any) -> set[nn.Parameter]:
+    """The parameters to leave alone."""
+    ignored = set(params or ())
+    for param in ignored:
+        if not isinstance(param, nn.Parameter):
+            raise ArgumentTypeError(
+                f"fully_shard(ignored_params=...): got {param!r} in it, expected nn.Parameters"
+            )
+    return ignored
 
 
 def checked_mesh(mesh: Any) -> DeviceMesh:

@@ -11,10 +11,11 @@ from torch.distributed.tensor import Shard
 
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.errors import NotBuiltError
-from fullshard.frontend.build import shard_modules
+from fullshard.frontend.build import Choices, shard_modules
 from fullshard.frontend.checks import (
     as_modules,
     checked_after_forward,
+    checked_ignored,
     checked_mesh,
     checked_policy,
 )
@@ -85,15 +86,13 @@ def fully_shard(
             f"fully_shard(offload_policy={offload_policy!r}) is not built yet: expected "
             "OffloadPolicy()"
         )
-    after_forward = checked_after_forward(reshard_after_forward)
-    policy = checked_policy(mp_policy)
-    shard_modules(
-        modules,
-        mesh=checked_mesh(mesh),
-        after_forward=after_forward,
-        policy=policy,
-        ignored=ignored_params or set(),
+    choices = Choices(
+        after_forward=checked_after_forward(reshard_after_forward),
+        policy=checked_policy(mp_policy),
+        ignored=checked_ignored(ignored_params),
         placement_fn=shard_placement_fn,
         layout=layout,
+        mesh=checked_mesh(mesh),
     )
+    shard_modules(modules, choices)
     return module

@@ -115,8 +115,10 @@ class FSDPModule:
         Raises:
             ConfigError: a negative number, or ``recurse=False``.
         """
-        if nbytes is not None and nbytes < 0:
-            raise ConfigError(f"set_prefetch_budget: got {nbytes} bytes, expected None or >= 0")
+        if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 0):
+            raise ConfigError(
+                f"set_prefetch_budget: got {nbytes!r}, expected None or a number of bytes"
+            )
         if not recurse:
             raise ConfigError(
                 "set_prefetch_budget(recurse=False): units of one tree share their memory; set "

@@ -8,7 +8,6 @@ same order. A unit is unsharded while something holds it; dropping the last hold
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.schedule import triggers as when
@@ -19,8 +18,10 @@ from fullshard.schedule.state import (
     IN_USE,
     AfterForward,
     Hold,
+    Iteration,
     MachinePolicy,
     Residency,
+    Task,
     UnitPolicy,
     UnitState,
 )
@@ -31,34 +32,6 @@ __all__ = ["Scheduler"]
 # What the end of a unit's backward makes superfluous, whatever the policy.
 _BACKWARD_DONE = Hold.BACKWARD | Hold.RECOMPUTE | Hold.USER
 _NOT_IN_USE = Hold.KEEP | Hold.USER | Hold.GUESS
-
-
-@dataclass(slots=True)
-class _Task:
-    """One backward call: the uses it is inside of, and the reductions that are due."""
-
-    open_uses: dict[int, int] = field(default_factory=dict)
-    """Use -> unit, in the order in which backward entered them."""
-    entered: dict[int, None] = field(default_factory=dict)
-    """Units, in that order."""
-    dealt_with: set[int] = field(default_factory=set)
-    """Units that were reduced, or need not be."""
-    due: set[int] = field(default_factory=set)
-    """Units to be reduced when this task leaves them."""
-    recomputed: set[int] = field(default_factory=set)
-
-    def is_inside(self, unit: int) -> bool:
-        """Whether backward is inside a use of the unit."""
-        return unit in self.open_uses.values()
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """One root forward, from its enter to its exit: units in the order of entry and of exit."""
-
-    root: int
-    entered: list[int] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -74,11 +47,11 @@ class Scheduler:
         self.policy = MachinePolicy()
         self._num_uses = 0
         self._stack: list[tuple[int, int]] = []  # (unit, use), outermost first
-        self._iteration: _Iteration | None = None
+        self._iteration: Iteration | None = None
         self._learned: dict[int, list[int]] = {}  # root -> units in order of entry
         self._ahead = Prefetcher(self.residents)
         self._back = Prefetcher(self.residents)
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, Task] = {}
         self._reducing: list[int] = []
 
     def add(
@@ -145,7 +118,7 @@ class Scheduler:
             self._ahead.met(event.unit, self.policy.prefetch_budget, out)
 
     def _begin_iteration(self, root: UnitState, out: Actions) -> None:
-        self._iteration = _Iteration(root.key)
+        self._iteration = Iteration(root.key)
         self.residents.root = root
         self._ahead.follow(self._learned.get(root.key, ()))
         out.append(FENCE)
@@ -197,7 +170,7 @@ class Scheduler:
             return self._iteration is not None and self._iteration.root == state.key
         return state.policy.after_forward is AfterForward.KEEP
 
-    def _end_iteration(self, iteration: _Iteration, event: when.ForwardExit, out: Actions) -> None:
+    def _end_iteration(self, iteration: Iteration, event: when.ForwardExit, out: Actions) -> None:
         """The root has left its forward."""
         used = [self._units[key] for key in dict.fromkeys(iteration.entered)]
         for state in used:
@@ -237,7 +210,7 @@ class Scheduler:
         self.residents.need(state, out)
         self._back.met(event.unit, self.policy.prefetch_budget, out)
 
-    def _leave(self, task: _Task, number: int, use: int, out: Actions) -> None:
+    def _leave(self, task: Task, number: int, use: int, out: Actions) -> None:
         """Backward has left a use."""
         state = self._units[task.open_uses.pop(use)]
         if not task.is_inside(state.key) and self._outer_task(state.key, number) is None:
@@ -273,7 +246,7 @@ class Scheduler:
             self._reduce(state, self._task(event.task), out)
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
-        task = self._tasks.pop(event.task, _Task())
+        task = self._tasks.pop(event.task, Task())
         touched = (*task.entered, *sorted(task.dealt_with | task.due), *event.leftovers)
         for key in dict.fromkeys(touched):
             outer = self._outer_task(key, event.task)
@@ -315,14 +288,14 @@ class Scheduler:
                 state.holds &= ~(_BACKWARD_DONE | Hold.KEEP | Hold.HIDDEN)
                 self.residents.settle(state, out)
 
-    def _outer_task(self, unit: int, task: int) -> _Task | None:
+    def _outer_task(self, unit: int, task: int) -> Task | None:
         """Another task that is inside the unit: ``task`` is nested in it."""
         for number, other in self._tasks.items():
             if number != task and other.is_inside(unit):
                 return other
         return None
 
-    def _reduce(self, state: UnitState, task: _Task, out: Actions) -> None:
+    def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         """Reduce the gradients, or keep them; at most one other reduction stays in flight."""
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
@@ -338,12 +311,12 @@ class Scheduler:
         out.extend(self._units[key].do.finish_reduce for key in self._reducing)
         self._reducing.clear()
 
-    def _task(self, number: int) -> _Task:
+    def _task(self, number: int) -> Task:
         task = self._tasks.get(number)
         if task is None:
             if not self._tasks:
                 self._back.rewind()
-            task = self._tasks[number] = _Task()
+            task = self._tasks[number] = Task()
         return task
 
     # the user

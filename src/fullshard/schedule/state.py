@@ -1,4 +1,4 @@
-"""What the machine remembers of one unit."""
+"""What the machine remembers: of a unit, of a running forward, of a running backward."""
 
 from __future__ import annotations
 
@@ -128,3 +128,31 @@ class UnitState:
                 "this is a defect of the scheduler, please report it"
             )
         self.residency = to
+
+
+@dataclass(slots=True)
+class Task:
+    """One backward call: the uses it is inside of, and the reductions that are due."""
+
+    open_uses: dict[int, int] = field(default_factory=dict)
+    """Use -> unit, in the order in which backward entered them."""
+    entered: dict[int, None] = field(default_factory=dict)
+    """Units, in that order."""
+    dealt_with: set[int] = field(default_factory=set)
+    """Units that were reduced, or need not be."""
+    due: set[int] = field(default_factory=set)
+    """Units to be reduced when this task leaves them."""
+    recomputed: set[int] = field(default_factory=set)
+
+    def is_inside(self, unit: int) -> bool:
+        """Whether backward is inside a use of the unit."""
+        return unit in self.open_uses.values()
+
+
+@dataclass(slots=True)
+class Iteration:
+    """One root forward, from its enter to its exit: units in the order of entry and of exit."""
+
+    root: int
+    entered: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)

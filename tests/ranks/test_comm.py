@@ -1,0 +1,73 @@
+"""The wire: both transports say the same, whatever is in flight beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.comm import C10d
+from fullshard.comm.c10d import Transport
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool, every_world
+
+NUMELS = [0, 1, 5, 4096, 100_003]
+
+
+def wire(transport: Transport) -> C10d:
+    group = dist.group.WORLD
+    assert group is not None
+    return C10d(group, "cpu", transport)
+
+
+def part(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
+    return noise(numel, seed=rank + 1).to(dtype)
+
+
+def gather(transport: Transport, dtype: torch.dtype) -> bool:
+    wires, world = wire(transport), dist.get_world_size()
+    started = []
+    for numel in NUMELS:
+        output = torch.full((world * numel,), torch.nan, dtype=dtype)
+        source = part(numel, dist.get_rank(), dtype)
+        started.append((wires.all_gather(output, source), output, numel, source))
+    for pending, *_ in reversed(started):
+        pending.wait()
+    return all(
+        torch.equal(output, torch.cat([part(numel, r, dtype) for r in range(world)]))
+        for _, output, numel, _ in started
+    )
+
+
+def reduce(transport: Transport, dtype: torch.dtype, wide: bool) -> float:
+    wires, rank, world = wire(transport), dist.get_rank(), dist.get_world_size()
+    started, worst = [], 0.0
+    for numel in NUMELS[1:]:
+        source = part(world * numel, rank, dtype)
+        output = torch.full((numel,), torch.nan, dtype=torch.float64 if wide else dtype)
+        started.append((wires.reduce_scatter_mean(output, source), output, numel))
+    for pending, output, numel in started:
+        pending.wait()
+        everyone = torch.stack([part(world * numel, r, dtype).double() for r in range(world)])
+        mean = everyone.mean(0).view(world, numel)[rank]
+        worst = max(worst, (output.double() - mean).abs().max().item())
+    return worst
+
+
+@every_world
+@pytest.mark.parametrize("transport", list(Transport))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_all_gather(pool: RankPool, world: int, transport: Transport, dtype: torch.dtype) -> None:
+    assert pool.run(world, gather, transport, dtype) == [True] * world
+
+
+@every_world
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("transport", list(Transport))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_reduce_scatter(
+    pool: RankPool, world: int, transport: Transport, dtype: torch.dtype, wide: bool
+) -> None:
+    allowed = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 8e-3}[dtype]
+    assert max(pool.run(world, reduce, transport, dtype, wide)) <= allowed

@@ -1,0 +1,92 @@
+"""The engine on another layout: flat shards cut anywhere, gathered in place.
+
+Users get this layout later; here it keeps the engine from being written for one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard import FSDPModule, MixedPrecisionPolicy
+from fullshard.comm import default_mesh
+from fullshard.device import Kind
+from fullshard.frontend.build import Choices, shard_modules
+from fullshard.frontend.ownership import unit_of
+from fullshard.layout import Ragged
+from fullshard.schedule import AfterForward
+from tests.ranks.models import GPT
+from tests.ranks.pool import RankPool, every_world
+from tests.ranks.test_parity import batches, make
+
+
+def shard_flat(model: nn.Module, after: AfterForward, policy: MixedPrecisionPolicy) -> None:
+    choices = Choices(default_mesh(), after, policy, set(), None, Ragged())
+    inner = model.blocks if isinstance(model, GPT) else [model.first, model.back]
+    for module in (*inner, model):
+        shard_modules([module], choices)
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def train(model: nn.Module, steps: Any, rank: int, world: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for ((tokens, targets),) in steps:
+        mine = slice(rank * len(tokens) // world, (rank + 1) * len(tokens) // world)
+        GPT.loss(model(tokens[mine]), targets[mine]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compare(kind: str, after: AfterForward) -> tuple[float, int, bool]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = batches(kind, world, 1)
+    plain, model = make(kind, torch.float64), make(kind, torch.float64)
+    shard_flat(model, after, MixedPrecisionPolicy())
+    train(plain, steps, 0, 1)
+    train(model, steps, rank, world)
+    unit = unit_of(model)
+    assert unit is not None and unit.engine is not None
+    staged = unit.engine.meter.peak_nbytes[Kind.GATHER_OUTPUT]
+    flat = all(p.dim() == 1 for p in model.parameters())
+    want = dict(plain.named_parameters())
+    got = whole_parameters(model)
+    return max((got[n] - want[n]).abs().max().item() for n in got), staged, flat
+
+
+@every_world
+@pytest.mark.parametrize("after", list(AfterForward))
+@pytest.mark.parametrize("kind", ["gpt", "odd"])
+def test_a_flat_layout_trains_as_exactly_and_copies_nothing_when_gathering(
+    pool: RankPool, world: int, kind: str, after: AfterForward
+) -> None:
+    for difference, staged, flat in pool.run(world, compare, kind, after):
+        assert difference <= 1e-12
+        assert staged == 0
+        assert flat
+
+
+def compare_in_bf16() -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = batches("gpt", world, 1)
+    plain, model = make("gpt", torch.float32), make("gpt", torch.float32)
+    shard_flat(model, AfterForward.AUTO, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    train(plain, steps, 0, 1)
+    train(model, steps, rank, world)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    got = whole_parameters(model)
+    assert all(p.dtype is torch.bfloat16 for p in got.values())
+    return max((got[n] - p).abs().max().item() for n, p in plain.named_parameters())
+
+
+def test_a_flat_layout_computes_in_low_precision(pool: RankPool) -> None:
+    assert max(pool.run(2, compare_in_bf16)) < 2e-2
