@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -112,15 +113,12 @@ def worker(rank: int, store: str, results: str) -> None:
 
 def main() -> int:
     """Print the table; 1 if the machine was loaded or a bound was missed."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         mp.spawn(worker, (f"{folder}/store", str(results)), nprocs=WORLD)
         found = json.loads(results.read_text())
-    guard = LoadGuard(seconds=[1.0, 1.0 + found["drift"]])
     print(f"step time as a share of torch {torch.__version__} FSDP2's, {WORLD} gloo ranks\n")
-    if not guard.quiet:
+    if found["drift"] > LoadGuard.tolerance:
         print(
             f"refused: the machine is loaded, a fixed matmul took up to {found['drift']:.0%} "
             "longer at times; try again when it is idle"

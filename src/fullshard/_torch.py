@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 __all__ = [
     "DTensorSpec",
     "all_gather",
+    "all_to_all",
     "backend_name",
     "current_task",
     "default_dtensor_op",
@@ -61,6 +62,11 @@ def reduce_scatter(
     options = dist.ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return group._reduce_scatter_base(output, source, options)
+
+
+def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
+    """Start the backend's exchange of equal slices of 1-D ``source`` into 1-D ``output``."""
+    return group.alltoall_base(output, source, [], [], dist.AllToAllOptions())
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:

@@ -65,6 +65,9 @@ class Case:
     """Of the logger "fullshard" on the sharded model."""
     keeps = False
     """Whether units stay unsharded between steps."""
+    limit = 1e-12
+    """How far elements may be from those of the unsharded model, where large ones are about 1."""
+    dtype = torch.float64
 
     def __init__(self, rank: int = 0, world: int = 1, num_shares: int = 1) -> None:
         self.rank = rank
@@ -113,9 +116,9 @@ def compare(kind: type[Case], reshard: bool | None = None) -> None:
     """On one rank: train the unsharded model on everything, the sharded one on a share."""
     rank, world = dist.get_rank(), dist.get_world_size()
     case = kind(0, world, world)
-    expected = train(case, fill(case.model().double()))
+    expected = train(case, fill(case.model().to(case.dtype)))
     case = kind(rank, world, 1)
-    model = fill(case.model().double())
+    model = fill(case.model().to(case.dtype))
     case.shard(model, reshard)
     watch = _Warnings()
     log = logging.getLogger("fullshard")
@@ -125,7 +128,7 @@ def compare(kind: type[Case], reshard: bool | None = None) -> None:
     finally:
         log.removeHandler(watch)
     for (what, want), (_, got) in zip(expected, found, strict=True):
-        assert_same(what, want, got)
+        assert_same(what, want, got, case.limit)
     assert len(watch.texts) == case.num_warnings, watch.texts
     case.check(model)
 
@@ -135,7 +138,7 @@ def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | No
     optimizer = case.optimizer(model)
     seen: list[tuple[str, dict[str, Tensor | None]]] = []
     for number in range(case.num_steps + 1):
-        x = noise(ROWS * case.world, DIM, seed=number)
+        x = noise(ROWS * case.world, DIM, seed=number, dtype=case.dtype)
         x = x[ROWS * case.rank :][: ROWS * case.num_shares]
         if number < case.num_steps:
             case.step(model, x, number)
@@ -169,7 +172,7 @@ def _whole(grad: Tensor | None) -> Tensor | None:
 
 
 def assert_same(
-    what: str, want: dict[str, Tensor | None], got: dict[str, Tensor | None], limit: float = 1e-12
+    what: str, want: dict[str, Tensor | None], got: dict[str, Tensor | None], limit: float
 ) -> None:
     assert want.keys() == got.keys(), what
     assert {n for n in want if want[n] is None} == {n for n in got if got[n] is None}, what
@@ -177,7 +180,8 @@ def assert_same(
         other = got[name]
         if tensor is not None and other is not None:
             worst = (tensor - other).abs().max().item()
-            assert worst <= limit, f"{what}: {name} differs by {worst}"
+            scale = max(1.0, tensor.abs().max().item())
+            assert worst <= limit * scale, f"{what}: {name} differs by {worst}"
 
 
 def engine_of(module: nn.Module) -> Engine:

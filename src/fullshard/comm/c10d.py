@@ -24,12 +24,15 @@ class Transport(enum.Enum):
     PAIRS = "pairs"
     """One send and one receive for each other rank, and local sums: for gloo on CPU.
 
-    Medians on 2 cores in ms, 2 ranks of one thread, 4 MB and 28 MB in all: gather 1.8 against
-    gloo's own 3.0, and 13.6 against 23.0; reduce 2.9 against 5.0, and 15.5 against 39.4; an
-    all-to-all plus a local sum lies between (3.9 and 31.0). It was never slower between 4 kB and
-    28 MB on 2 and 4 ranks (``python -m bench.gloo``), so size does not choose.
+    By themselves reductions took 0.2 to 0.9 of the time of gloo's own, and gathers half of it at
+    28 MB and about as long below (``python -m bench transport``, 2 and 4 ranks). In a training
+    step of many small units the posting of receives waits for gloo's thread, and an all-to-all,
+    which is posted at once, made the step a tenth shorter; so reductions of less than
+    ``_SMALL_NBYTES`` travel by that.
     """
 
+
+_SMALL_NBYTES = 1 << 20
 
 # Tags tell our sends apart from the user's, and the gathers and reductions in flight from each
 # other: every rank of a group counts the same collectives, so equal tags meet.
@@ -69,12 +72,17 @@ class C10d:
             return Done()
         if self._transport is Transport.NATIVE:
             return _NativeMean(self._group, output, source)
+        if source.nbytes < _SMALL_NBYTES:
+            exchanged = torch.empty_like(source)
+            work = _torch.all_to_all(self._group, exchanged, source)
+            own, *others = exchanged.view(self.world, -1).unbind()
+            return _LocalMean([work], output, own, others)
         slices = source.view(self.world, -1)
         received = torch.empty_like(slices[1:])
-        others = iter(received)
-        targets = [slices[r] if r == self.rank else next(others) for r in range(self.world)]
+        free = iter(received)
+        targets = [slices[r] if r == self.rank else next(free) for r in range(self.world)]
         works = self._exchange(slices.unbind(), targets)
-        return _LocalMean(works, output, slices[self.rank], received)
+        return _LocalMean(works, output, slices[self.rank], received.unbind())
 
     def _exchange(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[dist.Work]:
         """Send ``sources[r]`` to each other rank r while ``targets[r]`` is received from it."""
@@ -106,10 +114,10 @@ class _Works:
 
 
 class _LocalMean(_Works):
-    """Receives of other ranks' slices, then their mean with our own."""
+    """Other ranks' slices on their way, then their mean with our own."""
 
     def __init__(
-        self, works: list[dist.Work], output: Tensor, own: Tensor, received: Tensor
+        self, works: list[dist.Work], output: Tensor, own: Tensor, received: Sequence[Tensor]
     ) -> None:
         super().__init__(works)
         self._output = output
