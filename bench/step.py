@@ -105,9 +105,7 @@ def worker(rank: int, store: str, results: str) -> None:
     drifts: list[Any] = [None] * WORLD
     dist.all_gather_object(drifts, guard.drift)
     if rank == 0:
-        Path(results).write_text(
-            json.dumps({"seconds": found, "drift": max(drifts)})
-        )
+        Path(results).write_text(json.dumps({"seconds": found, "drift": max(drifts)}))
     dist.destroy_process_group()
 
 

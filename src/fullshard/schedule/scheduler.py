@@ -261,6 +261,9 @@ class Scheduler:
             state.holds &= ~Hold.RECOMPUTE
             self.residents.settle(state, out)
         if not self._tasks:
+            for state in self._units.values():
+                if state.pending and state.policy.requires_gradient_sync:
+                    self._reduce(state, task, out)  # skipped in the pass that reduces
             self._end_backward(out)
 
     def _end_backward(self, out: Actions) -> None:
@@ -299,7 +302,8 @@ class Scheduler:
         """Reduce the gradients, or keep them; at most one other reduction stays in flight."""
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
-        if not state.policy.requires_gradient_sync:
+        state.pending = not state.policy.requires_gradient_sync
+        if state.pending:
             out.append(state.do.accumulate)
             return
         while state.key in self._reducing or len(self._reducing) > 1:
@@ -361,6 +365,7 @@ class Scheduler:
         for state in self.residents.units.values():
             state.use = None
             state.holds = 0
+            state.pending = False
             self.residents.settle(state, out)
             out.append(state.do.forget)
 

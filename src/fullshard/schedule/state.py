@@ -110,6 +110,8 @@ class UnitState:
     holds: int = 0
     hidden_by: int = -1
     """Of a hold HIDDEN: the task whose graph is meant, or -1 for that of a forward."""
+    pending: bool = False
+    """Whether gradients wait, unsharded, for a backward that reduces."""
     generation: int = 0
     """The generation of the weights in the unsharded copy."""
     use: int | None = None
