@@ -1,0 +1,318 @@
+"""Cases that meet each other, as they do in real training loops."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from tests.ranks.autograd import DIM, Block, Case, Tower, check_rest, compare, engine_of, loss_of
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+
+
+class Hides(Block):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(x=super().forward(x))
+
+
+class Finds(Block):
+    def forward(self, hidden: Any) -> Tensor:
+        return super().forward(hidden.x)
+
+
+class Hidden(Case):
+    """One block returns its output in an object, where no hook can be put."""
+
+    num_warnings = 1
+
+    def model(self) -> nn.Module:
+        return Tower(Block(), Hides(), Finds())
+
+
+class HiddenOutputsOfTwoForwards(Hidden):
+    """The backward of one leaves that of the other to come."""
+
+    num_steps = 3
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        losses = [loss_of(model(x)), loss_of(model(x * 2))]
+        for loss in losses if number % 2 else losses[::-1]:
+            loss.backward()
+
+
+class HiddenOutputsOfARetainedGraph(Hidden):
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class HiddenOutputsWithAnEvaluationBetween(Hidden):
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        loss = loss_of(model(x))
+        with torch.no_grad():
+            model(x)
+        loss.backward()
+
+
+class Dies(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise KeyError
+
+
+class HiddenOutputsAndABackwardThatDies(Hidden):
+    """The graph of the first forward is as good as before."""
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        loss = loss_of(model(x))
+        with pytest.raises(KeyError):
+            loss_of(model(Dies.apply(x.cos().requires_grad_()))).backward()
+        model.zero_grad()
+        loss.backward()
+
+
+class ChangesItsInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(self.up(x.clone())[:, 1:])
+        return self.down(torch.tanh(self.up(x.clone())))
+
+
+class ReadsTheInput(Tower):
+    """The way back leads by what a unit was given, not by what it returned."""
+
+    ways = "input"
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = first(x)
+        y = second(x)
+        return self.head(third({"input": x, "output": y, "both": x + y}[self.ways]))
+
+
+class AnInputIsChangedInPlaceAndReadAfterwards(Case):
+    num_steps = 3
+
+    def model(self) -> nn.Module:
+        return ReadsTheInput(Block(), ChangesItsInput(), Block())
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        model.ways = ("input", "both", "output")[number]
+        loss_of(model(x)).backward()
+
+
+class APenaltyOfGradients(Case):
+    """Of a forward of its own, added to the usual loss."""
+
+    def penalty(self, model: Any, x: Tensor) -> Tensor:
+        leaf = x.cos().requires_grad_()
+        # Of a mean over a share of the batch, rows have gradients that depend on its size.
+        score = loss_of(model(leaf)) * x.shape[0]
+        (grad,) = torch.autograd.grad(score, leaf, create_graph=True)
+        return grad.square().sum(1).mean()
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        (loss_of(model(x)) + self.penalty(model, x)).backward()
+
+
+class APenaltyWhoseBackwardComesFirst(APenaltyOfGradients):
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        loss = loss_of(model(x))
+        self.penalty(model, x).backward()
+        loss.backward()
+
+
+class APenaltyWhoseBackwardComesLast(APenaltyOfGradients):
+    """The usual backward in between leaves the units that the penalty still reads."""
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        loss = loss_of(model(x))
+        penalty = self.penalty(model, x)
+        loss.backward()
+        penalty.backward()
+
+
+class TwoPenalties(APenaltyOfGradients):
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        first, second = self.penalty(model, x), self.penalty(model, x * 2)
+        first.backward()
+        second.backward()
+
+
+class Gate(nn.Module):
+    """Its only parameter is used if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(DIM))
+        self.asked = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain if self.asked else x * 1
+
+
+class AMemberIsUnusedOnOneRank(Case):
+    """Ranks must agree on when the list is reduced: after its last member, not its first."""
+
+    num_steps = 3
+
+    def model(self) -> nn.Module:
+        return Tower(Block(), Gate(), Block(), Block())
+
+    def units(self, model: Any) -> list[Any]:
+        return [[model.blocks[1], model.blocks[3]], model.blocks[0], model.blocks[2], model]
+
+    def gate(self, model: Any) -> Any:
+        return model.blocks[1]
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        loss: Any = 0
+        for i, part in enumerate(x.chunk(self.num_shares)):
+            self.gate(model).asked = self.rank + i != number % 2
+            loss = loss + loss_of(model(part)) / self.num_shares
+        loss.backward()
+        self.gate(model).asked = True
+
+
+class First(Gate):
+    """Used at the beginning and at the end of the model, each time for another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, end: bool = False) -> Tensor:
+        return self.last(x) if end else super().forward(x)
+
+
+class Around(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.head(self.blocks[0](x, end=True))
+
+
+class OneUseOfAUnitIsUnusedOnOneRank(AMemberIsUnusedOnOneRank):
+    def model(self) -> nn.Module:
+        return Around(First(), Block(), Block())
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.blocks, model]
+
+    def gate(self, model: Any) -> Any:
+        return model.blocks[0]
+
+
+class Crossed(Tower):
+    """All blocks read the output of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            x = block(x + memory)
+        return self.head(x)
+
+
+class AnOutputIsReadByAllLaterUnits(Case):
+    def model(self) -> nn.Module:
+        return Crossed()
+
+
+class Rivals(nn.Module):
+    """Two models that are never one: each is the root of its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = Tower(), Tower()
+        self.maker.head = nn.Linear(DIM, DIM)
+
+
+class TwoModelsTrainEachOther(Case):
+    def model(self) -> nn.Module:
+        return Rivals()
+
+    def units(self, model: Any) -> list[Any]:
+        return [*model.maker.blocks, model.maker, *model.judge.blocks, model.judge]
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        model.judge.requires_grad_(False)
+        loss_of(model.judge(model.maker(x))).backward()
+        model.judge.requires_grad_(True)
+        with torch.no_grad():
+            made = model.maker(x)
+        (loss_of(model.judge(x)) - loss_of(model.judge(made))).backward()
+        if isinstance(model.judge, fullshard.FSDPModule):
+            check_rest(model.judge)
+            check_rest(model.maker)
+
+    def good(self, model: Any, x: Tensor) -> None:
+        loss_of(model.judge(model.maker(x))).backward()
+
+    def check(self, model: Any) -> None:
+        assert engine_of(model.judge) is not engine_of(model.maker)
+
+
+class AFreezeBetweenForwardAndBackward(Case):
+    """What was frozen when forward ran gets no gradient, whatever it is now."""
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        model.blocks[1].requires_grad_(False)
+        loss = loss_of(model(x))
+        model.blocks[1].requires_grad_(True)
+        loss.backward()
+
+
+class Autocast(Case):
+    """It keeps casts of parameters as long as it lasts. All ranks see the same batch here."""
+
+    limit = 1e-6
+    dtype = torch.float32
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        x = noise(2, DIM, seed=number, dtype=x.dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+            assert y.dtype == torch.bfloat16
+            loss = loss_of(y.float())
+            again = loss_of(model(x * 2).float())
+        (loss + again).backward()
+
+    def good(self, model: Any, x: Tensor) -> None:
+        self.step(model, x, 0)
+
+
+class AutocastWithoutItsCache(Autocast):
+    """Backward runs in the context too."""
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        x = noise(2, DIM, seed=number, dtype=x.dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss_of(model(x).float()).backward()
+
+
+CASES = [kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, Case)]
+CASES = [kind for kind in CASES if kind is not Case]
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_mixed_cases_equal_the_unsharded_model(
+    pool: RankPool, kind: type[Case], world: int, reshard: bool | None
+) -> None:
+    pool.run(world, compare, kind, reshard, timeout_s=20.0)
