@@ -37,11 +37,6 @@ class LoadGuard:
         """
         return max(self.seconds) / statistics.median(self.seconds) - 1
 
-    @property
-    def quiet(self) -> bool:
-        """Whether figures taken meanwhile may be reported."""
-        return self.drift <= self.tolerance
-
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""

@@ -26,9 +26,8 @@ class Transport(enum.Enum):
 
     By themselves reductions took 0.2 to 0.9 of the time of gloo's own, and gathers half of it at
     28 MB and about as long below (``python -m bench transport``, 2 and 4 ranks). In a training
-    step of many small units the posting of receives waits for gloo's thread, and an all-to-all,
-    which is posted at once, made the step a tenth shorter; so reductions of less than
-    ``_SMALL_NBYTES`` travel by that.
+    step of many small units the posting of receives waits for gloo's thread, which an all-to-all,
+    posted at once, does not; so reductions of less than ``_SMALL_NBYTES`` travel by that.
     """
 
 
