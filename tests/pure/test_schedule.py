@@ -45,7 +45,7 @@ def test_small_model_as_written_down(name: str) -> None:
 
 def checkpointed_step(walk: Walk) -> None:
     """Every block in a reentrant checkpoint: no graph, then a recompute and a nested backward."""
-    met = walk.forward(follows=Follows.BACKWARD)
+    met = walk.forward(blocks_follow=Follows.NOTHING)
     task = walk.new_task()
     walk.root_backward(met, task)
     for unit, _ in met[1:]:
@@ -143,17 +143,77 @@ def test_without_gradients_everything_is_sharded_after_the_root() -> None:
     assert walk.at_rest
 
 
-def test_a_hidden_output_holds_its_unit_until_backward_is_over() -> None:
+def test_a_hidden_output_holds_its_unit_until_the_weights_are_others() -> None:
     walk = Walk(2)
-    walk.say(when.ForwardEnter(walk.root))
-    walk.unit_forward(0, follows=Follows.HIDDEN)
-    walk.say(when.ForwardExit(walk.root, follows=Follows.BACKWARD))
+    roots = []
+    for number in range(2):
+        walk.say(when.ForwardEnter(walk.root))
+        roots.append(walk.machine.current_use)
+        actions = walk.say(when.ForwardEnter(0))
+        assert [str(a) for a in actions] == (["wait 0"] if number else ["unshard 0", "wait 0"])
+        actions = walk.say(when.ForwardExit(0, follows=Follows.HIDDEN))
+        assert [str(a) for a in actions] == ["conceal 0"]
+        walk.say(when.ForwardExit(walk.root, follows=Follows.BACKWARD))
+    for root in roots:
+        task = walk.new_task()
+        walk.say(when.BackwardEnter(walk.root, root, task, until=root + 1))
+        walk.say(when.GradsReady(0, task))
+        walk.say(when.TaskEnd(task))
+        assert walk.unsharded == {0}
+    walk.forward(order=[1])
     assert 0 in walk.unsharded
-    task = walk.new_task()
-    walk.say(when.BackwardEnter(walk.root, 0, task, until=1))
-    walk.say(when.GradsReady(0, task))
-    walk.say(when.TaskEnd(task))
+    walk.say(when.WeightsChanged())
+    assert 0 in walk.unsharded
+    walk.take()
+    walk.step(order=[1])
+    assert walk.take()[0] == "reshard 0"
     assert walk.at_rest
+
+
+@pytest.mark.parametrize("reset", [when.Reset(), when.UserReshard(0)])
+def test_a_hidden_hold_ends_with_its_weights_or_a_reset(reset: when.Trigger) -> None:
+    walk = Walk(1)
+    walk.say(when.ForwardEnter(0))
+    walk.say(when.ForwardExit(0, follows=Follows.HIDDEN))
+    if isinstance(reset, when.UserReshard):
+        assert [str(action) for action in walk.say(reset)] == ["conceal 0"]
+        assert not walk.say(reset)
+        walk.say(when.UserUnshard(0))
+        assert [str(action) for action in walk.say(when.UserWait(0))] == ["wait 0"]
+        assert [str(action) for action in walk.say(reset)] == ["conceal 0"]
+        walk.say(when.WeightsChanged())
+    assert "reshard 0" in [str(action) for action in walk.say(reset)]
+    assert walk.at_rest
+
+
+def test_what_is_used_twice_is_reduced_when_backward_leaves_its_first_use() -> None:
+    """Whichever of its parameters a rank uses in which of them; once a task, also if repeated."""
+    for ready in (3, 0):  # after which of its uses the last gradient arrives on this rank
+        walk = Walk(4)
+        met = walk.forward([0, 1, 2, 3, 0])
+        for _ in range(2):  # retain_graph
+            walk.take()
+            task = walk.new_task()
+            walk.root_backward(met, task)
+            for position, (unit, use) in enumerate(met[1:]):
+                last = unit != 0 or position == (4 if ready == 0 else 0)
+                walk.unit_backward(unit, use, task, last=last)
+            walk.say(when.GradsReady(walk.root, task))
+            walk.say(when.TaskEnd(task))
+            reduced = [text for text in walk.take() if text.startswith("reduce_scatter")]
+            assert reduced == [f"reduce_scatter {unit}" for unit in (3, 2, 1, 0, walk.root)]
+
+
+def test_forwards_that_get_a_backward_of_their_own_are_reduced_at_once() -> None:
+    """As a pipeline runs them: several forwards, then their backwards in the same order."""
+    walk = Walk(3)
+    forwards = [walk.forward() for _ in range(3)]
+    for met in forwards:
+        walk.take()
+        walk.backward(met)
+        actions = walk.take()
+        assert actions.index("reduce_scatter 2") < actions.index("reduce_scatter 1")
+        assert actions.index("reduce_scatter 1") < actions.index("reshard 1")
 
 
 def test_weights_that_changed_are_gathered_again_in_place() -> None:
@@ -203,7 +263,7 @@ def test_a_forward_that_no_hook_saw_end_is_given_up() -> None:
     walk = Walk(3)
     walk.say(when.ForwardEnter(walk.root))
     walk.say(when.ForwardEnter(0))
-    walk.say(when.ForwardDied())
+    walk.say(when.ForwardExit(walk.root, follows=Follows.NOTHING, failed=True))
     walk.step()
     assert walk.at_rest
 

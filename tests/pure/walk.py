@@ -48,13 +48,16 @@ class Walk:
     def _check(self, op: Op, unit: int) -> None:
         was = self._gathered.get(unit, "sharded")
         if op is Op.UNSHARD:
-            assert was in ("sharded", "unsharded")  # the latter refreshes
+            assert was in ("sharded", "unsharded", "concealed")  # the latter two refresh
             self._gathered[unit] = "gathering"
         elif op is Op.WAIT:
-            assert was == "gathering"
+            assert was in ("gathering", "concealed")
             self._gathered[unit] = "unsharded"
-        elif op is Op.RESHARD:
+        elif op is Op.CONCEAL:
             assert was == "unsharded"
+            self._gathered[unit] = "concealed"
+        elif op is Op.RESHARD:
+            assert was in ("unsharded", "concealed")
             self._gathered[unit] = "sharded"
         elif op is Op.REDUCE_SCATTER:
             assert unit not in self._reducing
@@ -84,13 +87,21 @@ class Walk:
         return use
 
     def forward(
-        self, order: Sequence[int] | None = None, follows: Follows = Follows.BACKWARD
+        self,
+        order: Sequence[int] | None = None,
+        follows: Follows = Follows.BACKWARD,
+        blocks_follow: Follows | None = None,
     ) -> list[tuple[int, int]]:
         """Units and uses, in the order in which backward will meet them."""
         self.say(when.ForwardEnter(self.root))
         met = [(self.root, self.machine.current_use)]
         blocks = [
-            (unit, self.unit_forward(unit, follows=follows))
+            (
+                unit,
+                self.unit_forward(
+                    unit, follows=follows if blocks_follow is None else blocks_follow
+                ),
+            )
             for unit in (range(self.num_blocks) if order is None else order)
         ]
         self.say(when.ForwardExit(self.root, follows=follows))

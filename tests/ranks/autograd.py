@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,9 +19,25 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from fullshard.engine import Engine
 from fullshard.frontend.ownership import unit_of
+from fullshard.schedule.state import Hold
 from tests.ranks.models import fill, full_parameters, noise
 
-__all__ = ["DIM", "Block", "Case", "Tower", "check_rest", "compare", "engine_of", "loss_of"]
+__all__ = [
+    "DIM",
+    "Block",
+    "Case",
+    "Tower",
+    "check_rest",
+    "compare",
+    "engine_of",
+    "loss_of",
+    "worlds_and_policies",
+]
+
+# Every world with every policy would take twice as long and show no more.
+worlds_and_policies = pytest.mark.parametrize(
+    ("world", "reshard"), [(2, None), (2, False), (3, True)]
+)
 
 DIM = 6
 ROWS = 2  # of the batch, on each rank
@@ -63,6 +80,8 @@ class Case:
     num_steps = 2
     num_warnings = 0
     """Of the logger "fullshard" on the sharded model."""
+    hides = False
+    """Whether units stay in memory for backwards that nobody sees, until the weights change."""
     keeps = False
     """Whether units stay unsharded between steps."""
     limit = 1e-12
@@ -145,12 +164,16 @@ def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | No
         else:
             case.good(model, x)
         if isinstance(model, fullshard.FSDPModule) and not case.keeps:
-            check_rest(model)
+            check_rest(model, hides=case.hides)
         seen.append((f"gradients of step {number}", full_gradients(model, optimizer)))
         optimizer.step()
         optimizer.zero_grad()
         if not case.keeps:
             seen.append((f"parameters after step {number}", dict(full_parameters(model))))
+    if isinstance(model, fullshard.FSDPModule) and case.hides:
+        with torch.no_grad():
+            model.eval()(x)
+        check_rest(model)
     return seen
 
 
@@ -191,15 +214,18 @@ def engine_of(module: nn.Module) -> Engine:
     return unit.engine
 
 
-def check_rest(model: nn.Module) -> None:
-    """Nothing is unsharded, nothing under way."""
+def check_rest(model: nn.Module, *, hides: bool = False) -> None:
+    """Nothing is unsharded, but for unseen backwards, and nothing under way."""
     engine = engine_of(model)
     assert engine.scheduler.idle
-    assert not engine.scheduler._reducing
+    assert not engine.scheduler._reductions
     assert not engine._backward._tasks
     holds = {u.name: engine.scheduler.residents.units[u.key].holds for u in engine.units}
-    assert not any(holds.values()), holds
-    assert not any(engine.meter.held_nbytes.values()), engine.meter.held_nbytes
+    if hides:
+        assert set(holds.values()) <= {0, Hold.HIDDEN}, holds
+    else:
+        assert not any(holds.values()), holds
+        assert not any(engine.meter.held_nbytes.values()), engine.meter.held_nbytes
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is shown unsharded"
     for unit in engine.units:

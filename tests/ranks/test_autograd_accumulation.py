@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from tests.ranks.autograd import Block, Case, Tower, compare, loss_of
+from tests.ranks.autograd import Block, Case, Tower, compare, loss_of, worlds_and_policies
 from tests.ranks.pool import RankPool
 
 F32, B16 = torch.float32, torch.bfloat16
@@ -194,8 +194,7 @@ CASES = [kind for kind in vars().values() if isinstance(kind, type) and issubcla
 CASES = [kind for kind in CASES if kind is not Case]
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_accumulated_gradients_equal_those_of_the_unsharded_model(
     pool: RankPool, kind: type[Case], world: int, reshard: bool | None

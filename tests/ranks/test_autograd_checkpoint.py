@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fullshard
-from tests.ranks.autograd import DIM, Block, Case, Tower, compare, loss_of
+from tests.ranks.autograd import DIM, Block, Case, Tower, compare, loss_of, worlds_and_policies
 from tests.ranks.pool import RankPool
 
 Run = Callable[..., Any]  # checkpoint, with its options
@@ -149,8 +149,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_checkpoints_change_no_gradient(
@@ -264,8 +263,7 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("kind", MODES, ids=lambda kind: kind.__name__)
 def test_what_is_no_training_step_disturbs_none(
     pool: RankPool, kind: type[Case], world: int, reshard: bool | None

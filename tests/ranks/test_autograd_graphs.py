@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks.autograd import DIM, Block, Case, Tower, compare, loss_of
+from tests.ranks.autograd import DIM, Block, Case, Tower, compare, loss_of, worlds_and_policies
 from tests.ranks.pool import RankPool
 
 
@@ -176,9 +176,26 @@ class TakesAParameter(Block):
 
 class AUnitReturnsItsParameter(Case):
     num_warnings = 1
+    hides = True
 
     def model(self) -> nn.Module:
         return Tower(Block(), GivesItsParameter(), TakesAParameter())
+
+
+class AUnitReturnsAFrozenParameter(AUnitReturnsItsParameter):
+    """In training and in evaluation."""
+
+    def units(self, model: Any) -> list[Any]:
+        model.blocks[1].requires_grad_(False)
+        return super().units(model)
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        model.blocks[1].requires_grad_(False)
+        with torch.no_grad():
+            want = model(x)
+        y = model(x)
+        assert torch.equal(y, want)
+        loss_of(y).backward()
 
 
 class OnlyItsParameter(Block):
@@ -285,6 +302,8 @@ class UnitsAreNestedThreeDeep(Case):
 
 
 class GradientsOfGradients(Case):
+    hides = True
+
     def step(self, model: Any, x: Tensor, number: int) -> None:
         leaf = x.clone().requires_grad_()
         loss = loss_of(model(leaf))
@@ -302,6 +321,8 @@ class Force(Tower):
 
 
 class AForwardTakesGradients(Case):
+    hides = True
+
     def model(self) -> nn.Module:
         return Force()
 
@@ -309,8 +330,7 @@ class AForwardTakesGradients(Case):
 CASES = [kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, Case)]
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("kind", CASES[1:], ids=lambda kind: kind.__name__)
 def test_gradients_equal_those_of_the_unsharded_model(
     pool: RankPool, kind: type[Case], world: int, reshard: bool | None

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks.autograd import DIM, Block, Case, Tower, compare, engine_of, loss_of
+from tests.ranks.autograd import (
+    DIM,
+    Block,
+    Case,
+    Tower,
+    compare,
+    engine_of,
+    loss_of,
+    worlds_and_policies,
+)
 from tests.ranks.pool import RankPool
 
 
@@ -327,8 +336,7 @@ CASES = [kind for kind in vars().values() if isinstance(kind, type) and issubcla
 CASES = [kind for kind in CASES if kind not in (Case, WithSpares)]
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_parameters_equal_those_of_the_unsharded_model(
     pool: RankPool, kind: type[Case], world: int, reshard: bool | None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from tests.ranks.autograd import Block, Case, Tower, compare, loss_of
+from tests.ranks.autograd import Block, Case, Tower, compare, loss_of, worlds_and_policies
 from tests.ranks.pool import RankPool
 
 
@@ -115,6 +115,7 @@ class Takes(Block):
 class HiddenInAnObject(Case):
     num_steps = 3
     num_warnings = 1
+    hides = True
 
     def model(self) -> nn.Module:
         return Tower(
@@ -149,6 +150,7 @@ class KeepsAside(Block):
 class AnAuxiliaryLoss(Case):
     num_steps = 3
     num_warnings = 1
+    hides = True
     late = True
 
     def model(self) -> nn.Module:
@@ -178,6 +180,7 @@ class AnAuxiliaryLossOlderThanTheOutput(AnAuxiliaryLoss):
 
     num_steps = 1
     num_warnings = 0
+    hides = False
     late = False
 
 
@@ -189,6 +192,7 @@ class KeepsItsLoss(Tower):
 class NothingIsReturned(Case):
     num_steps = 3
     num_warnings = 1
+    hides = True
 
     def model(self) -> nn.Module:
         return KeepsItsLoss()
@@ -237,8 +241,7 @@ class InputsAreCast(Case):
         self.step(model, x, 0)
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_units_take_and_return_structures(
     pool: RankPool, name: str, world: int, reshard: bool | None
@@ -254,8 +257,7 @@ def compare_structure(name: str, reshard: bool | None) -> None:
     compare(kind, reshard)
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize(
     "kind",
     [

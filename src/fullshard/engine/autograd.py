@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +133,17 @@ class _EndOfTask:
             backward.died(self._task)
 
 
+def _base(tensor: Tensor) -> Tensor:
+    """What ``tensor`` is a view of, or itself."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether it may be a parameter, or is another source of gradients."""
+    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.grad_fn is None)
+
+
 @dataclass(slots=True)
 class Use:
     """One forward call of a unit, as autograd's graph remembers it."""
@@ -141,8 +153,8 @@ class Use:
     number: int
     _first_nodes: list[int] = field(default_factory=list)
     """For each running call, innermost last: the number of the first autograd node it makes."""
-    _inputs: set[int] = field(default_factory=set)
-    """Identities of the inputs, only while the forward runs and keeps them alive."""
+    _inputs: dict[int, Tensor] = field(default_factory=dict)
+    """By identity, while the forward runs (and has them anyway)."""
 
     @property
     def running(self) -> bool:
@@ -152,7 +164,7 @@ class Use:
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """The forward begins."""
         self._first_nodes.append(_torch.sequence_number())
-        self._inputs.update(map(id, inputs))
+        self._inputs.update((id(tensor), tensor) for tensor in inputs)
 
     def end(self, outputs: Iterable[Tensor], last_use: int) -> Follows:
         """The forward ended: learn when backward will enter this use by its outputs.
@@ -161,20 +173,26 @@ class Use:
         outputs do not show is safe if it is older than the youngest of them, and unseen if not.
         """
         first, made = self._first_nodes.pop(), _torch.sequence_number()
-        inputs = self._inputs.copy()
+        inputs = self._inputs
         if not self._first_nodes:
-            self._inputs.clear()
+            self._inputs = {}
+
+        def is_new(base: Tensor) -> bool:
+            return all(_base(tensor) is not base for tensor in inputs.values())
+
         if not torch.is_grad_enabled():
-            return Follows.NOTHING
+            reads = any(_is_leaf(base) and is_new(base) for base in map(_base, outputs))
+            return Follows.READS if reads else Follows.NOTHING
         newest = first - 1
         outside = False  # a parameter is handed out, to be read where no hook is
         nodes: dict[int, Node] = {}
-        for tensor in outputs:
-            if not tensor.requires_grad:
+        # An input that was changed in place, and may be read afterwards, is an output too.
+        for tensor in chain(outputs, inputs.values()):
+            base = _base(tensor)
+            if _is_leaf(base):
+                outside = outside or is_new(base)
+            elif base.grad_fn is None:
                 continue
-            base = tensor if tensor._base is None else tensor._base
-            if base.grad_fn is None:
-                outside = outside or id(base) not in inputs
             elif _torch.node_number(base.grad_fn) >= first:
                 nodes[id(base.grad_fn)] = base.grad_fn
             if tensor.grad_fn is not None:

@@ -58,6 +58,7 @@ class Bucket:
         self._locals = [spec.form.local(param) for param in self.sharded_params]
         self.unsharded: Unsharded | None = None
         self.gradients: Gradients | None = None
+        self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
 
     @property
     def names(self) -> list[str]:
@@ -82,6 +83,7 @@ class Bucket:
             self.gradients = Gradients(
                 self.spec, self.unsharded.params, self.sharded_params, lanes, meter
             )
+            self._requires_grad = None
         return self.unsharded
 
     @property
@@ -94,9 +96,24 @@ class Bucket:
         """Freeze and unfreeze the unsharded parameters as the user did the sharded ones."""
         if self.unsharded is None:
             return
+        self.keep_requires_grad()
         for sharded, whole in zip(self.sharded_params, self.unsharded.params, strict=True):
             if whole.requires_grad != sharded.requires_grad:
                 whole.requires_grad_(sharded.requires_grad)
+        self._requires_grad = [param.requires_grad for param in self.unsharded.params]
+
+    def keep_requires_grad(self) -> None:
+        """Freeze and unfreeze the sharded parameters as the user did the unsharded ones."""
+        last = self._requires_grad
+        if last is None or self.unsharded is None:
+            return
+        flags = [param.requires_grad for param in self.unsharded.params]
+        if flags == last:
+            return
+        for sharded, flag, old in zip(self.sharded_params, flags, last, strict=True):
+            if flag != old:
+                sharded.requires_grad_(flag)
+        self._requires_grad = flags
 
     def dematerialize(self) -> None:
         """Forget the unsharded side; only while it is resharded."""

@@ -74,6 +74,7 @@ class Engine:
         policies: list[UnitPolicy] = []
         for engine in dict.fromkeys(engines):
             engine.check_idle(f"fully_shard({unit.name or 'the root'})")
+            engine.weights_changed()  # a backward cannot come any more
             engine.reshard_all()
             units += engine.units
             policies += [engine.policy_of(unit) for unit in engine.units]
@@ -98,10 +99,6 @@ class Engine:
     def policy_of(self, unit: Unit) -> UnitPolicy:
         """What the user chose for ``unit``."""
         return self.scheduler.residents.units[unit.key].policy
-
-    def give_up_forward(self) -> None:
-        """The running root's forward was ended by an exception that no hook saw."""
-        self.trigger(when.ForwardDied())
 
     def weights_changed(self) -> None:
         """Sharded parameters may have new values."""
@@ -173,6 +170,7 @@ class Engine:
         unit.registration.take_over(unit)
         state = self.scheduler.residents.units[unit.key]
         if not unit.is_current():
+            self.trigger(when.WeightsChanged())
             self.trigger(when.UserReshard(unit.key))
             unit.adopt()
             state.nbytes = unit.nbytes
@@ -185,8 +183,8 @@ class Engine:
         self._told_hidden.add(unit.key)
         log.warning(
             "unit %s: the newest autograd node of its forward is not an output that can be found "
-            "in lists, tuples, mappings and dataclasses; the unit stays unsharded until its "
-            "backward has ended. Return the tensor, or detach what needs no gradient",
+            "in lists, tuples, mappings and dataclasses; the unit stays in memory until the first "
+            "forward after an optimizer step. Return the tensor, or detach what needs no gradient",
             unit.name or "(root)",
         )
 
@@ -218,6 +216,9 @@ class Engine:
     def _wait(self, unit: Unit) -> None:
         unit.finish_unshard()
 
+    def _conceal(self, unit: Unit) -> None:
+        unit.conceal()
+
     def _reshard(self, unit: Unit) -> None:
         unit.reshard()
 
@@ -228,6 +229,7 @@ class Engine:
 _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
     Op.UNSHARD: Engine._unshard,
     Op.WAIT: Engine._wait,
+    Op.CONCEAL: Engine._conceal,
     Op.RESHARD: Engine._reshard,
     Op.REDUCE_SCATTER: Engine._reduce,
     Op.FINISH_REDUCE: Engine._finish_reduce,

@@ -97,9 +97,15 @@ class Unit:
                 bucket.unsharded.finish()
         self.registration.show_unsharded(self.buckets)
 
+    def conceal(self) -> None:
+        """Show the sharded parameters; the memory of the unsharded ones stays."""
+        for bucket in self.buckets:
+            bucket.keep_requires_grad()
+        self.registration.show_sharded(self.buckets)
+
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded ones."""
-        self.registration.show_sharded(self.buckets)
+        self.conceal()
         for bucket in self.buckets:
             if bucket.unsharded is not None:
                 bucket.unsharded.free()

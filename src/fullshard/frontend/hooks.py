@@ -15,7 +15,7 @@ from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.frontend.ownership import Places
 from fullshard.tensors import find_tensors, map_tensors
 
-__all__ = ["install_forward_hooks", "install_state_dict_hooks"]
+__all__ = ["engine_of", "forward_interrupted", "install_forward_hooks", "install_state_dict_hooks"]
 
 
 def install_forward_hooks(
@@ -28,7 +28,7 @@ def install_forward_hooks(
     for member, module in enumerate(modules):
         hooks = _ForwardHooks(unit, member, policy)
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(hooks.after, always_call=True)
+        module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
 
 
 @dataclass
@@ -44,8 +44,6 @@ class _ForwardHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard, and cast the inputs."""
         engine = engine_of(self.unit)
-        if engine.scheduler.root == self.unit.key and not _is_running(module):
-            engine.give_up_forward()
         self._handled.append(sys.exception())
         if self.unit.device.type != "cpu" and engine.scheduler.idle:
             args, kwargs = map_tensors(self._move, args), map_tensors(self._move, kwargs)
@@ -55,7 +53,7 @@ class _ForwardHooks:
             return map_tensors(_Cast(dtype), args), map_tensors(_Cast(dtype), kwargs)
         return args, kwargs
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard if the unit is done, and cast the outputs; called for exceptions too."""
         if not self._handled:
             return None
@@ -69,19 +67,15 @@ class _ForwardHooks:
         return tensor.to(self.unit.device, non_blocking=True)
 
 
-def _is_running(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is on the stack besides the one that called our hook.
+def forward_interrupted(module: nn.Module) -> None:
+    """An exception that torch tells no hook of, such as the KeyboardInterrupt of ^C, left it.
 
-    A root that is entered again either calls itself, or was left by an exception that module hooks
-    are not told of, such as the KeyboardInterrupt of ^C.
+    To be called while that exception is handled.
     """
-    frame, calls = sys._getframe(), 0
-    while frame is not None and calls < 2:
-        # Of a call, exactly one frame runs this code with this module.
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
-            calls += frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls == 2
+    for hook in module._forward_hooks.values():
+        hooks = getattr(hook, "__self__", None)
+        if isinstance(hooks, _ForwardHooks):
+            hooks.after(module, (), {}, None)
 
 
 @dataclass(frozen=True)

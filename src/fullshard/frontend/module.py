@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
-from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.hooks import engine_of, forward_interrupted
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import AfterForward, MachinePolicy, UnitPolicy
 from fullshard.schedule import triggers as when
@@ -46,6 +46,17 @@ class FSDPModule:
         """Build the original class: slices and ``type(module)(...)`` are not sharded."""
         original = cls.__mro__[2]  # this class, FSDPModule, the original
         return original(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; whatever ends that, the engine learns of it."""
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            raise  # torch tells our hook
+        except BaseException:
+            module: nn.Module = self  # type: ignore[assignment]
+            forward_interrupted(module)
+            raise
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's parameters, until its forward, its backward or ``reshard``.
@@ -153,6 +164,7 @@ class FSDPModule:
         for unit in units:
             engine = engine_of(unit)
             engine.check_idle("moving or casting a sharded module")
+            engine.weights_changed()
             engine.trigger(when.UserReshard(unit.key))
         super()._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:

@@ -19,6 +19,8 @@ class Op(enum.StrEnum):
     """Start the all-gather of a unit."""
     WAIT = "wait"
     """Make the unsharded parameters usable and show them in the modules."""
+    CONCEAL = "conceal"
+    """Show the sharded parameters; a graph still reads the unsharded storage."""
     RESHARD = "reshard"
     """Show the sharded parameters and free the unsharded storage."""
     REDUCE_SCATTER = "reduce_scatter"
@@ -60,6 +62,7 @@ class UnitActions(NamedTuple):
 
     unshard: Action
     wait: Action
+    conceal: Action
     reshard: Action
     reduce_scatter: Action
     finish_reduce: Action

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from fullshard.schedule.residents import Actions, Residents
-from fullshard.schedule.state import Hold, Residency
+from fullshard.schedule.state import Hold
 
 __all__ = ["Order", "Prefetcher"]
 
@@ -44,8 +45,7 @@ class Order:
 
     def ahead(self) -> Iterator[tuple[int, int]]:
         """Positions and units that should come next."""
-        for position in range(self._next, len(self._units)):
-            yield position, self._units[position]
+        return islice(enumerate(self._units), self._next, None)
 
 
 class Prefetcher:
@@ -102,7 +102,7 @@ class Prefetcher:
 
     def _guess(self, position: int, unit: int, out: Actions) -> None:
         state = self._residents.units[unit]
-        if state.residency is Residency.SHARDED:
+        if not state.residency:
             self._residents.gather(state, out)
             state.holds |= Hold.GUESS
             self._guesses[unit] = position

@@ -9,6 +9,9 @@ __all__ = ["Actions", "Residents"]
 
 Actions = list[Action]
 
+# To look up a member of an enum takes longer than what is done with it.
+_SHARDED, _GATHERING, _UNSHARDED, _CONCEALED = Residency
+
 
 class Residents:
     """All units with their residencies; every method appends what it asks for to ``out``.
@@ -32,9 +35,9 @@ class Residents:
     def need(self, state: UnitState, out: Actions) -> None:
         """Make the unit unsharded from here on."""
         state.holds &= ~Hold.GUESS
-        if state.residency is Residency.SHARDED:
+        if state.residency is _SHARDED:
             self.gather(state, out)
-        if state.residency is Residency.GATHERING:
+        if state.residency is not _UNSHARDED:
             self.wait(state, out)
 
     def refresh(self, state: UnitState, out: Actions) -> None:
@@ -45,29 +48,34 @@ class Residents:
         """
         if not state.residency or state.generation == self.generation or (state.holds & IN_USE):
             return
-        if state.residency is Residency.GATHERING:
+        if state.residency is _GATHERING:
             self.wait(state, out)
         self.gather(state, out)
 
     def gather(self, state: UnitState, out: Actions) -> None:
         """Start to unshard."""
-        if state.residency is Residency.SHARDED:
+        if state.residency is _SHARDED:
             self._held_nbytes += state.nbytes
-        state.move(Residency.GATHERING)
+        state.move(_GATHERING)
         state.generation = self.generation
         out.append(state.do.unshard)
 
     def wait(self, state: UnitState, out: Actions) -> None:
-        """Finish to unshard."""
-        state.move(Residency.UNSHARDED)
+        """Finish to unshard, or show again what was concealed."""
+        state.move(_UNSHARDED)
         out.append(state.do.wait)
 
     def settle(self, state: UnitState, out: Actions) -> None:
-        """Reshard the unit if nothing holds it."""
-        if state.holds or not state.residency:
+        """Reshard the unit if nothing holds it; let only an unseen backward read it."""
+        if not state.residency or state.holds & ~Hold.HIDDEN:
             return
-        if state.residency is Residency.GATHERING:
+        if state.residency is _GATHERING:
             self.wait(state, out)  # a buffer cannot be freed while the wire writes into it
+        if state.holds:
+            if state.residency is _UNSHARDED:
+                state.move(_CONCEALED)
+                out.append(state.do.conceal)
+            return
         self._held_nbytes -= state.nbytes
-        state.move(Residency.SHARDED)
+        state.move(_SHARDED)
         out.append(state.do.reshard)

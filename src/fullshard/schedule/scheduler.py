@@ -13,6 +13,7 @@ from typing import Any
 from fullshard.schedule import triggers as when
 from fullshard.schedule.actions import FENCE, Action
 from fullshard.schedule.prefetch import Prefetcher
+from fullshard.schedule.reductions import Reductions
 from fullshard.schedule.residents import Actions, Residents
 from fullshard.schedule.state import (
     IN_USE,
@@ -33,6 +34,10 @@ __all__ = ["Scheduler"]
 _BACKWARD_DONE = Hold.BACKWARD | Hold.RECOMPUTE | Hold.USER
 _NOT_IN_USE = Hold.KEEP | Hold.USER | Hold.GUESS
 
+# To look up a member of an enum takes longer than what is done with it.
+_NOTHING, _READS, _BACKWARD, _HIDDEN = Follows
+_NOWHERE, _ELSEWHERE, _HERE = Accumulates
+
 
 class Scheduler:
     """Turns triggers into actions.
@@ -52,7 +57,8 @@ class Scheduler:
         self._ahead = Prefetcher(self.residents)
         self._back = Prefetcher(self.residents)
         self._tasks: dict[int, Task] = {}
-        self._reducing: list[int] = []
+        self._reductions = Reductions()
+        self._hidden: set[int] = set()
 
     def add(
         self,
@@ -120,15 +126,20 @@ class Scheduler:
     def _begin_iteration(self, root: UnitState, out: Actions) -> None:
         self._iteration = Iteration(root.key)
         self.residents.root = root
+        for state in [self._units[key] for key in sorted(self._hidden)]:
+            if state.generation != self.residents.generation:
+                self._unhide(state)
+                self.residents.settle(state, out)
         self._ahead.follow(self._learned.get(root.key, ()))
         out.append(FENCE)
 
-    def _forward_died(self, event: when.ForwardDied, out: Actions) -> None:
-        iteration = self._iteration
-        if iteration is not None:
-            self._stack.clear()
-            failed = when.ForwardExit(iteration.root, follows=Follows.NOTHING, failed=True)
-            self._end_iteration(iteration, failed, out)
+    def _hide(self, state: UnitState) -> None:
+        state.holds |= Hold.HIDDEN
+        self._hidden.add(state.key)
+
+    def _unhide(self, state: UnitState) -> None:
+        state.holds &= ~Hold.HIDDEN
+        self._hidden.discard(state.key)
 
     def _forward_exit(self, event: when.ForwardExit, out: Actions) -> None:
         state = self._units[event.unit]
@@ -137,9 +148,12 @@ class Scheduler:
         if any(unit == event.unit for unit, _ in self._stack):
             return  # the unit called itself; the outer call will end the use
         outside = event.task == NO_TASK
-        if outside and event.follows is Follows.HIDDEN and not event.failed:
-            state.holds |= Hold.HIDDEN
-            state.hidden_by = NO_TASK
+        if event.follows >= _BACKWARD and not event.failed and state.use is not None:
+            if outside:
+                state.forget_past_uses(self.residents.generation)
+                if event.follows is _HIDDEN:
+                    self._hide(state)
+            state.graph_uses[state.use] = 0
         state.waiting_members.discard(event.member)
         if not state.waiting_members or event.failed or not outside:
             self._close_use(state, event, out)
@@ -157,7 +171,7 @@ class Scheduler:
         if event.task != NO_TASK:
             self._task(event.task).recomputed.add(state.key)
             state.holds |= Hold.RECOMPUTE
-        elif not event.failed and self._keeps(state):
+        elif not event.failed and (event.follows is _READS or self._keeps(state)):
             state.holds |= Hold.KEEP
         else:
             state.holds &= ~Hold.USER
@@ -177,7 +191,7 @@ class Scheduler:
             self._close_use(state, event, out)  # of a unit with a member that never ran
         self._ahead.give_up(out)
         self._iteration = None
-        if event.failed or event.follows is Follows.NOTHING:
+        if event.failed or event.follows < _BACKWARD:
             # Left unsharded, optimizers and checkpoints would meet parameters they do not know.
             for state in used:
                 state.holds &= ~(Hold.KEEP | Hold.USER)
@@ -192,37 +206,40 @@ class Scheduler:
     def _backward_enter(self, event: when.BackwardEnter, out: Actions) -> None:
         state = self._units[event.unit]
         task = self._task(event.task)
-        if task.open_uses and max(task.open_uses) > event.until:
-            for use in [use for use in task.open_uses if use > event.until]:
-                self._leave(task, event.task, use, out)
+        self._leave_younger(task, event.task, event.until, out)
         if event.use in task.open_uses:
             return
         task.open_uses[event.use] = event.unit
+        if event.use in state.graph_uses:
+            state.graph_uses[event.use] += 1
         task.entered[event.unit] = None
-        if event.accumulates is Accumulates.NOWHERE:
+        if event.accumulates is _NOWHERE:
             task.dealt_with.add(event.unit)
-        elif event.accumulates is Accumulates.ELSEWHERE and event.unit not in task.dealt_with:
+        elif event.accumulates is _ELSEWHERE and event.unit not in task.dealt_with:
             task.due.add(event.unit)
         if event.keeps_graph:
-            state.holds |= Hold.HIDDEN
-            state.hidden_by = event.task
+            self._hide(state)
         state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
         self.residents.need(state, out)
         self._back.met(event.unit, self.policy.prefetch_budget, out)
+
+    def _leave_younger(self, task: Task, number: int, until: int, out: Actions) -> None:
+        """Backward has left all uses above ``until``: the youngest first, as on every rank."""
+        if task.open_uses and max(task.open_uses) > until:
+            for use in sorted((use for use in task.open_uses if use > until), reverse=True):
+                self._leave(task, number, use, out)
 
     def _leave(self, task: Task, number: int, use: int, out: Actions) -> None:
         """Backward has left a use."""
         state = self._units[task.open_uses.pop(use)]
         if not task.is_inside(state.key) and self._outer_task(state.key, number) is None:
-            if state.key in task.due:
+            if state.key in task.due and state.is_earliest(use):
                 self._reduce(state, task, out)
-            self._leave_unit(state, number, out)
+            self._leave_unit(state, out)
 
-    def _leave_unit(self, state: UnitState, task: int, out: Actions) -> None:
-        """Nothing in ``task`` reads the unit any more."""
+    def _leave_unit(self, state: UnitState, out: Actions) -> None:
+        """Nothing in the task reads the unit any more."""
         state.holds &= ~_BACKWARD_DONE
-        if state.hidden_by != task:  # the graph that this very task made is still to come
-            state.holds &= ~Hold.HIDDEN
         if state.policy.reshard_after_backward:
             state.holds &= ~Hold.KEEP
         elif state.residency is Residency.UNSHARDED:
@@ -232,33 +249,40 @@ class Scheduler:
     def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
         """Reduce now, or, where ranks might disagree on when that is, on leaving the unit.
 
-        Between the gradients of a unit with no unit inside nothing else is communicated. Those of
-        an enclosing unit come before, between and after its inner units', as its forward uses it
-        on this rank.
+        Inside one use of a module with no unit inside nothing else is communicated. Where other
+        units run between the calls of one, its last gradient may come before, between or after
+        theirs, as each rank uses its parameters.
         """
         outer = self._outer_task(event.unit, event.task)
+        task = self._task(event.task) if outer is None else outer
         state = self._units[event.unit]
-        if outer is not None:
-            outer.due.add(event.unit)
-        elif state.encloses:
-            self._task(event.task).due.add(event.unit)
+        if outer is not None or state.encloses or state.num_members > 1:
+            task.due.add(event.unit)
+            return
+        use = min((use for use, unit in task.open_uses.items() if unit == event.unit), default=-1)
+        if state.is_earliest(use):
+            self._reduce(state, task, out)
         else:
-            self._reduce(state, self._task(event.task), out)
+            task.due.add(event.unit)
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
-        task = self._tasks.pop(event.task, Task())
-        touched = (*task.entered, *sorted(task.dealt_with | task.due), *event.leftovers)
+        task = self._tasks.pop(event.task, None) or Task(self._num_uses)
+        task.due.update(event.leftovers)
+        self._leave_younger(task, event.task, -1, out)
+        touched = (*task.entered, *sorted(task.dealt_with | task.due))
         for key in dict.fromkeys(touched):
             outer = self._outer_task(key, event.task)
             if outer is not None:
                 outer.due.add(key)
                 continue
             state = self._units[key]
-            if key in task.due or key in event.leftovers or key not in task.dealt_with:
+            if key in task.due or key not in task.dealt_with:
                 self._reduce(state, task, out)
-            self._leave_unit(state, event.task, out)
+            self._leave_unit(state, out)
         for state in map(self._units.__getitem__, sorted(task.recomputed)):
             state.holds &= ~Hold.RECOMPUTE
+            for use in [use for use in state.graph_uses if use >= task.first_use]:
+                del state.graph_uses[use]
             self.residents.settle(state, out)
         if not self._tasks:
             for state in self._units.values():
@@ -270,7 +294,7 @@ class Scheduler:
         """The outermost task has ended."""
         self._back.give_up(out)
         if self.policy.is_last_backward:
-            self._finish_reductions(out)
+            self._reductions.finish(out)
         if self._iteration is not None:
             return  # a forward that calls backward goes on
         for state in self.residents.units.values():
@@ -285,10 +309,10 @@ class Scheduler:
         if self._tasks:
             return
         self._back.give_up(out)
-        self._finish_reductions(out)
+        self._reductions.finish(out)
         for state in self.residents.units.values():
             if not state.holds & Hold.FORWARD:
-                state.holds &= ~(_BACKWARD_DONE | Hold.KEEP | Hold.HIDDEN)
+                state.holds &= ~(_BACKWARD_DONE | Hold.KEEP)
                 self.residents.settle(state, out)
 
     def _outer_task(self, unit: int, task: int) -> Task | None:
@@ -299,28 +323,16 @@ class Scheduler:
         return None
 
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
-        """Reduce the gradients, or keep them; at most one other reduction stays in flight."""
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
-        state.pending = not state.policy.requires_gradient_sync
-        if state.pending:
-            out.append(state.do.accumulate)
-            return
-        while state.key in self._reducing or len(self._reducing) > 1:
-            out.append(self._units[self._reducing.pop(0)].do.finish_reduce)
-        out.append(state.do.reduce_scatter)
-        self._reducing.append(state.key)
-
-    def _finish_reductions(self, out: Actions) -> None:
-        out.extend(self._units[key].do.finish_reduce for key in self._reducing)
-        self._reducing.clear()
+        self._reductions.start(state, out)
 
     def _task(self, number: int) -> Task:
         task = self._tasks.get(number)
         if task is None:
             if not self._tasks:
                 self._back.rewind()
-            task = self._tasks[number] = Task()
+            task = self._tasks[number] = Task(self._num_uses)
         return task
 
     # the user
@@ -338,11 +350,13 @@ class Scheduler:
 
     def _user_wait(self, event: when.UserWait, out: Actions) -> None:
         state = self._units[event.unit]
-        if state.residency is Residency.GATHERING:
+        if state.residency in (Residency.GATHERING, Residency.CONCEALED):
             self.residents.wait(state, out)
 
     def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
         state = self._units[event.unit]
+        if state.generation != self.residents.generation and not state.holds & IN_USE:
+            self._unhide(state)
         state.holds &= ~(Hold.USER if state.holds & IN_USE else _NOT_IN_USE)
         self.residents.settle(state, out)
 
@@ -361,9 +375,11 @@ class Scheduler:
         self._iteration = None
         self._ahead.give_up(out)
         self._back.give_up(out)
-        self._finish_reductions(out)
+        self._reductions.finish(out)
+        self._hidden.clear()
         for state in self.residents.units.values():
             state.use = None
+            state.graph_uses.clear()
             state.holds = 0
             state.pending = False
             self.residents.settle(state, out)
@@ -373,7 +389,6 @@ class Scheduler:
 _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     when.ForwardEnter: Scheduler._forward_enter,
     when.ForwardExit: Scheduler._forward_exit,
-    when.ForwardDied: Scheduler._forward_died,
     when.BackwardEnter: Scheduler._backward_enter,
     when.GradsReady: Scheduler._grads_ready,
     when.TaskEnd: Scheduler._task_end,

@@ -28,6 +28,8 @@ class Residency(enum.IntEnum):
     """On their way: the all-gather was started."""
     UNSHARDED = 2
     """In memory, shown by the modules."""
+    CONCEALED = 3
+    """In memory for a backward that may come; the modules show the sharded parameters."""
 
 
 MOVES = frozenset(
@@ -36,13 +38,21 @@ MOVES = frozenset(
         (Residency.GATHERING, Residency.UNSHARDED),
         (Residency.UNSHARDED, Residency.SHARDED),
         (Residency.UNSHARDED, Residency.GATHERING),  # refresh of a stale copy, in place
+        (Residency.UNSHARDED, Residency.CONCEALED),
+        (Residency.CONCEALED, Residency.UNSHARDED),
+        (Residency.CONCEALED, Residency.GATHERING),
+        (Residency.CONCEALED, Residency.SHARDED),
     }
 )
 """The only moves; an all-gather that was started is always waited for, a wrong guess too."""
 
 
-class Hold(enum.IntEnum):
-    """Why a unit is unsharded; a unit's holds are the sum of these bits, kept as a plain int."""
+class Hold:
+    """Why a unit is unsharded; a unit's holds are the sum of these bits.
+
+    Plain ints: to look up a member of an enum, several times a trigger, took a tenth of the
+    scheduler's time.
+    """
 
     FORWARD = 1 << 0
     """A use is running its forward."""
@@ -53,7 +63,8 @@ class Hold(enum.IntEnum):
     KEEP = 1 << 3
     """Policy: not resharded after forward, or not after backward."""
     HIDDEN = 1 << 4
-    """Gradients may come back by a way that we do not see."""
+    """Gradients may come back by a way that we do not see, and so nobody can tell when they all
+    have; it lasts until the weights are others."""
     USER = 1 << 5
     """``unshard()``."""
     GUESS = 1 << 6
@@ -108,8 +119,6 @@ class UnitState:
     policy: UnitPolicy = UnitPolicy()
     residency: Residency = Residency.SHARDED
     holds: int = 0
-    hidden_by: int = -1
-    """Of a hold HIDDEN: the task whose graph is meant, or -1 for that of a forward."""
     pending: bool = False
     """Whether gradients wait, unsharded, for a backward that reduces."""
     generation: int = 0
@@ -117,6 +126,10 @@ class UnitState:
     use: int | None = None
     """The open use, while a member is running or has still to run."""
     waiting_members: set[int] = field(default_factory=set)
+    graph_uses: dict[int, int] = field(default_factory=dict)
+    """Uses whose backward may come -> how often it has come."""
+    graph_generation: int = 0
+    """The generation of the weights in the forwards of these uses."""
     do: UnitActions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,11 +144,35 @@ class UnitState:
             )
         self.residency = to
 
+    def forget_past_uses(self, generation: int) -> None:
+        """Forget the uses whose backward came, or cannot come as the weights are others."""
+        if self.graph_uses:
+            current = self.graph_generation == generation
+            self.graph_uses = {
+                u: 0 for u, times in self.graph_uses.items() if current and not times
+            }
+        self.graph_generation = generation
+
+    def is_earliest(self, use: int) -> bool:
+        """Whether a backward that is inside ``use`` will not enter an earlier use of the unit.
+
+        All ranks agree on it, as they run the same forwards and backwards.
+        """
+        uses = self.graph_uses
+        if len(uses) == 1:
+            return use in uses
+        times = uses.get(use)
+        return times is not None and all(uses[u] >= times for u in uses if u < use)
+
 
 @dataclass(slots=True)
 class Task:
-    """One backward call: the uses it is inside of, and the reductions that are due."""
+    """One backward call: the uses it is inside of, and the reductions that are due.
 
+    ``first_use`` is the number of the first use that may begin in it.
+    """
+
+    first_use: int
     open_uses: dict[int, int] = field(default_factory=dict)
     """Use -> unit, in the order in which backward entered them."""
     entered: dict[int, None] = field(default_factory=dict)
@@ -143,7 +180,7 @@ class Task:
     dealt_with: set[int] = field(default_factory=set)
     """Units that were reduced, or need not be."""
     due: set[int] = field(default_factory=set)
-    """Units to be reduced when this task leaves them."""
+    """Units to be reduced when this task leaves their earliest use."""
     recomputed: set[int] = field(default_factory=set)
 
     def is_inside(self, unit: int) -> bool:

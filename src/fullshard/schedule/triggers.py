@@ -16,7 +16,6 @@ __all__ = [
     "Accumulates",
     "BackwardEnter",
     "Follows",
-    "ForwardDied",
     "ForwardEnter",
     "ForwardExit",
     "GradsReady",
@@ -38,13 +37,15 @@ NO_TASK = -1
 
 
 class Follows(enum.IntEnum):
-    """What a forward shows of the backward to come."""
+    """What may come back to a unit after its forward, as far as the forward shows."""
 
     NOTHING = 0
     """No gradient can flow back into this forward."""
-    BACKWARD = 1
+    READS = 1
+    """No gradient can flow back, but a parameter was handed out to what runs next."""
+    BACKWARD = 2
     """Every way back leads through an output that carries our hook."""
-    HIDDEN = 2
+    HIDDEN = 3
     """Gradients may flow back by a way that we do not see."""
 
 
@@ -54,10 +55,6 @@ class ForwardEnter(NamedTuple):
     unit: int
     member: int = 0
     task: int = NO_TASK
-
-
-class ForwardDied(NamedTuple):
-    """An exception that hooks do not see, such as ^C, ended the root's forward some time ago."""
 
 
 class ForwardExit(NamedTuple):
@@ -162,7 +159,6 @@ class Reset(NamedTuple):
 Trigger = (
     ForwardEnter
     | ForwardExit
-    | ForwardDied
     | BackwardEnter
     | GradsReady
     | TaskEnd

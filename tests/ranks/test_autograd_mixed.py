@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from tests.ranks.autograd import DIM, Block, Case, Tower, check_rest, compare, engine_of, loss_of
+from tests.ranks.autograd import (
+    DIM,
+    Block,
+    Case,
+    Tower,
+    check_rest,
+    compare,
+    engine_of,
+    loss_of,
+    worlds_and_policies,
+)
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
 
@@ -29,6 +39,7 @@ class Hidden(Case):
     """One block returns its output in an object, where no hook can be put."""
 
     num_warnings = 1
+    hides = True
 
     def model(self) -> nn.Module:
         return Tower(Block(), Hides(), Finds())
@@ -114,6 +125,8 @@ class AnInputIsChangedInPlaceAndReadAfterwards(Case):
 
 class APenaltyOfGradients(Case):
     """Of a forward of its own, added to the usual loss."""
+
+    hides = True
 
     def penalty(self, model: Any, x: Tensor) -> Tensor:
         leaf = x.cos().requires_grad_()
@@ -204,7 +217,9 @@ class Around(Tower):
         return self.head(self.blocks[0](x, end=True))
 
 
-class OneUseOfAUnitIsUnusedOnOneRank(AMemberIsUnusedOnOneRank):
+class AParameterIsUnusedInOneUseOnOneRank(AMemberIsUnusedOnOneRank):
+    """The uses themselves have a backward everywhere, as gradients of their input are asked for."""
+
     def model(self) -> nn.Module:
         return Around(First(), Block(), Block())
 
@@ -213,6 +228,9 @@ class OneUseOfAUnitIsUnusedOnOneRank(AMemberIsUnusedOnOneRank):
 
     def gate(self, model: Any) -> Any:
         return model.blocks[0]
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        super().step(model, x.clone().requires_grad_(), number)
 
 
 class Crossed(Tower):
@@ -309,8 +327,7 @@ CASES = [kind for kind in vars().values() if isinstance(kind, type) and issubcla
 CASES = [kind for kind in CASES if kind is not Case]
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_mixed_cases_equal_the_unsharded_model(
     pool: RankPool, kind: type[Case], world: int, reshard: bool | None

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from tests.ranks.autograd import Block, Case, Tower, compare, engine_of, loss_of
+from tests.ranks.autograd import (
+    Block,
+    Case,
+    Tower,
+    compare,
+    engine_of,
+    loss_of,
+    worlds_and_policies,
+)
 from tests.ranks.pool import RankPool
 
 
@@ -321,8 +329,7 @@ CASES = [kind for kind in vars().values() if isinstance(kind, type) and issubcla
 CASES = [kind for kind in CASES if kind not in (Case, Fails, _WithHooks)]
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@worlds_and_policies
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_a_good_step_follows_a_failed_one(
     pool: RankPool, kind: type[Case], world: int, reshard: bool | None
