@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from fullshard import errors
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.frontend import FSDPModule, UnshardHandle, fully_shard
+from fullshard.frontend import (
+    ChosenUnit,
+    ChosenUnits,
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    shard_blocks,
+)
 from fullshard.layout import PerParameter
 
 __all__ = [
     "CPUOffloadPolicy",
+    "ChosenUnit",
+    "ChosenUnits",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -16,6 +25,7 @@ __all__ = [
     "UnshardHandle",
     "errors",
     "fully_shard",
+    "shard_blocks",
 ]
 
 __version__ = "0.1.0"

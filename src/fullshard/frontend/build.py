@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fullshard.layout import LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward, UnitPolicy
 from fullshard.tensors import DTensorForm, LocalForm, ShardForm, draw_whole_on
 
-__all__ = ["Choices", "shard_modules"]
+__all__ = ["Choices", "Plan", "plan_unit", "shard_modules"]
 
 log = logging.getLogger("fullshard")
 
@@ -50,22 +51,27 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """The buckets of a unit, before anything is made."""
 
     specs: list[BucketSpec]
     params: list[list[OwnedParam]]
 
 
-def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
-    """Make ``modules`` one unit."""
-    below = units_below(modules)
-    for unit in below:
+def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
+    """What ``shard_modules`` would make of ``modules``; raises whatever is wrong with them."""
+    for unit in units_below(modules):
         engine_of(unit).check_idle("fully_shard")
     owned = collect(modules, choices.ignored)
     check_params(owned)
+    return _plan(owned, choices, device_of(choices.mesh))
+
+
+def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
+    """Make ``modules`` one unit."""
+    plan = plan_unit(modules, choices)
+    below = units_below(modules)
     device = device_of(choices.mesh)
-    plan = _plan(owned, choices, device)
     buckets = [
         Bucket(spec, [p.param for p in params])
         for spec, params in zip(plan.specs, plan.params, strict=True)
@@ -91,7 +97,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         # What Dynamo looks at to treat a module as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
-    enlist(modules, owned, unit)
+    enlist(modules, chain.from_iterable(plan.params), unit)
     _name_units(modules, unit)
     _log(unit, modules)
     return unit
@@ -106,7 +112,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     )
 
 
-def _plan(owned: Sequence[OwnedParam], choices: Choices, device: torch.device) -> _Plan:
+def _plan(owned: Sequence[OwnedParam], choices: Choices, device: torch.device) -> Plan:
     """Parameters of one dtype and trainability share a bucket."""
     place = choices.placement_fn or (lambda param: None)
     groups: dict[tuple[torch.dtype, bool], list[tuple[OwnedParam, ParamSpec]]] = {}
@@ -114,7 +120,7 @@ def _plan(owned: Sequence[OwnedParam], choices: Choices, device: torch.device) -
         dim = shard_dim(one, place(one.param))
         spec = ParamSpec(one.name, tuple(one.param.shape), shard_dim=dim)
         groups.setdefault((one.param.dtype, one.param.requires_grad), []).append((one, spec))
-    plan = _Plan([], [])
+    plan = Plan([], [])
     for (dtype, _), members in groups.items():
         plan.params.append([one for one, _ in members])
         plan.specs.append(_bucket_spec([spec for _, spec in members], dtype, choices, device))

@@ -21,7 +21,7 @@ from fullshard.frontend.checks import (
 )
 from fullshard.layout import LayoutStrategy, PerParameter
 
-__all__ = ["fully_shard"]
+__all__ = ["checked_choices", "fully_shard"]
 
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
@@ -74,7 +74,32 @@ def fully_shard(
 
         Whatever is raised, nothing was changed.
     """
-    modules = as_modules(module)
+    choices = checked_choices(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        shard_placement_fn=shard_placement_fn,
+        dp_mesh_dims=dp_mesh_dims,
+        layout=layout,
+    )
+    shard_modules(as_modules(module), choices)
+    return module
+
+
+def checked_choices(
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: Any = MixedPrecisionPolicy(),
+    offload_policy: Any = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    dp_mesh_dims: Any = None,
+    layout: LayoutStrategy = PerParameter(),
+) -> Choices:
+    """The options of a call, or the error that one of them deserves."""
     if dp_mesh_dims is not None:
         raise NotBuiltError("fully_shard(dp_mesh_dims=...) is not built yet: pass a 1-D mesh")
     if not isinstance(layout, PerParameter):
@@ -86,7 +111,7 @@ def fully_shard(
             f"fully_shard(offload_policy={offload_policy!r}) is not built yet: expected "
             "OffloadPolicy()"
         )
-    choices = Choices(
+    return Choices(
         after_forward=checked_after_forward(reshard_after_forward),
         policy=checked_policy(mp_policy),
         ignored=checked_ignored(ignored_params),
@@ -94,5 +119,3 @@ def fully_shard(
         layout=layout,
         mesh=checked_mesh(mesh),
     )
-    shard_modules(modules, choices)
-    return module

@@ -1,0 +1,181 @@
+"""``shard_blocks``: choose the units of a model, and shard it, in one call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.frontend.build import plan_unit
+from fullshard.frontend.checks import as_modules
+from fullshard.frontend.fully_shard import checked_choices, fully_shard
+from fullshard.frontend.ownership import units_below
+
+__all__ = ["ChosenUnit", "ChosenUnits", "shard_blocks"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Their forward reads parameters of their children, whose own forward does not run.
+_READ_THEIR_CHILDREN = (nn.MultiheadAttention,)
+
+
+@dataclass(frozen=True)
+class ChosenUnit:
+    """One unit, and why it is one."""
+
+    name: str
+    """Fully qualified name of the module; empty for the model itself."""
+    kind: str
+    """Name of its class before it was sharded."""
+    numel: int
+    """Elements of its own, those of units inside of it left out."""
+    why: str
+
+
+@dataclass(frozen=True)
+class ChosenUnits:
+    """What ``shard_blocks`` did; prints as a table."""
+
+    units: tuple[ChosenUnit, ...]
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __iter__(self) -> Iterator[ChosenUnit]:
+        return iter(self.units)
+
+    def __str__(self) -> str:
+        width = max(len(unit.name or "(root)") for unit in self.units)
+        kinds = max(len(unit.kind) for unit in self.units)
+        return "\n".join(
+            f"{unit.name or '(root)':{width}}  {unit.kind:{kinds}}  {unit.numel:>15,}  {unit.why}"
+            for unit in self.units
+        )
+
+
+def shard_blocks(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    **options: Any,
+) -> ChosenUnits:
+    """Shard ``model`` over the ranks of ``mesh``: its repeated blocks, the large ends, the rest.
+
+    Units are the members of a list that holds several modules of a class (a transformer's layers,
+    and not what is repeated inside of them); then embeddings and linear layers outside of them
+    that are more than half as large as the largest block; then the model itself, with all that is
+    left. What is tied to a parameter outside of it is left to the model. Build the optimizer
+    afterwards.
+
+    Args:
+        model: the whole model, not sharded yet.
+        mesh: as for ``fully_shard``.
+        reshard_after_forward: as for ``fully_shard``; with None a large linear layer outside of
+            the blocks, which is the head in most models, is kept until its backward, which
+            comes at once.
+        ignored_params: as for ``fully_shard``.
+        **options: the other options of ``fully_shard``, for each unit alike.
+
+    Returns:
+        The units in the order in which they were made, the model last; print it to see them.
+
+    Raises:
+        AlreadyShardedError, ConfigError, UnsupportedError, NotBuiltError: as ``fully_shard``;
+            nothing was changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"shard_blocks: got {type(model).__name__}, expected an nn.Module")
+    if units_below([model]):
+        raise ConfigError(
+            f"shard_blocks: parts of this {type(model).__name__} were given to fully_shard before; "
+            "shard the rest by hand, or give it a model of which nothing is sharded"
+        )
+    shared = {**options, "mesh": mesh, "ignored_params": ignored_params}
+    choices = checked_choices(reshard_after_forward=reshard_after_forward, **shared)
+    plan_unit(as_modules(model), choices)  # what it refuses, it refuses before anything is changed
+    chosen = choose(model, choices.ignored)
+    for unit in chosen:
+        keeps = unit.why == _HEAD and reshard_after_forward is None
+        fully_shard(
+            model.get_submodule(unit.name),
+            reshard_after_forward=False if keeps else reshard_after_forward,
+            **shared,
+        )
+    return chosen
+
+
+_BLOCK = "repeated block"
+_EMBEDDING = "large embedding"
+_HEAD = "large linear layer outside of the blocks"
+_REST = "everything else"
+
+
+def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
+    """The units for ``model``; changes nothing."""
+    names = {module: name for name, module in model.named_modules()}
+    places = _places(model)
+
+    def numel(module: nn.Module) -> int:
+        return sum(param.numel() for param in _places(module) if param not in ignored)
+
+    def fits(module: nn.Module) -> bool:
+        """Whether it has something to shard, and nothing in it stands outside of it too."""
+        own = _places(module)
+        return numel(module) > 0 and all(places[param] == count for param, count in own.items())
+
+    def unit(module: nn.Module, why: str) -> ChosenUnit:
+        return ChosenUnit(names[module], type(module).__name__, numel(module), why)
+
+    kinds = {type(block) for block in _repeated(model) if any(block.children())}
+    blocks = [block for block in _repeated(model, kinds) if fits(block)]
+    largest = max(map(numel, blocks), default=numel(model) // 4)
+    closed = [*blocks, *(m for m in names if isinstance(m, _READ_THEIR_CHILDREN))]
+    inside = {inner for module in closed for inner in module.modules()}
+    ends = [
+        module
+        for module in names
+        if isinstance(module, (*_EMBEDDINGS, nn.Linear)) and module not in inside
+        if fits(module) and numel(module) > largest // 2 and module is not model
+    ]
+    units = [unit(block, _BLOCK) for block in blocks]
+    units += [unit(end, _HEAD if isinstance(end, nn.Linear) else _EMBEDDING) for end in ends]
+    rest = numel(model) - sum(unit.numel for unit in units)
+    return ChosenUnits((*units, ChosenUnit("", type(model).__name__, rest, _REST)))
+
+
+def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Iterator[nn.Module]:
+    """The outermost modules that are repeated in a list, or of one of these ``kinds``."""
+    children = list(module.children())
+    repeated: set[type[nn.Module]] = set()
+    if isinstance(module, _CONTAINERS):
+        counts = Counter(type(child) for child in children if _is_block(child))
+        repeated = {kind for kind, count in counts.items() if count > 1}
+    for child in children:
+        is_odd_one = bool(repeated) and _is_block(child) and any(child.children())
+        if type(child) in repeated or type(child) in kinds or is_odd_one:
+            yield child
+        else:
+            yield from _repeated(child, kinds)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether it can be a unit, and has more to shard than a norm has."""
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward and any(param.dim() > 1 for param in module.parameters())
+
+
+def _places(module: nn.Module) -> Counter[nn.Parameter]:
+    """In how many places below ``module`` each parameter stands."""
+    return Counter(
+        param
+        for inner in module.modules()
+        for param in inner._parameters.values()
+        if param is not None
+    )

@@ -1,0 +1,173 @@
+"""What ``shard_blocks`` chooses, on the meta device, and that it changes nothing it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from fullshard.errors import ConfigError
+from fullshard.frontend.blocks import choose
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layer(nn.Module):
+    """Has a list of its own inside."""
+
+    def __init__(self, dim: int, experts: int = 2) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Decoder(nn.Module):
+    def __init__(self, dim: int = 8, vocab: int = 100, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.layers = nn.ModuleList([Layer(dim), Layer(dim), Layer(dim, 3)])
+        self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def names(model: nn.Module, ignored: set[nn.Parameter] | None = None) -> list[str]:
+    return [unit.name for unit in choose(model, ignored or set())]
+
+
+def test_layers_large_ends_and_the_rest() -> None:
+    assert names(Decoder()) == ["layers.0", "layers.1", "layers.2", "embed", "head", ""]
+
+
+def test_small_ends_stay_with_the_model() -> None:
+    assert names(Decoder(vocab=4)) == ["layers.0", "layers.1", "layers.2", ""]
+
+
+def test_tied_ends_stay_with_the_model() -> None:
+    assert names(Decoder(tied=True)) == ["layers.0", "layers.1", "layers.2", ""]
+
+
+def test_a_block_tied_to_another_stays_with_the_model_one_tied_in_itself_does_not() -> None:
+    model = Decoder()
+    model.layers[0].up.weight = model.layers[1].up.weight
+    model.layers[2].experts[0].weight = model.layers[2].experts[1].weight
+    assert names(model) == ["layers.2", "embed", "head", ""]
+
+
+def test_one_module_in_two_places_is_one_block() -> None:
+    model = nn.Sequential(*[Layer(4)] * 2, Layer(4))
+    assert names(model) == ["0", "2", ""]
+
+
+def test_what_is_ignored_does_not_count() -> None:
+    model = Decoder()
+    ignored = {*model.layers[0].parameters(), model.embed.weight}
+    assert names(model, ignored) == ["layers.1", "layers.2", "head", ""]
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"encoder": Decoder(vocab=2), "decoder": Decoder(vocab=2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: nn.Linear(4, 4), [""]),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), ["0", "2", ""]),
+        (lambda: nn.Sequential(nn.Embedding(9, 8), Layer(8), Layer(8)), ["1", "2", ""]),
+        (
+            lambda: nn.Transformer(8, 2, 2, 1, 16, batch_first=True),
+            ["encoder.layers.0", "encoder.layers.1", ""],
+        ),
+        (
+            lambda: nn.ModuleList([nn.ModuleList([Layer(4), Layer(4)]), Layer(4)]),
+            ["0.0", "0.1", "1", ""],
+        ),
+        (lambda: nn.MultiheadAttention(8, 2), [""]),
+        (EncoderDecoder, ["parts.encoder", "parts.decoder", ""]),
+    ],
+    ids=["leaf", "mlp", "sequential", "transformer", "nested", "attention", "encoder_decoder"],
+)
+def test_models_of_other_shapes(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    with torch.device("meta"):
+        assert names(make()) == expected
+
+
+def test_the_numbers_of_elements_add_up() -> None:
+    model = Decoder()
+    chosen = choose(model, set())
+    assert sum(unit.numel for unit in chosen) == sum(p.numel() for p in model.parameters())
+    assert [len(line.split()) > 3 for line in str(chosen).splitlines()] == [True] * len(chosen)
+    assert "(root)" in str(chosen)
+
+
+def test_every_unit_is_sharded_and_trains() -> None:
+    model = Decoder()
+    chosen = fullshard.shard_blocks(model)
+    assert isinstance(model, fullshard.FSDPModule)
+    for unit in chosen:
+        assert isinstance(model.get_submodule(unit.name), fullshard.FSDPModule), unit
+    model(torch.arange(4)).sum().backward()
+    assert model.head.weight.grad is not None
+
+
+def scalar(model: Any) -> dict[str, Any]:
+    model.layers[2].scale = nn.Parameter(torch.tensor(1.0))
+    return {}
+
+
+def sharded_before(model: Any) -> dict[str, Any]:
+    fullshard.fully_shard(model.layers[2])
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (scalar, ConfigError, "layers.2.scale is a scalar"),
+        (sharded_before, ConfigError, "given to fully_shard before"),
+        (lambda model: {"reshard_after_forward": "yes"}, ConfigError, "expected None or a bool"),
+        (lambda model: {"mesh": 3}, TypeError, "expected a DeviceMesh"),
+        (lambda model: {"meshes": 3}, TypeError, "meshes"),
+    ],
+    ids=["scalar", "sharded_before", "reshard", "mesh", "unknown"],
+)
+def test_what_is_refused_changes_nothing(
+    spoil: Callable[[Any], dict[str, Any]], error: type[Exception], text: str
+) -> None:
+    model = Decoder()
+    options = spoil(model)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(error, match=text):
+        fullshard.shard_blocks(model, **options)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="got int, expected"):
+        fullshard.shard_blocks(3)  # type: ignore[arg-type]
