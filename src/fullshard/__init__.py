@@ -10,6 +10,7 @@ from fullshard.frontend import (
     FSDPModule,
     UnshardHandle,
     fully_shard,
+    register_fsdp_forward_method,
     shard_blocks,
 )
 from fullshard.layout import PerParameter
@@ -25,6 +26,7 @@ __all__ = [
     "UnshardHandle",
     "errors",
     "fully_shard",
+    "register_fsdp_forward_method",
     "shard_blocks",
 ]
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -40,7 +41,9 @@ __all__ = [
     "queue_end_of_task",
     "reduce_scatter",
     "repoint",
+    "never_compiled",
     "overrides_setattr",
+    "post_accumulate_grad_hooks",
     "sequence_number",
     "versions",
 ]
@@ -95,6 +98,12 @@ def current_task() -> int:
 def queue_end_of_task(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the current backward call ends; drop it if that call fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def post_accumulate_grad_hooks(param: nn.Parameter) -> Iterable[Callable[[Tensor], None]]:
+    """What the user registered to be called when ``param.grad`` is there."""
+    hooks = param._post_accumulate_grad_hooks
+    return tuple(hooks.values()) if hooks else ()
 
 
 def gradient_node(tensor: Tensor) -> Node:
@@ -171,6 +180,23 @@ def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def overrides_setattr(module: nn.Module) -> bool:
     """Whether assigning an attribute of ``module`` does more than ``nn.Module`` does."""
     return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """``function``, which Dynamo leaves alone, with all that it calls.
+
+    ``torch.compiler.disable`` does the same by a wrapper that costs host time at each call, and
+    imports the compiler.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "fullshard moves parameters here"
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def none_is_held(tensors: list[Tensor]) -> bool:

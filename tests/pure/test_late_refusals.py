@@ -44,15 +44,21 @@ def test_a_prefetch_budget_that_cannot_work_is_refused(args: tuple[int, bool], w
     assert unit_of(model).engine.scheduler.policy == policy
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: nn.Sequential(m)], ids=["self", "parent"])
-def test_deepcopy_is_refused(wrap: Any) -> None:
-    model = fully_shard(layers())
-    with pytest.raises(NotImplementedError, match="deepcopy") as caught:
-        copy.deepcopy(wrap(model))
-    assert isinstance(caught.value, AssertionError) and isinstance(
-        caught.value, errors.FullshardError
-    )
+def test_deepcopy_of_a_part_of_a_list_unit_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard([model[0], model[1]])
+    with pytest.raises(errors.ConfigError, match="2 modules, of which 1"):
+        copy.deepcopy(model)
+    fully_shard(model)
+    train_once(copy.deepcopy(model))
     train_once(model)
+
+
+def test_deepcopy_in_the_middle_of_a_forward_is_refused() -> None:
+    model = fully_shard(layers())
+    model[1].register_forward_hook(lambda *_: copy.deepcopy(model))
+    with pytest.raises(errors.ProtocolError, match="deepcopy"):
+        model(torch.ones(1, 4))
 
 
 def test_deepcopy_of_a_plain_child_is_refused_in_words() -> None:

@@ -21,7 +21,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,22 @@ class Bucket:
         self.unsharded: Unsharded | None = None
         self.gradients: Gradients | None = None
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
+
+    def copy(self, memo: dict[Any, Any]) -> Bucket:
+        """The same with memory of its own, resharded; ``memo`` learns of its parameters."""
+        new = copy.copy(self)
+        new.dematerialize()
+        new.shard = self.shard.clone()
+        new.sharded_params = []
+        for i, (old, local) in enumerate(
+            zip(self.sharded_params, self.spec.local_views(new.shard), strict=True)
+        ):
+            param = nn.Parameter(self.spec.form.wrap(i, local), requires_grad=old.requires_grad)
+            param.__dict__.update(copy.deepcopy(vars(old), memo))  # what users put on it
+            memo[id(old)] = param
+            new.sharded_params.append(param)
+        new._locals = [self.spec.form.local(param) for param in new.sharded_params]
+        return new
 
     @property
     def names(self) -> list[str]:

@@ -76,8 +76,9 @@ class Engine:
             engine.check_idle(f"fully_shard({unit.name or 'the root'})")
             engine.weights_changed()  # a backward cannot come any more
             engine.reshard_all()
+            key_of = {inner.key: len(units) + i for i, inner in enumerate(engine.units)}
             units += engine.units
-            policies += [engine.policy_of(unit) for unit in engine.units]
+            policies += [engine.policy_of(inner).renumbered(key_of) for inner in engine.units]
         for inner in units:
             for bucket in inner.buckets:
                 bucket.dematerialize()
@@ -94,7 +95,11 @@ class Engine:
     def reshard_all(self) -> None:
         """Reshard every unit that nothing uses."""
         for unit in self.units:
-            self.trigger(when.UserReshard(unit.key))
+            self.reshard(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        """Reshard ``unit``, if nothing uses it."""
+        self.trigger(when.UserReshard(unit.key))
 
     def policy_of(self, unit: Unit) -> UnitPolicy:
         """What the user chose for ``unit``."""

@@ -205,6 +205,11 @@ class Gradients:
                 parts.append(result.locals[i])
         if sums:
             torch._foreach_add_(sums, parts)
+        for i, param in enumerate(self.sharded_params):
+            # As autograd would have called them; an optimizer may step in one.
+            for hook in _torch.post_accumulate_grad_hooks(param):
+                if present[i] and param.requires_grad:
+                    hook(param)
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.autograd.graph import Node
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.bucket import Bucket
-from fullshard.errors import NotBuiltError, ProtocolError
+from fullshard.errors import ProtocolError, UnsupportedError
 
 if TYPE_CHECKING:
     from fullshard.engine.executor import Engine
@@ -61,11 +62,23 @@ class Unit:
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
 
+    def copy(self, memo: dict[Any, Any]) -> Unit:
+        """A unit of its own, resharded, with a copy of the shards and, as yet, this registration.
+
+        ``memo``, of ``copy.deepcopy``, learns of it and of its parameters.
+        """
+        new = copy.copy(self)
+        new.buckets = tuple(bucket.copy(memo) for bucket in self.buckets)
+        new.engine = None
+        new.forget_nodes()
+        memo[id(self)] = new
+        return new
+
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         """The modules' hooks know the unit, so this is what a copy of a part of a model meets."""
-        raise NotBuiltError(
-            f"a module with parameters of unit {self.name or '(root)'} cannot be copied: copying "
-            "sharded modules is not built yet; copy before fully_shard, or copy the state_dict()"
+        raise UnsupportedError(
+            f"a module with parameters of unit {self.name or '(root)'} cannot be copied without "
+            "the module that was given to fully_shard; copy that one, or the state_dict()"
         )
 
     @property
@@ -77,6 +90,19 @@ class Unit:
     def num_params(self) -> int:
         """Number of parameters, frozen ones included."""
         return sum(len(bucket.sharded_params) for bucket in self.buckets)
+
+    def describe(self) -> str:
+        """One line for people: parameters, elements, ranks, bytes."""
+        if not self.buckets:
+            return "a unit without parameters of its own"
+        specs = [bucket.spec for bucket in self.buckets]
+        numel = sum(param.numel for spec in specs for param in spec.layout.params)
+        shards = sum(bucket.shard.nbytes for bucket in self.buckets)
+        forms = " and ".join(dict.fromkeys(str(spec.form) for spec in specs))
+        return (
+            f"a unit: {self.num_params} parameters, {numel:,} elements, {forms} over "
+            f"{specs[0].layout.world} rank(s), {shards:,} bytes a rank, {self.nbytes:,} unsharded"
+        )
 
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> list[nn.Parameter]:
         """Make the unsharded side where there is none; returns the new unsharded parameters."""

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from fullshard.frontend.blocks import ChosenUnit, ChosenUnits, shard_blocks
 from fullshard.frontend.fully_shard import fully_shard
-from fullshard.frontend.module import FSDPModule, UnshardHandle
+from fullshard.frontend.module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+)
 
 __all__ = [
     "ChosenUnit",
@@ -17,5 +21,6 @@ __all__ = [
     "FSDPModule",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
     "shard_blocks",
 ]

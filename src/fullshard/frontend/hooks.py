@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.frontend.ownership import Places
 from fullshard.tensors import find_tensors, map_tensors
 
-__all__ = ["engine_of", "forward_interrupted", "install_forward_hooks", "install_state_dict_hooks"]
+__all__ = [
+    "engine_of",
+    "forward_interrupted",
+    "install_forward_hooks",
+    "install_state_dict_hooks",
+    "run_as_forward",
+]
 
 
 def install_forward_hooks(
@@ -41,6 +48,7 @@ class _ForwardHooks:
     _handled: list[BaseException | None] = field(default_factory=list)
     """For each running call, innermost last: the exception that was being handled when it began."""
 
+    @_torch.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard, and cast the inputs."""
         engine = engine_of(self.unit)
@@ -53,6 +61,7 @@ class _ForwardHooks:
             return map_tensors(_Cast(dtype), args), map_tensors(_Cast(dtype), kwargs)
         return args, kwargs
 
+    @_torch.never_compiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard if the unit is done, and cast the outputs; called for exceptions too."""
         if not self._handled:
@@ -72,10 +81,26 @@ def forward_interrupted(module: nn.Module) -> None:
 
     To be called while that exception is handled.
     """
-    for hook in module._forward_hooks.values():
-        hooks = getattr(hook, "__self__", None)
-        if isinstance(hooks, _ForwardHooks):
-            hooks.after(module, (), {}, None)
+    _hooks_of(module).after(module, (), {}, None)
+
+
+def run_as_forward(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``method`` of ``module``, a member of a unit, as if it were its forward."""
+    hooks = _hooks_of(module)
+    try:
+        args, kwargs = hooks.before(module, args, kwargs)
+        output = method(module, *args, **kwargs)
+    except BaseException:
+        hooks.after(module, args, kwargs, None)
+        raise
+    cast = hooks.after(module, args, kwargs, output)
+    return output if cast is None else cast
+
+
+def _hooks_of(module: nn.Module) -> _ForwardHooks:
+    """Our hooks, found among those of ``module``."""
+    found = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
+    return next(hooks for hooks in found if isinstance(hooks, _ForwardHooks))
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
+from types import MethodType
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
-from fullshard.frontend.hooks import engine_of, forward_interrupted
+from fullshard.frontend.copying import copy_sharded
+from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import AfterForward, MachinePolicy, UnitPolicy
 from fullshard.schedule import triggers as when
 
-__all__ = ["FSDPModule", "UnshardHandle", "sharded_class"]
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "sharded_class"]
 
 
 class UnshardHandle:
@@ -113,6 +115,59 @@ class FSDPModule:
         """
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module's own unit; not those inside of it.
+
+        False promises that no backward reads its parameters, as for an embedding, and saves the
+        gather; a backward that does read them kills the process.
+        """
+        self._set(False, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these modules' units when this one's forward begins, in this order.
+
+        Instead of what the order of the last forward says; an empty list goes back to that.
+
+        Raises:
+            ConfigError: something that is not sharded, or not together with this module.
+        """
+        self._set(False, forward_prefetch=self._keys_of(modules, "set_modules_to_forward_prefetch"))
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these modules' units when this one's backward begins, in this order.
+
+        Instead of what the order of the last forward says; an empty list goes back to that.
+
+        Raises:
+            ConfigError: something that is not sharded, or not together with this module.
+        """
+        keys = self._keys_of(modules, "set_modules_to_backward_prefetch")
+        self._set(False, backward_prefetch=keys)
+
+    def _keys_of(self, modules: Sequence[FSDPModule], what: str) -> tuple[int, ...]:
+        engine = _unit(self)[1]
+        units = []
+        for module in modules:
+            unit = unit_of(module) if isinstance(module, nn.Module) else None
+            if unit is None:
+                raise ConfigError(
+                    f"{what}: got {type(module).__name__}, expected modules that were given to "
+                    "fully_shard"
+                )
+            if unit.engine is not engine:
+                raise ConfigError(
+                    f"{what}: {type(module).__name__} ({unit.name or 'a root'}) is not part of the "
+                    "same sharded model; call this after fully_shard on the root"
+                )
+            units.append(unit)
+        return tuple(unit.key for unit in units)
+
+    def extra_repr(self) -> str:
+        """What ``print`` adds: the unit, its layout and its bytes."""
+        own: str = super().extra_repr()  # type: ignore[misc]
+        unit = unit_of(self)  # type: ignore[arg-type]
+        return ", ".join(part for part in (own, unit and unit.describe()) if part)
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of a backward ends the reductions; holds for the whole tree."""
         self._set_machine(is_last_backward=is_last_backward)
@@ -172,21 +227,16 @@ class FSDPModule:
             engine_of(unit).weights_changed()
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise _NotCopied(
-            f"deepcopy of a sharded {type(self).__name__} is not built yet: copy the module before "
-            "fully_shard, or copy its state_dict()"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A sharded module with shards and units of its own, as for a moving average."""
+        module: nn.Module = self  # type: ignore[assignment]
+        return copy_sharded(module, memo)  # type: ignore[return-value]
 
     def __reduce__(self) -> NoReturn:
         raise NotBuiltError(
             f"a sharded {type(self).__name__} cannot be pickled: save its state_dict(), with "
             "torch.distributed.checkpoint for instance"
         )
-
-
-class _NotCopied(NotBuiltError, AssertionError):
-    """PyTorch asserts here."""
 
 
 def _unit(module: Any) -> tuple[Unit, Engine]:
@@ -197,6 +247,32 @@ def _unit(module: Any) -> tuple[Unit, Engine]:
             "or its class was used without fully_shard"
         )
     return unit, engine_of(unit)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` unshard the module as its forward does.
+
+    For methods that compute besides ``forward``, such as ``generate_step`` or ``encode``. Modules
+    that are not sharded are left as they are, as in PyTorch.
+
+    Raises:
+        ConfigError: there is no such method (an ``AttributeError`` too).
+    """
+    method = getattr(type(module), method_name, None)
+    if not callable(method):
+        raise _NoMethod(f"{type(module).__name__} has no method {method_name!r}")
+    if unit_of(module) is None:
+        return
+
+    @wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_as_forward(self, method, *args, **kwargs)
+
+    setattr(module, method_name, MethodType(run, module))
+
+
+class _NoMethod(ConfigError, AttributeError):
+    """PyTorch raises an AttributeError here."""
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

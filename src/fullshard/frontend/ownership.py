@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ __all__ = [
     "Places",
     "collect",
     "enlist",
+    "enlist_copy",
     "managed",
     "owner_of",
     "twin_of",
@@ -65,6 +66,19 @@ def enlist(modules: Iterable[nn.Module], owned: Iterable[OwnedParam], unit: Unit
         _originals[one.param] = (one.name, reference)
         for place in one.places:
             _owners.setdefault(place.module, {})[place.name] = reference
+
+
+def enlist_copy(modules: Iterable[nn.Module], memo: Mapping[Any, Any]) -> None:
+    """Let the copies of ``modules``, by ``memo``, be to the copies of units what these are."""
+    for module in modules:
+        new = memo[id(module)]
+        unit = unit_of(module)
+        if unit is not None:
+            _members[new] = weakref.ref(memo[id(unit)])
+        for name, reference in _owners.get(module, {}).items():
+            owner = reference()
+            if owner is not None and id(owner) in memo:
+                _owners.setdefault(new, {})[name] = weakref.ref(memo[id(owner)])
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:

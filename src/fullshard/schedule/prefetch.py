@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -9,6 +10,9 @@ from fullshard.schedule.residents import Actions, Residents
 from fullshard.schedule.state import Hold
 
 __all__ = ["Order", "Prefetcher"]
+
+
+_UNORDERED = sys.maxsize
 
 
 class Order:
@@ -68,14 +72,20 @@ class Prefetcher:
         """The pass starts again."""
         self._order.rewind()
 
-    def met(self, unit: int, budget: int | None, out: Actions) -> None:
-        """``unit`` was entered: drop the guesses that it skipped, and make new ones."""
+    def met(self, unit: int, budget: int | None, out: Actions, *, told: Sequence[int] = ()) -> None:
+        """``unit`` was entered: drop the guesses that it skipped, and make new ones.
+
+        Those of the user, if ``told``; they are never taken for skipped.
+        """
         position = self._order.advance(unit)
         if self._guesses:
             self._guesses.pop(unit, None)
             for skipped in [key for key, guess in self._guesses.items() if guess < position]:
                 self._drop(skipped, out)
-        if budget is None:
+        if told:
+            for next_unit in told:
+                self._guess(_UNORDERED, next_unit, out)
+        elif budget is None:
             self._guess_next(unit, out)
         else:
             self._guess_within(budget, out)

@@ -121,7 +121,8 @@ class Scheduler:
         self.residents.need(state, out)
         if self._iteration and outside and entered:
             self._iteration.entered.append(event.unit)
-            self._ahead.met(event.unit, self.policy.prefetch_budget, out)
+            told = state.policy.forward_prefetch
+            self._ahead.met(event.unit, self.policy.prefetch_budget, out, told=told)
 
     def _begin_iteration(self, root: UnitState, out: Actions) -> None:
         self._iteration = Iteration(root.key)
@@ -197,7 +198,10 @@ class Scheduler:
                 state.holds &= ~(Hold.KEEP | Hold.USER)
                 self.residents.settle(state, out)
         else:
-            self._back.follow(iteration.left[::-1])
+            units = self._units
+            self._back.follow(
+                [u for u in reversed(iteration.left) if units[u].policy.unshard_in_backward]
+            )
         if not event.failed:
             self._learned[iteration.root] = iteration.entered
 
@@ -220,8 +224,10 @@ class Scheduler:
         if event.keeps_graph:
             self._hide(state)
         state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
-        self.residents.need(state, out)
-        self._back.met(event.unit, self.policy.prefetch_budget, out)
+        if state.policy.unshard_in_backward:
+            self.residents.need(state, out)
+        told = state.policy.backward_prefetch
+        self._back.met(event.unit, self.policy.prefetch_budget, out, told=told)
 
     def _leave_younger(self, task: Task, number: int, until: int, out: Actions) -> None:
         """Backward has left all uses above ``until``: the youngest first, as on every rank."""

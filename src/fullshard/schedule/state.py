@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from fullshard.errors import ProtocolError
 from fullshard.schedule.actions import UnitActions, actions_of
@@ -92,6 +93,20 @@ class UnitPolicy:
     after_forward: AfterForward = AfterForward.AUTO
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
+    unshard_in_backward: bool = True
+    """False promises that no backward of the unit reads its parameters (an embedding's does not)."""
+    forward_prefetch: tuple[int, ...] = ()
+    """Units to gather when this one enters forward, instead of what the learned order says."""
+    backward_prefetch: tuple[int, ...] = ()
+    """The same in backward."""
+
+    def renumbered(self, key_of: Mapping[int, int]) -> UnitPolicy:
+        """This policy where units have other keys, and those without are gone."""
+        return replace(
+            self,
+            forward_prefetch=tuple(key_of[u] for u in self.forward_prefetch if u in key_of),
+            backward_prefetch=tuple(key_of[u] for u in self.backward_prefetch if u in key_of),
+        )
 
 
 @dataclass(frozen=True, slots=True)

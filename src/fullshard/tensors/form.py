@@ -28,6 +28,9 @@ class ShardForm(Protocol):
     def repoint(self, shown: Tensor, local: Tensor) -> None:
         """Let ``shown`` stand for another local tensor of the same shape and dtype."""
 
+    def __str__(self) -> str:
+        """How parameters lie, for people."""
+
 
 @dataclass(frozen=True)
 class DTensorForm:
@@ -60,6 +63,10 @@ class DTensorForm:
         """See ``ShardForm``."""
         _torch.repoint(cast("DTensor", shown), local)
 
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(str(placement) for placement, *_ in self.placements)
+        return " and ".join(kinds)
+
 
 @dataclass(frozen=True)
 class LocalForm:
@@ -76,3 +83,6 @@ class LocalForm:
     def repoint(self, shown: Tensor, local: Tensor) -> None:
         """See ``ShardForm``."""
         shown.data = local
+
+    def __str__(self) -> str:
+        return "flat pieces"

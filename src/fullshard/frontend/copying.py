@@ -1,0 +1,68 @@
+"""Deep copies of sharded modules: shards, units and an engine of their own, on the same mesh."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from fullshard.engine import Engine, Unit
+from fullshard.errors import ConfigError
+from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.ownership import enlist_copy, unit_of, units_below
+
+__all__ = ["copy_sharded"]
+
+_UNDER_WAY = "fullshard: a sharded module is being copied"
+"""In the memo of ``copy.deepcopy`` while that lasts; all other keys of it are numbers."""
+
+
+def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """What ``copy.deepcopy(module)`` is; gradients are not copied, as of any Parameter.
+
+    Raises:
+        ConfigError: a unit has members outside of ``module``.
+        ProtocolError: in the middle of a forward or backward.
+    """
+    if _UNDER_WAY in memo:  # a sharded module inside of the one that is copied
+        return _copy(module, memo)
+    units = units_below([module])
+    for unit in units:
+        _check(unit, module)
+        engine_of(unit).check_idle("deepcopy of a sharded module")
+    for unit in units:
+        engine_of(unit).reshard(unit)
+        engine_of(unit).take_over(unit)
+    units.sort(key=lambda unit: unit.key)
+    copies = [unit.copy(memo) for unit in units]  # first, so that modules find the new parameters
+    memo[_UNDER_WAY] = True
+    try:
+        new = _copy(module, memo)
+        for unit, copied in zip(units, copies, strict=True):
+            copied.registration = copy.deepcopy(unit.registration, memo)
+    finally:
+        del memo[_UNDER_WAY]
+    enlist_copy(module.modules(), memo)
+    key_of = {unit.key: number for number, unit in enumerate(units)}
+    Engine(copies, [engine_of(unit).policy_of(unit).renumbered(key_of) for unit in units])
+    return new
+
+
+def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """As ``copy.deepcopy`` does it where nothing is sharded."""
+    new: Any = object.__new__(type(module))
+    memo[id(module)] = new
+    state: Any = module.__getstate__()
+    new.__setstate__(copy.deepcopy(state, memo))
+    return new  # type: ignore[no-any-return]
+
+
+def _check(unit: Unit, module: nn.Module) -> None:
+    inside = sum(unit_of(inner) is unit for inner in module.modules())
+    if inside < unit.num_members:
+        raise ConfigError(
+            f"deepcopy of {type(module).__name__}: unit {unit.name or '(root)'} has "
+            f"{unit.num_members} modules, of which {inside} are inside; copy a module that holds "
+            "all of them"
+        )
