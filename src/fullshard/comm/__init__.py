@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from fullshard.comm.c10d import C10d
-from fullshard.comm.mesh import collectives_of, default_mesh, wrapped
+from fullshard.comm.mesh import collectives_of, default_mesh, device_types_of, wrapped
 from fullshard.comm.protocol import Collectives, Done, Pending
 from fullshard.comm.recording import CollectiveCall, Recording
 
@@ -20,5 +20,6 @@ __all__ = [
     "Recording",
     "collectives_of",
     "default_mesh",
+    "device_types_of",
     "wrapped",
 ]

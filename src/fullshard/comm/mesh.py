@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import Collectives
 
-__all__ = ["collectives_of", "default_mesh", "wrapped"]
+__all__ = ["collectives_of", "default_mesh", "device_types_of", "wrapped"]
 
 # One object per group: its tags must be counted once, whoever uses it.
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, C10d] = weakref.WeakKeyDictionary()
@@ -43,6 +43,11 @@ def wrapped(wrapper: Callable[[Collectives], Collectives]) -> Iterator[None]:
         yield
     finally:
         _wrapper.reset(token)
+
+
+def device_types_of(mesh: DeviceMesh) -> list[str]:
+    """Types of devices on which the group of a 1-D mesh communicates."""
+    return list(_torch.device_types(mesh.get_group()))
 
 
 def default_mesh() -> DeviceMesh:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from fullshard.comm import collectives_of
 from fullshard.engine import Bucket, BucketSpec, Engine, MixedPrecisionPolicy, Unit
 from fullshard.frontend.checks import check_params, shard_dim
+from fullshard.frontend.explain import check_optimizers_again
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.module import sharded_class
 from fullshard.frontend.ownership import (
@@ -97,6 +98,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         # What Dynamo looks at to treat a module as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    check_optimizers_again()
     enlist(modules, chain.from_iterable(plan.params), unit)
     _name_units(modules, unit)
     _log(unit, modules)

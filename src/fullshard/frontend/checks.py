@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fullshard.comm import default_mesh
+from fullshard.comm import default_mesh, device_types_of
 from fullshard.engine import MixedPrecisionPolicy
 from fullshard.errors import (
     AlreadyShardedError,
@@ -69,6 +69,11 @@ def _check_module(module: nn.Module) -> None:
 
 def _check_kind(module: nn.Module, inner: nn.Module) -> None:
     name = type(inner).__name__
+    if type(inner) is nn.MultiheadAttention and unit_of(inner.out_proj) is not None:
+        raise ConfigError(
+            f"fully_shard: out_proj of {name} was given to fully_shard by itself, but {name} reads "
+            "its weight without calling it; leave that call out"
+        )
     where = "" if inner is module else f" (inside {type(module).__name__})"
     if isinstance(inner, torch.jit.ScriptModule):
         raise UnsupportedError(f"fully_shard: {name}{where} is a ScriptModule; shard eager modules")
@@ -131,7 +136,7 @@ def checked_ignored(params: Any) -> set[nn.Parameter]:
 def checked_mesh(mesh: Any) -> DeviceMesh:
     """The mesh, or the default one."""
     if mesh is None:
-        return default_mesh()
+        mesh = default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
             f"fully_shard(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh or None"
@@ -140,6 +145,12 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
         raise NotBuiltError("fully_shard on a 2-D mesh (HSDP) is not built yet: pass a 1-D mesh")
     if mesh.ndim != 1:
         raise ConfigError(f"fully_shard(mesh=...): got {mesh.ndim} mesh dims, expected 1 or 2")
+    served = device_types_of(mesh)
+    if mesh.device_type not in served:
+        raise ConfigError(
+            f"fully_shard: the mesh is on {mesh.device_type}, its process group communicates on "
+            f"{', '.join(served)} only; init_process_group('cpu:gloo,cuda:nccl') serves both"
+        )
     return mesh
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, wraps
 from types import MethodType
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
 from fullshard.frontend.copying import copy_sharded
+from fullshard.frontend.explain import check_full_tensors, explain_forward, guarded_methods
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import AfterForward, MachinePolicy, UnitPolicy
@@ -51,12 +52,13 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; whatever ends that, the engine learns of it."""
+        module: nn.Module = self  # type: ignore[assignment]
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except Exception:
-            raise  # torch tells our hook
+        except Exception as error:  # torch tells our hook
+            explain_forward(module, error)
+            raise
         except BaseException:
-            module: nn.Module = self  # type: ignore[assignment]
             forward_interrupted(module)
             raise
 
@@ -212,6 +214,16 @@ class FSDPModule:
         policy: MachinePolicy = engine.scheduler.policy
         engine.trigger(when.SetMachinePolicy(replace(policy, **changes)))
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of any module, with DTensors that lie as the parameters do.
+
+        Raises:
+            ConfigError: plain tensors for sharded parameters; nothing was changed.
+        """
+        module: nn.Module = self  # type: ignore[assignment]
+        check_full_tensors(module, state_dict)
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """``to``, ``cuda``, ``float``, ``to_empty`` and the like act on the shards."""
         module: nn.Module = self  # type: ignore[assignment]
@@ -283,4 +295,5 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 @cache
 def _sharded_class(cls: Any) -> type[nn.Module]:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    own = {"__module__": cls.__module__, **guarded_methods(cls)}
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)

@@ -23,6 +23,7 @@ __all__ = [
     "enlist_copy",
     "managed",
     "owner_of",
+    "sharded_twin_of",
     "twin_of",
     "unit_of",
     "units_below",
@@ -55,6 +56,17 @@ def twin_of(param: nn.Parameter) -> tuple[str, Unit] | None:
     name, reference = _originals.get(param, ("", None))
     unit = None if reference is None else reference()
     return None if unit is None else (name, unit)
+
+
+def sharded_twin_of(param: nn.Parameter) -> tuple[str, nn.Parameter | None]:
+    """The sharded parameter that took the place of this very one, and its full name."""
+    twin = twin_of(param)
+    if twin is None:
+        return "", None
+    name, unit = twin
+    named = (pair for b in unit.buckets for pair in zip(b.names, b.sharded_params, strict=True))
+    full_name = ".".join(part for part in (unit.name, name) if part)
+    return full_name, next((sharded for own, sharded in named if own == name), None)
 
 
 def enlist(modules: Iterable[nn.Module], owned: Iterable[OwnedParam], unit: Unit) -> None:

@@ -1,0 +1,122 @@
+"""Errors of the first hour that PyTorch words in its own terms, said in ours."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import isfunction
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.errors import ConfigError, ProtocolError
+from fullshard.frontend.ownership import sharded_twin_of, unit_of, units_below
+
+__all__ = ["check_full_tensors", "check_optimizers_again", "explain_forward", "guarded_methods"]
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
+def explain_forward(module: nn.Module, error: Exception) -> None:
+    """Raise what ``error``, which left the forward of ``module``, means; or return.
+
+    Raises:
+        ProtocolError: a parameter was used while it was sharded.
+    """
+    if _MIXED not in str(error):
+        return
+    unit = unit_of(module)
+    inner = [u.name for u in units_below([module]) if u is not unit and u.buckets]
+    hint = f" (units inside of it: {', '.join(inner[:8])})" if inner else ""
+    raise ProtocolError(
+        f"the forward of {type(module).__name__} used a parameter that was sharded: one of a unit "
+        f"that was not running{hint}. A module that reads another's parameter, instead of calling "
+        "it, has to be in one unit with it: leave out fully_shard on the inner one, or give both "
+        "to one call, as a list"
+    ) from error
+
+
+def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The public methods that ``cls`` adds to ``nn.Module``, explaining how to call them.
+
+    Only forward unshards. What else computes with parameters finds them sharded, and is told
+    what to do about it.
+    """
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    return {
+        name: _guard(name, function)
+        for base in reversed(bases)
+        for name, function in vars(base).items()
+        if isfunction(function) and not name.startswith("_") and not hasattr(nn.Module, name)
+    }
+
+
+def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise ProtocolError(
+                f"{type(self).__name__}.{name}() used parameters while they were sharded: only "
+                "forward unshards them by itself. Call fullshard.register_fsdp_forward_method("
+                f"module, {name!r}) once, or module.unshard() before"
+            ) from error
+
+    return guarded
+
+
+def check_full_tensors(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """What ``load_state_dict`` refuses before it changes anything.
+
+    Raises:
+        ConfigError: plain tensors for sharded parameters.
+    """
+    own = module.state_dict()
+    plain = [
+        name
+        for name, value in state.items()
+        if isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
+    ]
+    if plain:
+        raise ConfigError(
+            f"load_state_dict of sharded {type(module).__name__}: got plain tensors for the "
+            f"sharded parameters {', '.join(plain[:4])}{' and more' if len(plain) > 4 else ''}; "
+            "load a full state dict with torch.distributed.checkpoint.state_dict."
+            "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))"
+        )
+
+
+# Optimizers that were checked, with the number of parameters that they had: a step costs nothing.
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def check_optimizers_again() -> None:
+    """Parameters were replaced by sharded ones."""
+    _checked.clear()
+
+
+def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse a step on parameters that were sharded since: it would train nothing."""
+    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == num_params:
+        return
+    params = {param for group in optimizer.param_groups for param in group["params"]}
+    for param in params:
+        name, sharded = sharded_twin_of(param)
+        if sharded is not None and sharded not in params:  # else it is tied, and both are trained
+            raise ConfigError(
+                f"this {type(optimizer).__name__} was built before fully_shard: its parameter "
+                f"{name}, for one, was replaced by a sharded one and would not be trained; build "
+                "the optimizer after sharding"
+            )
+    _checked[optimizer] = num_params
+
+
+register_optimizer_step_pre_hook(_check_optimizer)
