@@ -37,8 +37,11 @@ class FakeAccelerator:
             name=name, wait_event=lambda event: self.notes.append(f"{name} waits {event.number}")
         )
 
-    def Event(self) -> Any:
+    def Event(self, enable_timing: bool = False) -> Any:
         event = SimpleNamespace(number=next(self._numbers))
+        if enable_timing:
+            event.synchronize = lambda: self.notes.append(f"host waits {event.number}")
+            event.elapsed_time = lambda later: 1000.0 * (later.number - event.number)  # ms
         event.record = lambda stream: self.notes.append(f"{stream.name} records {event.number}")
         return event
 
@@ -95,6 +98,20 @@ def test_join_records_on_the_awaited_and_waits_on_the_waiter(cuda: FakeAccelerat
     assert cuda.notes == [
         "gather records 0", "compute waits 0", "compute records 1", "reduce waits 1",
     ]  # fmt: skip
+
+
+def test_waits_of_compute_are_timed_from_the_first_question_on(cuda: FakeAccelerator) -> None:
+    lanes = lanes_of(cuda)
+    lanes.join(Lane.COMPUTE, Lane.GATHER)
+    assert lanes.waited_s() == 0
+    lanes.join(Lane.REDUCE, Lane.COMPUTE)
+    cuda.notes.clear()
+    lanes.join(Lane.COMPUTE, Lane.GATHER)
+    assert cuda.notes == [
+        "gather records 2", "compute records 3", "compute waits 2", "compute records 4",
+    ]  # fmt: skip
+    assert (lanes.waited_s(), lanes.waited_s()) == (1.0, 1.0)
+    assert cuda.notes[-1] == "host waits 4"
 
 
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()])

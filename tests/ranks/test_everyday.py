@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from typing import Any
 
@@ -414,3 +415,18 @@ def test_a_printed_model_shows_its_units(pool: RankPool) -> None:
         "(0-1): 2 x FSDPLinear(in_features=6, out_features=6, bias=True, a unit: 2 parameters, "
         "42 elements, S(0) over 2 rank(s), 176 bytes a rank, 336 unsharded)"
     ]
+
+
+def waits() -> None:
+    model = shard(make())
+    assert model.waited_s() == 0
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.5)  # the other waits for what this rank has to send
+    model(batch()).sum().backward()
+    assert model.waited_s() > (0.2 if dist.get_rank() == 1 else 0)
+    assert model.waited_s() == model.blocks[0].waited_s()
+
+
+def test_time_spent_waiting_is_told(pool: RankPool) -> None:
+    pool.run(2, waits)

@@ -11,11 +11,14 @@ reused when does not depend on how fast the device happens to run.
 from __future__ import annotations
 
 import enum
+import time
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+
+from fullshard.comm import Pending
 
 __all__ = ["CpuLanes", "Lane", "Lanes", "StreamLanes", "make_lanes"]
 
@@ -37,12 +40,22 @@ class Lanes(Protocol):
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """What is issued on ``waiter`` from now on waits for what was issued on ``awaited``."""
 
+    def wait(self, pending: Pending) -> None:
+        """Make the result of a collective usable on the lane that is current."""
+
+    def waited_s(self) -> float:
+        """Seconds that COMPUTE has waited for communication; a stream counts from the first call.
+
+        On a stream this waits until what was counted is done.
+        """
+
 
 class CpuLanes:
     """A CPU does one thing after the other: nothing to switch, nothing to wait for."""
 
     def __init__(self) -> None:
         self._here: AbstractContextManager[None] = nullcontext()
+        self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Stay here."""
@@ -50,6 +63,16 @@ class CpuLanes:
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """Everything issued before is done already."""
+
+    def wait(self, pending: Pending) -> None:
+        """Block."""
+        start = time.perf_counter()
+        pending.wait()
+        self._waited_s += time.perf_counter() - start
+
+    def waited_s(self) -> float:
+        """Seconds in ``wait``."""
+        return self._waited_s
 
 
 class StreamLanes:
@@ -63,6 +86,8 @@ class StreamLanes:
             lane: accelerator.Stream(device=device, priority=-1)
             for lane in (Lane.GATHER, Lane.REDUCE)
         }
+        self._waits: list[tuple[Any, Any]] | None = None  # events around each, once asked for
+        self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Make the lane's stream current."""
@@ -73,7 +98,27 @@ class StreamLanes:
         """Record an event on ``awaited``, let ``waiter`` wait for it."""
         event = self._accelerator.Event()
         event.record(self._stream(awaited))
-        self._stream(waiter).wait_event(event)
+        stream = self._stream(waiter)
+        if self._waits is None or waiter is not Lane.COMPUTE:
+            stream.wait_event(event)
+            return
+        before, after = (self._accelerator.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        self._waits.append((before, after))
+
+    def wait(self, pending: Pending) -> None:
+        """Let the current stream wait; the host goes on."""
+        pending.wait()
+
+    def waited_s(self) -> float:
+        """Between the events around each ``join`` of COMPUTE."""
+        waits, self._waits = self._waits or [], []
+        for before, after in waits:
+            after.synchronize()
+            self._waited_s += before.elapsed_time(after) / 1e3
+        return self._waited_s
 
     def _stream(self, lane: Lane) -> Any:
         if lane is Lane.COMPUTE:

@@ -121,7 +121,7 @@ class Gradients:
             return
         reduction, self._in_flight = self._in_flight, None
         with torch.no_grad(), self._lanes.on(Lane.REDUCE):
-            reduction.pending.wait()
+            self._lanes.wait(reduction.pending)
             self._assign(reduction.result, self._present_anywhere(reduction))
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
         self._input.free()

@@ -98,7 +98,7 @@ class Unsharded:
             return
         pending, _ = self._in_flight
         with self._lanes.on(Lane.GATHER), torch.no_grad():
-            pending.wait()
+            self._lanes.wait(pending)
             if self._staging is not None:
                 self._buffer.allocate()
                 torch._foreach_copy_(self._targets, self._sources)

@@ -194,6 +194,15 @@ class FSDPModule:
             )
         self._set_machine(prefetch_budget=nbytes)
 
+    def waited_s(self) -> float:
+        """Seconds that computation of the whole tree has waited for communication on this rank.
+
+        Take the difference of two calls. On CPU the host waits (and adds up what it received,
+        which is part of a reduction there); on an accelerator the compute stream does, measured
+        from the first call on, which each call waits for. No PyTorch counterpart.
+        """
+        return _unit(self)[1].lanes.waited_s()
+
     def reset_iter_state(self) -> None:
         """Give up an iteration that an exception ended: everything sharded, nothing pending.
 
