@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
 from fullshard.engine import Engine
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule.state import Hold
-from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.models import fill, noise
 
 __all__ = [
     "DIM",
@@ -153,7 +153,7 @@ def compare(kind: type[Case], reshard: bool | None = None) -> None:
 
 
 def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
-    """Gradients and parameters, whole, after each step."""
+    """Gradients and parameters after each step; of the sharded model this rank's pieces."""
     optimizer = case.optimizer(model)
     seen: list[tuple[str, dict[str, Tensor | None]]] = []
     for number in range(case.num_steps + 1):
@@ -165,11 +165,14 @@ def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | No
             case.good(model, x)
         if isinstance(model, fullshard.FSDPModule) and not case.keeps:
             check_rest(model, hides=case.hides)
-        seen.append((f"gradients of step {number}", full_gradients(model, optimizer)))
+        seen.append((f"gradients of step {number}", gradients(model, optimizer)))
         optimizer.step()
         optimizer.zero_grad()
         if not case.keeps:
-            seen.append((f"parameters after step {number}", dict(full_parameters(model))))
+            params: dict[str, Tensor | None] = {
+                name: param.detach().clone() for name, param in model.named_parameters()
+            }
+            seen.append((f"parameters after step {number}", params))
     if isinstance(model, fullshard.FSDPModule) and case.hides:
         with torch.no_grad():
             model.eval()(x)
@@ -177,21 +180,27 @@ def train(case: Case, model: nn.Module) -> list[tuple[str, dict[str, Tensor | No
     return seen
 
 
-def full_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
-    """Every gradient that the optimizer finds, whole; all ranks must agree on which there are."""
+def gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | None]:
+    """Every gradient that the optimizer finds; all ranks must agree on which there are."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if isinstance(model, fullshard.FSDPModule) and dist.get_world_size() > 1:
         here = torch.tensor([float(param.grad is not None) for param in params])
         everywhere = here.clone()
         dist.all_reduce(everywhere)
         assert torch.equal(everywhere, here * dist.get_world_size()), "ranks differ in gradients"
-    return {str(i): _whole(param.grad) for i, param in enumerate(params)}
+    grads = ((str(i), param.grad) for i, param in enumerate(params))
+    return {name: None if grad is None else grad.detach().clone() for name, grad in grads}
 
 
-def _whole(grad: Tensor | None) -> Tensor | None:
-    if grad is None:
-        return None
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
+def piece_of(whole: Tensor, like: Tensor) -> Tensor:
+    """What of ``whole`` this rank has if it is cut as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    ((shard,), mesh) = like.placements, like.device_mesh
+    assert isinstance(shard, Shard)
+    chunks = whole.chunk(mesh.size(), shard.dim)
+    rank = mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else whole.narrow(shard.dim, 0, 0)
 
 
 def assert_same(
@@ -202,8 +211,10 @@ def assert_same(
     for name, tensor in want.items():
         other = got[name]
         if tensor is not None and other is not None:
-            worst = (tensor - other).abs().max().item()
             scale = max(1.0, tensor.abs().max().item())
+            local = other.to_local() if isinstance(other, DTensor) else other
+            difference = piece_of(tensor, other) - local
+            worst = difference.abs().max().item() if difference.numel() else 0.0
             assert worst <= limit * scale, f"{what}: {name} differs by {worst}"
 
 
