@@ -1,7 +1,11 @@
-"""The command ``fullshard train``: what it refuses, and how it tells of a failed worker."""
+"""The command ``fullshard train``: what its options mean, how it tells of a failed worker.
+
+What it refuses: ``test_train_errors.py``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -11,65 +15,22 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.cli import main
-from fullshard.errors import ConfigError
 from fullshard.train import launch
-from fullshard.train.config import ModelConfig, TrainConfig
-from fullshard.train.rundir import (
-    CheckpointInfo,
-    RunDir,
-    check_continues,
-    describe,
-    read_info,
-    write_info,
-)
+from fullshard.train.architecture import choose_architecture
+from fullshard.train.command import _kinds
+from fullshard.train.config import Dtype, TrainConfig
+from fullshard.train.data import load_text
+from fullshard.train.rundir import CheckpointInfo, RunDir, describe, read_info, write_info
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs in an empty folder, with a cache of its own and no launcher around."""
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def refuse_to_start(nproc: int, config: Path) -> None:
-    raise AssertionError("a worker was started")
-
-
-@pytest.fixture
-def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_start_workers", refuse_to_start)
-
-
-@pytest.mark.usefixtures("no_workers")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--data nowhere", "nowhere: there is no such file or folder"),
-        ("--data short.txt", "too little text: "),
-        ("--dtype fp8", "'fp8' is not one of"),
-        ("--steps many", "--steps"),
-        ("--steps 0", "--steps is 0, it must be at least 1"),
-        ("--stop-after 0", "--stop-after is 0, it must be at least 1"),
-        ("--lr 0", "--lr is 0.0, it must be greater than 0"),
-        ("--unknown", "--unknown"),
-        ("--name a/b", "--name a/b: must be a plain name"),
-        ("--resume", "runs/default holds no run to resume: start without --resume"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_exit_code_2(
-    options: str, message: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (elsewhere / "short.txt").write_text("a few words")
-    assert main(["train", *options.split()]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("fullshard: error: ")
-    assert message in err
-    assert not (elsewhere / "runs").exists()
 
 
 def test_an_unknown_command_is_refused_too(capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,13 +64,12 @@ def text_file(folder: Path) -> str:
 def a_checkpoint(run: RunDir, config: TrainConfig, key: str, step: int) -> Path:
     path = run.checkpoint(step)
     path.mkdir(parents=True)
-    write_info(path, describe(config, step=step, text_key=key, num_workers=config.nproc))
+    model = choose_architecture(config).description()
+    write_info(path, describe(config, model, step=step, text_key=key, num_workers=config.nproc))
     return path
 
 
 def key_of_text(started: list[TrainConfig]) -> str:
-    from fullshard.train.data import load_text
-
     return load_text(started[0].data, vocab_size=2048).key
 
 
@@ -124,29 +84,6 @@ def test_resume_takes_the_options_of_the_run(started: list[TrainConfig], elsewhe
     assert (second.data, second.seq, second.steps) == (first.data, 16, 9)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("--steps 4", "is at step 4 already: a greater --steps than 4 goes on"),
-        ("--stop-after 3", "is at step 4 already: a greater --stop-after than 3 goes on"),
-        ("--data other.txt", "was trained on other text"),
-    ],
-)
-def test_a_run_that_cannot_go_on_says_why(
-    change: str,
-    message: str,
-    started: list[TrainConfig],
-    elsewhere: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    (elsewhere / "other.txt").write_text("".join(f"{n} other\n" for n in range(3000)))
-    assert main(["train", "--data", text_file(elsewhere), "--seq", "16", "--steps", "9"]) == 0
-    a_checkpoint(RunDir(Path("runs/default")), started[0], key_of_text(started), 4)
-    assert main(["train", "--resume", *change.split()]) == 2
-    assert message in capfd.readouterr().err
-    assert len(started) == 1
-
-
 def test_a_new_start_sets_the_earlier_run_aside(
     started: list[TrainConfig], elsewhere: Path
 ) -> None:
@@ -158,16 +95,92 @@ def test_a_new_start_sets_the_earlier_run_aside(
     assert len(started) == 3
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    config = TrainConfig()
-    path = a_checkpoint(RunDir(tmp_path), config, "key", 4)
-    assert read_info(path) == CheckpointInfo(4, "key", 2, describe_model(config), 16)
-    with pytest.raises(ConfigError, match="holds another model"):
-        check_continues(TrainConfig(model=ModelConfig(dim=64)), path, "key")
+def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    path = a_checkpoint(RunDir(tmp_path), TrainConfig(), "key", 4)
+    model = {"dim": 192, "num_layers": 4, "num_heads": 4, "ffn_dim": 512, "vocab_size": 2048}
+    assert read_info(path) == CheckpointInfo(4, "key", 2, model, 16)
 
 
-def describe_model(config: TrainConfig) -> dict[str, int]:
-    return describe(config, step=1, text_key="", num_workers=1).model
+def test_a_path_is_kept_from_anywhere(started: list[TrainConfig], elsewhere: Path) -> None:
+    text_file(elsewhere)
+    assert main(["train", "--data", "text.txt"]) == 0
+    assert started[0].data == str(elsewhere / "text.txt")
+
+
+def test_the_learning_rate_follows_the_model_unless_given(
+    started: list[TrainConfig], elsewhere: Path
+) -> None:
+    options = ["train", "--data", text_file(elsewhere), "--model", "10m"]
+    assert main(options) == main([*options, "--lr", "0.5"]) == 0
+    assert [config.lr for config in started] == [2e-3, 0.5]
+
+
+@pytest.fixture
+def file_of_options(elsewhere: Path) -> Path:
+    path = elsewhere / "run.toml"
+    path.write_text(
+        f'data = "{text_file(elsewhere)}"\nsteps = 7\nseq = 16\nlr = 1\nname = "mine"\n'
+        'stop-after = 5\ncheckpoint_activations = true\nreshard = false\ndtype = "bf16"\n'
+    )
+    return path
+
+
+def test_a_file_gives_options(
+    started: list[TrainConfig], elsewhere: Path, file_of_options: Path
+) -> None:
+    assert main(["train", "--config", str(file_of_options)]) == 0
+    expected = TrainConfig(
+        out="runs/mine",
+        data=str(elsewhere / "text.txt"),
+        nproc=launch.default_nproc(),
+        steps=7,
+        stop_after=5,
+        seq=16,
+        lr=1.0,
+        dtype=Dtype.BF16,
+        reshard=False,
+        checkpoint_activations=True,
+    )
+    assert started == [expected]
+    assert TrainConfig.load(elsewhere / "runs" / "mine" / "config.json") == expected
+
+
+def test_options_given_by_hand_win_over_the_file(
+    started: list[TrainConfig], file_of_options: Path
+) -> None:
+    by_hand = "--steps 9 --out there --reshard --dtype fp32 --stop-after 2".split()
+    assert main(["train", "--config", str(file_of_options), *by_hand]) == 0
+    (config,) = started
+    assert (config.steps, config.stop_after, config.out) == (9, 2, "there")
+    assert (config.reshard, config.dtype, config.seq) == (True, Dtype.FP32, 16)
+
+
+def test_a_file_wins_over_the_run_that_is_resumed(
+    started: list[TrainConfig], elsewhere: Path, file_of_options: Path
+) -> None:
+    options = ["--data", text_file(elsewhere), "--seq", "16", "--steps", "9", "--name", "mine"]
+    assert main(["train", *options]) == 0
+    a_checkpoint(RunDir(Path("runs/mine")), started[0], key_of_text(started), 4)
+    assert main(["train", "--resume", "--config", str(file_of_options)]) == 0
+    assert (started[1].steps, started[1].resume, started[1].lr) == (7, True, 1.0)
+
+
+def test_every_option_can_stand_in_a_file() -> None:
+    known = set(_kinds())
+    of_the_run = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert known - {"name", "out"} <= of_the_run
+    assert {"model", "data", "nproc", "resume", "checkpoint_activations"} <= known
+
+
+def test_ctrl_c_while_the_text_is_read_is_no_traceback(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config: TrainConfig, *, num_workers: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "prepare", interrupted)
+    assert main(["train", "--data", text_file(elsewhere)]) == 130
+    assert capfd.readouterr() == ("", "")
 
 
 def failed(tmp_path: Path, rank: int, exitcode: int, **record: object) -> ProcessFailure:

@@ -7,18 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullshard.errors import ConfigError
 from fullshard.train.data import (
     END,
-    Document,
     Order,
-    collect,
     load_text,
     num_windows,
     read_windows,
     split,
     train_tokenizer,
 )
+from fullshard.train.documents import Document
 
 TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n\n"
 
@@ -36,38 +34,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_a_folder_is_read_sorted_and_without_what_is_no_text(tmp_path: Path) -> None:
-    root = write_files(tmp_path / "text", 5)
-    (root / "picture.bin").write_bytes(b"\xff\xfe\x00")
-    (root / "zeros.txt").write_bytes(b"a\0b")
-    (root / "empty.txt").touch()
-    (root / ".hidden").write_text("hidden")
-    names = [document.name for document in collect(str(root))]
-    assert names == sorted(names)
-    assert set(names) == {f"part{n % 3}/file{n:02d}.py" for n in range(5)}
-
-
-def test_a_file_is_read_alone(tmp_path: Path) -> None:
-    path = write_files(tmp_path, 2) / "part0" / "file00.py"
-    assert collect(str(path)) == [Document("file00.py", path.read_text(encoding="utf-8"))]
-
-
-def test_the_default_text_is_the_standard_library() -> None:
-    names = {document.name for document in collect(None)}
-    assert {"typing.py", "json/decoder.py"} <= names
-    folders = {part for name in names for part in name.split("/")[:-1]}
-    assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages"}
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00"])
-def test_no_text_is_refused_by_path(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=str(path)):
-        collect(str(path))
-
-
 def test_files_are_held_out_by_name_alone() -> None:
     chosen = [Document(f"file{n}.py", "a").is_held_out for n in range(2000)]
     assert chosen == [Document(f"file{n}.py", "b").is_held_out for n in range(2000)]
@@ -77,6 +43,13 @@ def test_files_are_held_out_by_name_alone() -> None:
 def test_the_end_of_a_single_file_is_held_out() -> None:
     train, held_out = split([Document("a", "x" * 1600)])
     assert (train, held_out) == (["x" * 1500], ["x" * 100])
+
+
+def test_where_names_choose_too_little_the_end_of_each_document_is_held_out() -> None:
+    small = next(n for n in range(1000) if Document(f"{n}", "").is_held_out)
+    documents = [Document(f"{small}", "y" * 16), Document("a", "x" * 160_000)]
+    assert not documents[1].is_held_out
+    assert split(documents) == (["y" * 15, "x" * 150_000], ["y", "x" * 10_000])
 
 
 def test_tokens_give_back_every_text_exactly() -> None:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from fullshard.errors import ConfigError
-from fullshard.train.config import Dtype, ModelConfig, TrainConfig
+from fullshard.train.architecture import choose_architecture, count_parameters
+from fullshard.train.config import SIZES, Dtype, ModelConfig, TrainConfig, default_lr
 from fullshard.train.loop import build_optimizer, learning_rate, next_token_losses
 from fullshard.train.metrics import MetricsFile, StepRecord, drop_after, read_metrics
 from fullshard.train.model import GPT
 from fullshard.train.rundir import RunDir
 
-TINY = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32, vocab_size=50)
+TINY = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32, vocab_size=50, lr=1e-3)
 
 
 def tiny_gpt(*, checkpoint_activations: bool = False) -> GPT:
@@ -29,10 +30,19 @@ def some_tokens(num_rows: int, length: int) -> torch.Tensor:
     return torch.arange(num_rows * length).view(num_rows, length) * 7 % TINY.vocab_size
 
 
-def test_the_default_model_has_its_announced_size() -> None:
-    with torch.device("meta"):
-        model = GPT(ModelConfig(), max_seq=128)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 2_557_632
+@pytest.mark.parametrize(
+    ("size", "numel"),
+    [("2m", 2_557_632), ("10m", 10_059_840), ("125m", 124_275_456), ("1b", 1_041_836_032)],
+)
+def test_a_size_is_what_its_name_says(size: str, numel: int) -> None:
+    config = TrainConfig(model=size)
+    assert count_parameters(choose_architecture(config), config) == numel
+
+
+def test_larger_models_learn_slower() -> None:
+    rates = [default_lr(size) for size in SIZES]
+    assert rates == sorted(rates, reverse=True)
+    assert default_lr("hf:config.json") < rates[0]
 
 
 def test_logits_have_a_row_for_every_token() -> None:
@@ -98,11 +108,13 @@ def test_a_run_of_few_steps_still_has_a_learning_rate(steps: int) -> None:
 
 
 def test_a_configuration_survives_json() -> None:
-    config = TrainConfig(data="/x", stop_after=3, dtype=Dtype.BF16, model=TINY, lr=1e-3)
+    config = TrainConfig(data="/x", stop_after=3, dtype=Dtype.BF16, model="10m", lr=1e-3)
     assert TrainConfig.from_json(config.to_json()) == config
 
 
-@pytest.mark.parametrize("text", ["{}", "nonsense", '{"model": {}, "dtype": "fp8"}', "[]"])
+@pytest.mark.parametrize(
+    "text", ["{}", "nonsense", '{"dtype": "fp8"}', '{"model": {}, "dtype": "fp32"}', "[]"]
+)
 def test_a_file_that_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
@@ -118,6 +130,9 @@ def record(step: int, bits: float | None = None) -> StepRecord:
         lr=0.1,
         grad_norm=1.0,
         seconds=0.5,
+        peak_memory_nbytes=100,
+        shard_nbytes=10,
+        waiting=0.1,
         eval_bits_per_byte=bits,
     )
 
@@ -128,7 +143,8 @@ def test_metrics_are_one_object_a_step(tmp_path: Path) -> None:
         metrics.write(record(1))
         metrics.write(record(2, bits=2.5))
     first, second = (json.loads(line) for line in path.read_text().splitlines())
-    assert set(first) == {"step", "loss", "tokens_per_s", "lr", "grad_norm", "seconds"}
+    learning = {"step", "loss", "tokens_per_s", "lr", "grad_norm", "seconds"}
+    assert set(first) == learning | {"peak_memory_nbytes", "shard_nbytes", "waiting"}
     assert second["eval_bits_per_byte"] == 2.5
 
 

@@ -7,81 +7,24 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import signal
+import time
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from fullshard.train.config import TrainConfig
-from fullshard.train.metrics import read_metrics
 from fullshard.train.rundir import RunDir
+from tests.ranks.train_shell import Outcome, Shell, children_of, is_alive, torchrun
 
 STEPS = 8
 STOP = 5
-TIMEOUT_S = 60.0  # a start takes about ten seconds
 OPTIONS = f"--steps {STEPS} --batch 2 --seq 32 --accumulate 2 --save-every 3 --eval-every 4"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command said."""
-
-    exitcode: int
-    out: str
-    err: str
-
-
-@dataclass(frozen=True)
-class Shell:
-    """Runs the command on one little text."""
-
-    folder: Path
-
-    def train(
-        self, *options: str, program: tuple[str, ...] = ("-m", "fullshard.cli", "train")
-    ) -> Outcome:
-        """Runs it to its end; after ``TIMEOUT_S`` ends it with its workers and fails the test."""
-        fonts = Path.home() / ".cache" / "matplotlib"  # a new index of fonts costs ten seconds
-        environment = dict(
-            os.environ,
-            XDG_CACHE_HOME=str(self.folder / "cache"),
-            MPLCONFIGDIR=os.environ.get("MPLCONFIGDIR", str(fonts)),
-            OMP_NUM_THREADS="1",
-        )
-        process = subprocess.Popen(
-            [sys.executable, *program, *options],
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher takes its workers with it
-            out, err = process.communicate(timeout=TIMEOUT_S)
-            pytest.fail(f"no end after {TIMEOUT_S} s\n{out}\n{err}")
-        return Outcome(process.returncode, out, err)
-
-    def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The records of a run."""
-        return read_metrics(RunDir(self.folder / run).metrics)
 
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    folder = tmp_path_factory.mktemp("train")
-    for number in range(20):
-        lines = [f"def square_{n}(x):\n    return x * {n * number}\n" for n in range(100)]
-        path = folder / "text" / f"file{number}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(lines))
-    return Shell(folder)
+    return Shell.with_a_little_text(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +46,10 @@ def test_the_loss_falls_and_every_step_is_recorded(shell: Shell, whole: Outcome)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert records[-1]["loss"] < records[0]["loss"] - 1.0
     assert all(record["tokens_per_s"] > 0 and record["seconds"] > 0 for record in records)
+    assert all(0 < record["waiting"] < 1 for record in records)
+    assert {record["shard_nbytes"] for record in records} == {2_557_632 * 4 // 2}
+    peaks = [record["peak_memory_nbytes"] for record in records]
+    assert peaks == sorted(peaks) and peaks[0] > 100e6
     evaluated = {r["step"]: r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r}
     assert list(evaluated) == [4, 8]
     assert evaluated[8] < evaluated[4]
@@ -128,6 +75,14 @@ def test_the_run_keeps_its_configuration_and_complete_checkpoints(
     assert "optimizer.state.blocks.0.ffn.down.weight.exp_avg" in saved
 
 
+def assert_same_run(shell: Shell, expected: str, found: str) -> None:
+    """Each step of the two runs, as exactly as the metrics hold it."""
+    pairs = zip(shell.metrics(expected), shell.metrics(found), strict=True)
+    for left, right in pairs:
+        for key in ("step", "loss", "lr", "grad_norm", "eval_bits_per_byte"):
+            assert right.get(key) == left.get(key), (key, right)
+
+
 def test_a_stopped_run_ends_like_an_uninterrupted_one(
     shell: Shell, whole: Outcome, stopped: Outcome
 ) -> None:
@@ -136,19 +91,63 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(
     shutil.copytree(shell.folder / "stopped", shell.folder / "resumed")
     outcome = shell.train("--out", "resumed", "--resume")
     assert outcome.exitcode == 0, outcome.err
-    pairs = zip(shell.metrics("whole"), shell.metrics("resumed"), strict=True)
-    for expected, found in pairs:
-        for key in ("step", "loss", "lr", "grad_norm", "eval_bits_per_byte"):
-            assert found.get(key) == expected.get(key), (key, found)
+    assert_same_run(shell, "whole", "resumed")
 
 
-def test_torchrun_is_the_same_job(shell: Shell, whole: Outcome) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    options = ["--data", "text", "--out", "torchrun", *OPTIONS.split(), "--stop-after", "2"]
-    outcome = shell.train(*options, program=(*torchrun, "-m", "fullshard.train"))
+def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
+    shell: Shell, whole: Outcome
+) -> None:
+    options = ["--data", "text", "--out", "killed", *OPTIONS.split()]
+    with shell.started(*options) as job:
+        shell.wait_for(RunDir(shell.folder / "killed").checkpoint(3))
+        os.kill(children_of(job.pid)[-1], signal.SIGKILL)
+        outcome = shell.end_of(job)
+    assert outcome.exitcode == 1
+    lines = outcome.err.splitlines()
+    assert "of 2 failed: Signal 9 (SIGKILL)" in lines[0]
+    assert "--resume  goes on from step-00000" in lines[-1]
+    assert len(shell.metrics("killed")) < STEPS
+    outcome = shell.train("--out", "killed", "--resume")
     assert outcome.exitcode == 0, outcome.err
-    losses = [record["loss"] for record in shell.metrics("torchrun")]
-    assert losses == [record["loss"] for record in shell.metrics("whole")[:2]]
+    assert_same_run(shell, "whole", "killed")
+
+
+def test_workers_end_when_their_launcher_is_killed(shell: Shell) -> None:
+    options = ["--data", "text", "--out", "orphaned", *OPTIONS.split()]
+    with shell.started(*options, "--steps", "10000") as job:
+        shell.wait_for(RunDir(shell.folder / "orphaned").metrics)
+        workers = children_of(job.pid)
+        job.kill()
+        assert len(workers) == 2
+        deadline_s = time.monotonic() + 30
+        while any(map(is_alive, workers)) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert not any(map(is_alive, workers))
+
+
+def test_torchrun_is_the_same_job_and_4_workers_with_half_the_batch_read_the_same(
+    shell: Shell, whole: Outcome
+) -> None:
+    options = ["--data", "text", "--out", "four", *OPTIONS.split(), "--batch", "1"]
+    outcome = shell.train(*options, "--stop-after", "4", program=torchrun(4))
+    assert outcome.exitcode == 0, outcome.err
+    assert sum("step=4/4 loss=" in line for line in outcome.out.splitlines()) == 1
+    assert TrainConfig.load(RunDir(shell.folder / "four").config).nproc == 4
+    records = shell.metrics("four")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for expected, found in zip(shell.metrics("whole")[:4], records, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_a_refusal_under_torchrun_is_told_once(shell: Shell) -> None:
+    outcome = shell.train("--data", "nowhere", "--out", "refused", program=torchrun(2))
+    assert outcome.exitcode != 0
+    ours = [line for line in outcome.err.splitlines() if line.startswith("fullshard:")]
+    assert len(ours) == 1  # torchrun adds its own report below
+    assert outcome.err.startswith("fullshard: error: --data ")
+    assert outcome.out == ""
+    assert not (shell.folder / "refused").exists()
 
 
 def test_a_failed_worker_ends_the_job_with_its_error_on_top(shell: Shell, stopped: Outcome) -> None:

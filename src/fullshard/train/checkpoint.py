@@ -1,7 +1,7 @@
 """Checkpoints of a run through ``torch.distributed.checkpoint``: complete, or not there.
 
 Every worker writes its shards; the tensors' own metadata lets another number of workers read them.
-There is no random state to keep: the model has no dropout, and ``Order`` needs the step alone.
+There is no random state to keep: dropout and ``Order`` need the step alone.
 """
 
 from __future__ import annotations

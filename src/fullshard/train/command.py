@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +14,12 @@ import typer
 
 from fullshard.errors import ConfigError, FullshardError
 
-from .config import Dtype, TrainConfig
+from .config import HF, SIZES, Dtype, TrainConfig, default_lr
 from .launch import default_nproc, launch
+from .options import read_options
 from .rundir import RunDir
 from .worker import work
-from .world import is_worker
+from .world import is_worker, num_local_workers
 
 __all__ = ["run_app", "train_command"]
 
@@ -27,12 +29,26 @@ _DEFAULT = TrainConfig()
 def train_command(
     context: typer.Context,
     *,
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(SIZES)}, or a configuration of transformers.",
+            metavar="SIZE|hf:CONFIG.json",
+        ),
+    ] = _DEFAULT.model,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text file or folder; default: Python's standard library.", metavar="PATH"
+            help="Text, JSONL or parquet, a file or a folder; default: Python's standard library.",
+            metavar="PATH",
         ),
     ] = _DEFAULT.data,
+    config_file: Annotated[
+        str | None,
+        typer.Option(
+            "--config", help="Options from a file; those given here win.", metavar="FILE.toml"
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="The run lies in runs/NAME.")] = "default",
     out: Annotated[
         str | None, typer.Option(help="Folder of the run, instead of runs/NAME.", metavar="DIR")
@@ -50,7 +66,9 @@ def train_command(
     batch: Annotated[int, typer.Option(help="Sequences per worker.")] = _DEFAULT.batch,
     seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = _DEFAULT.seq,
     accumulate: Annotated[int, typer.Option(help="Microbatches per step.")] = _DEFAULT.accumulate,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = _DEFAULT.lr,
+    lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate; default: by the size of the model.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = _DEFAULT.dtype,
     reshard: Annotated[
         bool, typer.Option(help="Free full parameters between forward and backward.")
@@ -66,7 +84,7 @@ def train_command(
         int, typer.Option(help="Steps between evaluations.")
     ] = _DEFAULT.eval_every,
 ) -> int:
-    """Train a small GPT on real text, fully sharded over local workers.
+    """Train a language model on real text, fully sharded over local workers.
 
     Under torchrun the same command is one worker of its job:
     torchrun --nproc-per-node 2 -m fullshard.train
@@ -78,31 +96,64 @@ def train_command(
 
 
 def resolve(context: typer.Context) -> TrainConfig:
-    """The configuration that the options ask for.
+    """The configuration that the options ask for: by hand first, then by ``--config``.
 
-    With ``--resume`` it is the run's own, except for what was given by hand; how an earlier start
+    With ``--resume`` it is the run's own, except for what was asked for now; how an earlier start
     ended (``stop_after``) is never taken over.
 
     Raises:
         ConfigError: if a value cannot work, or there is no run to resume.
     """
-    options = dict(context.params)
-    name, out = options.pop("name"), options.pop("out")
-    if Path(name).name != name:
-        raise ConfigError(f"--name {name}: must be a plain name; --out takes a folder")
-    folder = out or str(Path("runs") / name)
-    given = {key for key in options if _is_given(context, key)}
-    if options["resume"]:
+    given = {key: value for key, value in context.params.items() if _is_given(context, key)}
+    file = given.pop("config_file", None)
+    from_file = {} if file is None else read_options(Path(file), _kinds())
+    folder = _folder(given, from_file)
+    asked = {key: v for key, v in {**from_file, **given}.items() if key not in ("name", "out")}
+    if asked.get("resume"):
         saved = RunDir(Path(folder)).config
         if not saved.exists():
             raise ConfigError(f"{folder} holds no run to resume: start without --resume")
         base = dataclasses.replace(TrainConfig.load(saved), stop_after=None)
     else:
-        base = TrainConfig(nproc=default_nproc())
-    changes: dict[str, Any] = {key: options[key] for key in given}
-    if "data" in changes:
-        changes["data"] = str(Path(changes["data"]).absolute())
-    return dataclasses.replace(base, **changes, out=folder)
+        model = TrainConfig(model=asked.get("model", _DEFAULT.model)).model
+        base = TrainConfig(nproc=default_nproc(), lr=default_lr(model))
+    if is_worker():
+        asked["nproc"] = _nproc_of_launcher(given)
+    if "data" in asked:
+        asked["data"] = str(Path(asked["data"]).absolute())
+    if asked.get("model", "").startswith(HF):
+        asked["model"] = HF + str(Path(asked["model"].removeprefix(HF)).absolute())
+    return dataclasses.replace(base, **asked, out=folder)
+
+
+def _kinds() -> dict[str, Any]:
+    """The options that a file may hold, and their types: those of the command, but ``--config``."""
+    hints = typing.get_type_hints(train_command)
+    return {key: hints[key] for key in hints if key not in ("context", "config_file", "return")}
+
+
+def _folder(given: dict[str, Any], from_file: dict[str, Any]) -> str:
+    """The folder of the run, as ``--out`` or ``--name`` say it, those given by hand first."""
+    for options in (given, from_file):
+        if "out" in options:
+            return str(options["out"])
+        if "name" in options:
+            name: str = options["name"]
+            if Path(name).name != name:
+                raise ConfigError(f"--name {name}: must be a plain name; --out takes a folder")
+            return str(Path("runs") / name)
+    return _DEFAULT.out
+
+
+def _nproc_of_launcher(given: dict[str, Any]) -> int:
+    """How many workers torchrun started here; it has the last word on that."""
+    started = num_local_workers()
+    if given.get("nproc", started) != started:
+        raise ConfigError(
+            f"--nproc is {given['nproc']}, but torchrun started {started} workers on this "
+            "machine: leave --nproc out"
+        )
+    return started
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> int:

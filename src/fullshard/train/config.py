@@ -6,12 +6,14 @@ import dataclasses
 import enum
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["Dtype", "ModelConfig", "TrainConfig"]
+__all__ = ["HF", "SIZES", "Dtype", "ModelConfig", "TrainConfig", "default_lr"]
 
 
 class Dtype(enum.StrEnum):
@@ -23,13 +25,31 @@ class Dtype(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of the GPT. The defaults make 2.6M parameters, which two CPU cores train in minutes."""
+    """Sizes of our GPT, and the peak learning rate that suits them."""
 
-    dim: int = 192
-    num_layers: int = 4
-    num_heads: int = 4
-    ffn_dim: int = 512
-    vocab_size: int = 2048
+    dim: int
+    num_layers: int
+    num_heads: int
+    ffn_dim: int
+    vocab_size: int
+    lr: float
+
+
+SIZES: Mapping[str, ModelConfig] = MappingProxyType(
+    {  # what two CPU cores train in minutes; then what wants patience, a GPU, several
+        "2m": ModelConfig(192, 4, 4, 512, vocab_size=2048, lr=4e-3),
+        "10m": ModelConfig(320, 6, 5, 864, vocab_size=4096, lr=2e-3),
+        "125m": ModelConfig(768, 12, 12, 2048, vocab_size=25_600, lr=6e-4),
+        "1b": ModelConfig(2048, 18, 16, 5504, vocab_size=32_000, lr=3e-4),
+    }
+)
+HF = "hf:"  # before the path of a configuration file of transformers
+_HF_LR = 1e-3
+
+
+def default_lr(model: str) -> float:
+    """The peak learning rate of a run that names none."""
+    return SIZES[model].lr if model in SIZES else _HF_LR
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +58,9 @@ class TrainConfig:
 
     Attributes:
         out: folder of the run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``loss.png``.
-        data: a text file or a folder of them; ``None`` reads Python's own standard library.
+        model: a name in ``SIZES``, or ``hf:`` and the path of a ``transformers`` configuration.
+        data: a file of text, JSONL or parquet, or a folder of them; ``None`` reads Python's own
+            standard library.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` counts instead.
         steps: optimizer steps of the whole schedule.
         stop_after: step after which to stop early; the schedule stays that of ``steps``.
@@ -56,6 +78,7 @@ class TrainConfig:
     """
 
     out: str = "runs/default"
+    model: str = "2m"
     data: str | None = None
     nproc: int = 2
     steps: int = 600
@@ -76,13 +99,15 @@ class TrainConfig:
     eval_every: int = 100
     eval_sequences: int = 256
     resume: bool = False
-    model: ModelConfig = ModelConfig()
 
     def __post_init__(self) -> None:
         for name in ("nproc", "steps", "batch", "seq", "accumulate", "save_every", "eval_every"):
             _at_least(name, getattr(self, name), 1)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)
+        if self.model not in SIZES and not self.model.startswith(HF):
+            expected = f"{', '.join(SIZES)} or {HF}CONFIG.json"
+            raise ConfigError(f"--model is {self.model}, expected {expected}")
         if not self.lr > 0:
             raise ConfigError(f"--lr is {self.lr}, it must be greater than 0")
 
@@ -100,10 +125,9 @@ class TrainConfig:
         """Reads ``to_json``'s text; raises ``ConfigError`` if it is not that."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            fields["model"] = ModelConfig(**fields["model"])
             fields["dtype"] = Dtype(fields["dtype"])
             return cls(**fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"not the configuration of a run: {error}") from error
 
     def save(self, path: Path) -> None:

@@ -1,9 +1,10 @@
 """Real text as tokens, in an order that the step number alone decides.
 
-    files --collect--> documents --byte-level BPE--> tokens (uint16) --Order--> windows of a step
+    documents --byte-level BPE--> tokens (uint16) --Order--> windows of a step
 
-Files are sorted, the ones held out are chosen by a hash of their names, and the tokens are cached
-under a hash of everything they depend on: every worker and every restart reads the same arrays.
+Documents are sorted, the ones held out are chosen by a hash of their names, and the tokens are
+cached under a hash of everything they depend on: every worker and every restart reads the same
+arrays.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,32 +23,18 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fullshard.errors import ConfigError
+from .documents import HELD_OUT_OF_256, Document, collect
 
-__all__ = ["Document", "Order", "TokenizedText", "collect", "load_text", "train_tokenizer"]
+__all__ = ["Order", "TokenizedText", "load_text", "train_tokenizer"]
 
 Tokens = npt.NDArray[np.uint16]  # 1D
 Indices = npt.NDArray[np.int64]
 
 END = "<|end|>"  # stands between documents; its id is 0
-_FORMAT = 1  # part of the cache key: raise it with every change of what the cache holds
-_SKIPPED_FOLDERS = frozenset(
-    ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
-)
-_HELD_OUT_OF_256 = 16  # one file in sixteen
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One file of text; ``name`` is its path below the folder that was given."""
-
-    name: str
-    text: str
-
-    @property
-    def is_held_out(self) -> bool:
-        """Whether the file is kept for evaluation, decided by its name alone."""
-        return hashlib.sha256(self.name.encode()).digest()[0] < _HELD_OUT_OF_256
+LEAST_TOKENS = 257  # the bytes, and END
+MOST_TOKENS = 1 << 15  # a vocabulary that more text than most have still fills; ids are uint16
+_FORMAT = 2  # part of the cache key: raise it with every change of what the cache holds
+_AT_ONCE = 1024  # documents encoded together: ids in Python's lists are large
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +45,7 @@ class TokenizedText:
     held_out: Tokens
     tokenizer: Tokenizer
     key: str
-    num_files: int
+    num_documents: int
     nbytes: int
 
     def bytes_per_token(self) -> Indices:
@@ -106,35 +92,6 @@ def read_windows(tokens: Tokens, indices: Indices, seq: int) -> Indices:
     return windows
 
 
-def collect(data: str | None) -> list[Document]:
-    """The text to train on, sorted by name.
-
-    Args:
-        data: a file, or a folder of which every UTF-8 file counts, hidden ones excepted; ``None``
-            for the ``*.py`` of Python's standard library, without tests and tables.
-
-    Raises:
-        ConfigError: if the path is missing or holds no text.
-    """
-    if data is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & _folders(p, root)]
-    else:
-        root = Path(data)
-        if not root.exists():
-            raise ConfigError(f"--data {data}: there is no such file or folder")
-        files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
-    folder = root.parent if root.is_file() else root
-    documents = [
-        Document(path.relative_to(folder).as_posix(), text)
-        for path in files
-        if (text := _read_text(path))
-    ]
-    if not documents:
-        raise ConfigError(f"--data {data or root}: holds no text (UTF-8 files that are not empty)")
-    return sorted(documents, key=lambda document: document.name)
-
-
 def load_text(data: str | None, *, vocab_size: int) -> TokenizedText:
     """Collects and tokenizes the text, or reads the tokens back from the cache.
 
@@ -151,7 +108,7 @@ def load_text(data: str | None, *, vocab_size: int) -> TokenizedText:
         held_out=np.load(folder / "held_out.npy", mmap_mode="r"),
         tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
         key=key,
-        num_files=len(documents),
+        num_documents=len(documents),
         nbytes=sum(len(document.text.encode()) for document in documents),
     )
 
@@ -174,14 +131,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def split(documents: Sequence[Document]) -> tuple[list[str], list[str]]:
     """The texts to train on and the texts held out.
 
-    Where the files' names leave one of the two empty, as a single file does, the last sixteenth
-    of every file is held out instead.
+    Where the names choose far from a sixteenth, as with few documents or one large one, the last
+    sixteenth of every document is held out instead.
     """
     train = [document.text for document in documents if not document.is_held_out]
     held_out = [document.text for document in documents if document.is_held_out]
-    if train and held_out:
+    share = sum(map(len, held_out)) / sum(len(document.text) for document in documents)
+    if 1 / 64 < share < 1 / 4:
         return train, held_out
-    cuts = [len(document.text) * (256 - _HELD_OUT_OF_256) // 256 for document in documents]
+    cuts = [len(document.text) * (256 - HELD_OUT_OF_256) // 256 for document in documents]
     pairs = list(zip(documents, cuts, strict=True))
     return [d.text[:cut] for d, cut in pairs], [d.text[cut:] for d, cut in pairs]
 
@@ -211,8 +169,12 @@ def _fill_cache(folder: Path, documents: Sequence[Document], vocab_size: int) ->
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
     end = tokenizer.token_to_id(END)
-    pieces = [[end, *encoding.ids] for encoding in tokenizer.encode_batch(list(texts))]
-    return np.array([token for piece in pieces for token in piece], dtype=np.uint16)
+    pieces = [
+        np.array([end, *encoding.ids], dtype=np.uint16)
+        for start in range(0, len(texts), _AT_ONCE)
+        for encoding in tokenizer.encode_batch(list(texts[start : start + _AT_ONCE]))
+    ]
+    return np.concatenate(pieces)
 
 
 def _key(documents: Sequence[Document], vocab_size: int) -> str:
@@ -226,20 +188,3 @@ def _key(documents: Sequence[Document], vocab_size: int) -> str:
 def _cache_root() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "fullshard" / "tokens"
-
-
-def _folders(path: Path, root: Path) -> set[str]:
-    return set(path.relative_to(root).parts[:-1])
-
-
-def _is_visible(path: Path, root: Path) -> bool:
-    return path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
-
-
-def _read_text(path: Path) -> str:
-    """The file's text, exactly; empty if it is none."""
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return "" if "\0" in text else text

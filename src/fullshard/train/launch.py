@@ -17,11 +17,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fullshard.errors import ConfigError
-
 from .config import TrainConfig
 from .prepare import prepare
 from .rundir import RunDir
+from .world import check_gpus
 
 __all__ = ["default_nproc", "launch"]
 
@@ -37,11 +36,7 @@ def launch(config: TrainConfig) -> int:
     Raises:
         ConfigError: if something cannot work, before any worker starts.
     """
-    if torch.cuda.is_available() and config.nproc > torch.cuda.device_count():
-        raise ConfigError(
-            f"--nproc is {config.nproc}, this machine has {torch.cuda.device_count()} GPUs: "
-            "a worker needs one of its own"
-        )
+    check_gpus(config.nproc)
     prepare(config, num_workers=config.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // config.nproc)))
     run = RunDir(Path(config.out))

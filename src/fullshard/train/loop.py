@@ -6,6 +6,7 @@ import math
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,11 +16,12 @@ from torch.optim import AdamW, Optimizer
 import fullshard
 from fullshard.errors import ConfigError
 
+from .architecture import Architecture, choose_architecture, next_token_logits
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import Dtype, TrainConfig
 from .data import Order, TokenizedText, num_windows, read_windows
+from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
-from .model import GPT
 from .progress import Reporter
 from .rundir import RunDir, check_continues, describe
 from .world import World
@@ -49,14 +51,14 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
     return trainer.model
 
 
-def build_sharded_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """The GPT, the same on every worker, then sharded: each block a unit, the rest the root's."""
+def build_sharded_model(
+    config: TrainConfig, architecture: Architecture, device: torch.device
+) -> nn.Module:
+    """The model, the same on every worker, then sharded: each block a unit, the rest the root's."""
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        model = GPT(
-            config.model,
-            max_seq=config.seq,
-            checkpoint_activations=config.checkpoint_activations,
+        model = architecture.build(
+            seq=config.seq, checkpoint_activations=config.checkpoint_activations
         ).to(device)
     policy = fullshard.MixedPrecisionPolicy()
     if config.dtype is Dtype.BF16:
@@ -65,9 +67,7 @@ def build_sharded_model(config: TrainConfig, device: torch.device) -> nn.Module:
         )
     # None is the default policy: free a block's parameters after its forward, keep the root's.
     reshard = None if config.reshard else False
-    for block in model.blocks:
-        fullshard.fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
-    fullshard.fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+    fullshard.shard_blocks(model, reshard_after_forward=reshard, mp_policy=policy)
     return model
 
 
@@ -102,8 +102,10 @@ class Trainer:
         self.config = config
         self.text = text
         self.world = world
-        self.model = build_sharded_model(config, world.device)
+        self.architecture = choose_architecture(config)
+        self.model = build_sharded_model(config, self.architecture, world.device)
         self.optimizer = build_optimizer(self.model, config)
+        self.shard_nbytes = shard_nbytes(self.model)
         self.order = Order(
             num_windows=num_windows(text.train, config.seq),
             seed=config.seed,
@@ -116,7 +118,8 @@ class Trainer:
     def step(self, step: int) -> StepRecord:
         """One optimizer step, and an evaluation where one is due."""
         config = self.config
-        started_s = time.perf_counter()
+        started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
+        torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
         lr = learning_rate(step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -125,7 +128,13 @@ class Trainer:
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean_loss = (self.world.sum(loss) / self.world.size).item()
+        losses, waits_s, peaks, shards = self.world.rows(
+            loss,
+            waited_s(self.model) - waited_before_s,
+            peak_memory_nbytes(self.world.device),
+            self.shard_nbytes,
+        ).unbind(dim=1)
+        mean_loss = losses.mean().item()
         if not math.isfinite(mean_loss):  # the same on all workers: all stop here
             raise ConfigError(
                 f"the loss is {mean_loss} at step {step}: lower --lr than {config.lr}"
@@ -140,6 +149,9 @@ class Trainer:
             lr=lr,
             grad_norm=grad_norm,
             seconds=seconds,
+            peak_memory_nbytes=int(peaks.max()),
+            shard_nbytes=int(shards.max()),
+            waiting=waits_s.mean().item() / seconds,
             eval_bits_per_byte=self.evaluate() if due else None,
         )
 
@@ -167,7 +179,7 @@ class Trainer:
         count = min(config.eval_sequences, available)
         rows = torch.arange(count) * available // count  # evenly spread
         per_round = config.batch * world.size
-        totals = torch.zeros(2, dtype=torch.float64)  # nats, bytes
+        nats, nbytes = 0.0, 0
         self.model.eval()
         for start in range(0, count, per_round):
             # Each worker takes its share of the round; one without any still runs the forward,
@@ -175,16 +187,23 @@ class Trainer:
             mine = rows[start + world.rank * config.batch :][: config.batch]
             read = mine if len(mine) else rows[:1]
             tokens = torch.from_numpy(read_windows(self.text.held_out, read.numpy(), config.seq))
-            losses = next_token_losses(self.model, tokens.to(world.device)).double().sum().cpu()
+            losses = next_token_losses(self.model, tokens.to(world.device))
             if len(mine):
-                totals += torch.stack([losses, self.bytes_per_token[tokens[:, 1:]].sum()])
+                nats += losses.double().sum().item()
+                nbytes += int(self.bytes_per_token[tokens[:, 1:]].sum())
         self.model.train()
-        nats, nbytes = world.sum(totals.to(world.device)).tolist()
-        return float(nats / math.log(2) / nbytes)
+        all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
+        return float(all_nats / math.log(2) / all_nbytes)
 
     def save(self, run: RunDir, step: int) -> None:
         """Writes the checkpoint of ``step``."""
-        info = describe(self.config, step=step, text_key=self.text.key, num_workers=self.world.size)
+        info = describe(
+            self.config,
+            self.architecture.description(),
+            step=step,
+            text_key=self.text.key,
+            num_workers=self.world.size,
+        )
         save_checkpoint(run.checkpoint(step), self.model, self.optimizer, info, self.world)
 
     def resume(self, run: RunDir) -> int:
@@ -192,7 +211,7 @@ class Trainer:
         newest = run.newest_checkpoint()
         if newest is None:
             raise ConfigError(f"{run.checkpoints}: no checkpoint to resume; leave --resume out")
-        info = check_continues(self.config, newest, self.text.key)
+        info = check_continues(self.config, self.architecture.description(), newest, self.text.key)
         load_checkpoint(newest, self.model, self.optimizer)
         if self.world.is_first:
             drop_after(run.metrics, info.step)
@@ -201,5 +220,10 @@ class Trainer:
 
 def next_token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross entropy in nats of every next token, ``[B * T]``, of ``tokens`` ``[B, T + 1]``."""
-    logits = model(tokens[:, :-1]).float()
+    logits = next_token_logits(model, tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+
+
+def _dropout_seed(seed: int, step: int, rank: int) -> int:
+    """What a step's dropout draws from: each worker's own, the same in a run that was resumed."""
+    return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

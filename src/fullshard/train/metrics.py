@@ -14,7 +14,13 @@ __all__ = ["MetricsFile", "StepRecord", "drop_after", "read_metrics"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step showed. Loss (nats per token) and tokens are those of all workers together."""
+    """What one step showed. Loss (nats per token) and tokens are those of all workers together.
+
+    Attributes:
+        peak_memory_nbytes: the most that any worker has needed since its start.
+        shard_nbytes: the parameters kept by the worker that keeps most.
+        waiting: share of the step that workers waited for communication, on average.
+    """
 
     step: int
     loss: float
@@ -22,6 +28,9 @@ class StepRecord:
     lr: float
     grad_norm: float
     seconds: float
+    peak_memory_nbytes: int
+    shard_nbytes: int
+    waiting: float
     eval_bits_per_byte: float | None = None
 
     def to_json(self) -> str:

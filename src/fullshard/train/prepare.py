@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 
+from .architecture import choose_architecture, count_parameters, num_tokens
 from .config import TrainConfig
 from .data import TokenizedText, load_text, num_windows
 from .rundir import RunDir, check_continues
@@ -15,21 +16,24 @@ __all__ = ["prepare"]
 
 
 def prepare(config: TrainConfig, *, num_workers: int) -> None:
-    """Tokenizes the text, checks that the run can start, and makes its folder.
+    """Chooses the model, tokenizes the text, checks that the run can start, makes its folder.
 
     A start without ``resume`` moves what an earlier run left in the folder aside.
 
     Raises:
-        ConfigError: if the text is missing or too short, or there is nothing to resume.
+        ConfigError: if the model cannot be built, the text is missing or too short, or there is
+            nothing to resume.
     """
     run = RunDir(Path(config.out))
     newest = run.newest_checkpoint()
     if config.resume and newest is None:
         raise ConfigError(f"{run.path} holds no checkpoint to resume: start without --resume")
-    text = load_text(config.data, vocab_size=config.model.vocab_size)
+    architecture = choose_architecture(config)
+    num_parameters = count_parameters(architecture, config)
+    text = load_text(config.data, vocab_size=num_tokens(architecture))
     _check_enough(config, text, num_workers)
     if config.resume and newest is not None:
-        info = check_continues(config, newest, text.key)
+        info = check_continues(config, architecture.description(), newest, text.key)
         sequences = config.batch * config.accumulate * num_workers
         if sequences != info.sequences_per_step:
             print(
@@ -46,16 +50,27 @@ def prepare(config: TrainConfig, *, num_workers: int) -> None:
     if aside is not None:
         print(f"{run.path} held an earlier run; it lies in {aside} now")
     print(
-        f"training on {text.num_files} files ({text.nbytes / 1e6:.1f} MB, "
-        f"{len(text.train):,} tokens), {num_workers} workers, run {run.path}"
+        f"training {config.model} ({num_parameters:,} parameters) on "
+        f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
+        f"{len(text.train):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _check_enough(config: TrainConfig, text: TokenizedText, num_workers: int) -> None:
-    needed = config.batch * num_workers
+    needed = config.batch * config.accumulate * num_workers
     found = num_windows(text.train, config.seq)
-    if found < needed or num_windows(text.held_out, config.seq) < 1:
+    if found < needed:
         raise ConfigError(
-            f"too little text: {found} sequences of {config.seq} tokens, and one microbatch on "
-            f"{num_workers} workers needs {needed}: give more --data, or lower --batch or --seq"
+            f"too little text: {found} sequences of {config.seq} tokens, and one step of "
+            f"{_count(num_workers, 'worker')} needs {needed}: give more --data, or lower --batch, "
+            "--accumulate or --seq"
+        )
+    if num_windows(text.held_out, config.seq) < 1:
+        raise ConfigError(
+            f"too little text to hold any out: an evaluation needs {config.seq + 1} tokens, and a "
+            f"sixteenth of the text has {len(text.held_out)}: give more --data, or lower --seq"
         )

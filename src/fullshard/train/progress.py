@@ -1,4 +1,4 @@
-"""What one sees while it trains: a live line on a terminal, plain lines anywhere else."""
+"""What one sees while it trains: a live view on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from .metrics import StepRecord
 
@@ -28,39 +31,30 @@ class Reporter:
         total: the step at which this start ends.
         first: the step before the first one it will be shown.
         enabled: whether this worker prints.
+        console: where to; None for stdout.
     """
 
-    def __init__(self, *, total: int, first: int, enabled: bool) -> None:
-        self.console = plain_console(enabled=enabled)
+    def __init__(
+        self, *, total: int, first: int, enabled: bool, console: Console | None = None
+    ) -> None:
+        self.console = console or plain_console(enabled=enabled)
         self._total = total
         self._first = first
         self._every = max(1, total // _PLAIN_LINES)
         self._started_s = time.perf_counter()
-        self._live = self._build_live() if enabled and self.console.is_terminal else None
-        self._task = self._live.add_task("", total=total, completed=first) if self._live else None
+        shows_live = enabled and self.console.is_terminal
+        self._live = Live(console=self.console, refresh_per_second=4) if shows_live else None
 
     def show(self, record: StepRecord) -> None:
         """Shows a step that has just ended."""
         left_s = self._left_s(record.step)
-        if self._live is not None and self._task is not None:
-            text = (
-                f"step {record.step}/{self._total}  loss {record.loss:.3f}  "
-                f"{record.tokens_per_s:,.0f} tokens/s  grad norm {record.grad_norm:.2f}  "
-                f"{_clock(left_s)} left"
-            )
-            self._live.update(self._task, completed=record.step, description=text)
+        if self._live is not None:
+            self._live.update(_frame(record, total=self._total, left_s=left_s))
             if record.eval_bits_per_byte is not None:
                 bits = f"{record.eval_bits_per_byte:.3f} bits per byte of held-out text"
                 self.console.print(f"step {record.step}: {bits}")
         elif self._is_due(record):
-            text = (
-                f"step={record.step}/{self._total} loss={record.loss:.4f} "
-                f"tokens_per_s={record.tokens_per_s:.0f} grad_norm={record.grad_norm:.3f} "
-                f"lr={record.lr:.2e} left_s={left_s:.0f}"
-            )
-            if record.eval_bits_per_byte is not None:
-                text += f" eval_bits_per_byte={record.eval_bits_per_byte:.4f}"
-            self.console.print(text)
+            self.console.print(_line(record, total=self._total, left_s=left_s))
 
     def _is_due(self, record: StepRecord) -> bool:
         is_end = record.step in (self._first + 1, self._total)
@@ -69,10 +63,6 @@ class Reporter:
     def _left_s(self, step: int) -> float:
         elapsed_s = time.perf_counter() - self._started_s
         return elapsed_s / (step - self._first) * (self._total - step)
-
-    def _build_live(self) -> Progress:
-        columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
-        return Progress(*columns, console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
         self._started_s = time.perf_counter()
@@ -90,6 +80,46 @@ class Reporter:
             self._live.stop()
 
 
+def _line(record: StepRecord, *, total: int, left_s: float) -> str:
+    """One line of ``key=value``, for eyes, ``grep`` and ``cut`` alike."""
+    text = (
+        f"step={record.step}/{total} loss={record.loss:.4f} "
+        f"tokens_per_s={record.tokens_per_s:.0f} grad_norm={record.grad_norm:.3f} "
+        f"lr={record.lr:.2e} peak_memory_nbytes={record.peak_memory_nbytes} "
+        f"shard_nbytes={record.shard_nbytes} waiting={record.waiting:.3f} left_s={left_s:.0f}"
+    )
+    if record.eval_bits_per_byte is not None:
+        text += f" eval_bits_per_byte={record.eval_bits_per_byte:.4f}"
+    return text
+
+
+def _frame(record: StepRecord, *, total: int, left_s: float) -> Group:
+    """The live view: how far it is, how well it learns, what it costs."""
+    head = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=total, completed=record.step, width=30)
+    head.add_row(bar, f"step {record.step}/{total}", f"{_clock(left_s)} left")
+    figures = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        figures.add_column(style="dim")
+        figures.add_column(min_width=9)  # or the rest moves with every digit
+    figures.add_row(
+        "loss", f"{record.loss:.3f}",
+        "grad norm", f"{record.grad_norm:.2f}",
+        "tokens/s", f"{record.tokens_per_s:,.0f}",
+    )  # fmt: skip
+    figures.add_row(
+        "peak memory/rank", _size(record.peak_memory_nbytes),
+        "shards/rank", _size(record.shard_nbytes),
+        "waiting", f"{record.waiting:.0%} of a step",
+    )  # fmt: skip
+    return Group(Text(), head, figures)
+
+
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

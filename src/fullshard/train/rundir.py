@@ -32,7 +32,7 @@ class CheckpointInfo:
     step: int
     text_key: str
     num_workers: int
-    model: dict[str, int]
+    model: dict[str, Any]
     sequences_per_step: int
 
 
@@ -84,10 +84,12 @@ class RunDir:
         return aside
 
 
-def describe(config: TrainConfig, *, step: int, text_key: str, num_workers: int) -> CheckpointInfo:
+def describe(
+    config: TrainConfig, model: dict[str, Any], *, step: int, text_key: str, num_workers: int
+) -> CheckpointInfo:
     """What a checkpoint of this run at ``step`` says about itself."""
     sequences = config.batch * config.accumulate * num_workers
-    return CheckpointInfo(step, text_key, num_workers, asdict(config.model), sequences)
+    return CheckpointInfo(step, text_key, num_workers, model, sequences)
 
 
 def write_info(checkpoint: Path, info: CheckpointInfo) -> None:
@@ -104,15 +106,20 @@ def read_info(checkpoint: Path) -> CheckpointInfo:
         raise ConfigError(f"{checkpoint}: not a checkpoint of fullshard train ({error})") from error
 
 
-def check_continues(config: TrainConfig, checkpoint: Path, text_key: str) -> CheckpointInfo:
+def check_continues(
+    config: TrainConfig, model: dict[str, Any], checkpoint: Path, text_key: str
+) -> CheckpointInfo:
     """The checkpoint's description, if ``config`` can go on from it.
 
     Raises:
         ConfigError: if it holds another model, learned from other text, or is at the end already.
     """
     info = read_info(checkpoint)
-    if info.model != asdict(config.model):
-        raise ConfigError(f"{checkpoint} holds another model: {info.model}")
+    if info.model != model:
+        raise ConfigError(
+            f"{checkpoint} holds another model than --model {config.model} "
+            f"({_difference(info.model, model)}): give its own, or start anew without --resume"
+        )
     if info.text_key != text_key:
         raise ConfigError(
             f"{checkpoint} was trained on other text: give the same --data, or start anew "
@@ -130,3 +137,10 @@ def check_continues(config: TrainConfig, checkpoint: Path, text_key: str) -> Che
 def _step_of(checkpoint: Path) -> int:
     digits = checkpoint.name.removeprefix("step-")
     return int(digits) if digits.isdigit() else -1
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The first field in which two models differ."""
+    keys = (key for key in {**there, **here} if there.get(key) != here.get(key))
+    key = next(keys, "some field")
+    return f"{key} is {there.get(key)} there and {here.get(key)} here"

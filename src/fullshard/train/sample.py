@@ -6,6 +6,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from .architecture import next_token_logits
 from .data import END
 from .world import World
 
@@ -38,7 +39,7 @@ def sample(
     known = tokenizer.get_vocab_size()  # a small text has fewer tokens than the model has logits
     for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=world.device)
-        logits = model(window)[0, -1, :known].float().cpu()
+        logits = next_token_logits(model, window)[0, -1, :known].cpu()
         best, ids = logits.topk(min(top_k, known))
         choice = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
         tokens.append(int(ids[choice]))

@@ -6,19 +6,24 @@ command calls ``work`` itself.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from torch import nn
 
 from fullshard.errors import ConfigError, FullshardError
 
+from .architecture import Architecture, choose_architecture, num_tokens
 from .config import TrainConfig
 from .data import TokenizedText, load_text
 from .loop import train
@@ -28,9 +33,11 @@ from .prepare import prepare
 from .progress import plain_console
 from .rundir import RunDir
 from .sample import sample
-from .world import World, join_world
+from .world import World, is_first_here, join_world, speaks
 
 __all__ = ["run_worker", "work"]
+
+Result = TypeVar("Result")
 
 _PROMPT = (
     "    def __init__(self"  # to what the default text teaches; other text starts from nothing
@@ -48,24 +55,58 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
         ConfigError: on all workers alike, if ``prepare`` refuses.
     """
     with join_world() as world:
+        text = _load_text(config, world)
         if not prepared:
-            _prepare_once(config, world)
-        text = load_text(config.data, vocab_size=config.model.vocab_size)
+            _together(world, lambda: _prepare_first(config, world))
         model = train(config, text, world)
         _finish(config, text, model, world)
 
 
-def _prepare_once(config: TrainConfig, world: World) -> None:
-    """Lets the first worker prepare; the others wait, and fail as it fails."""
-    refusal = None
+def _prepare_first(config: TrainConfig, world: World) -> None:
+    """Lets the first worker prepare; the others wait for it in ``_together``."""
     if world.is_first:
-        try:
-            prepare(config, num_workers=world.size)
-        except ConfigError as error:
-            refusal = str(error)
-    refusal = world.tell(refusal)
-    if refusal is not None:
-        raise ConfigError(refusal)
+        prepare(config, num_workers=world.size)
+
+
+def _load_text(config: TrainConfig, world: World) -> TokenizedText:
+    """The text; on all machines the same, for the same model.
+
+    The first worker of each machine goes ahead, so that where the cache is not shared one of them
+    fills it.
+    """
+
+    def load() -> tuple[Architecture, TokenizedText]:
+        architecture = choose_architecture(config)
+        return architecture, load_text(config.data, vocab_size=num_tokens(architecture))
+
+    ahead = _together(world, load if is_first_here() else lambda: None)
+    architecture, text = ahead or load()
+    _check_same("--model", json.dumps(architecture.description(), sort_keys=True), world)
+    _check_same("--data", text.key, world)
+    return text
+
+
+def _check_same(option: str, content: str, world: World) -> None:
+    """Refuses on all workers if what they read is not the same."""
+    digest = int.from_bytes(hashlib.sha256(content.encode()).digest()[:6])  # exact in fp64
+    digests = world.rows(digest).flatten().tolist()
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ConfigError(
+                f"worker {rank} reads another {option} than worker 0: it must be the same on all "
+                "machines"
+            )
+
+
+def _together(world: World, do: Callable[[], Result]) -> Result:
+    """Does it here; raises ``ConfigError`` on all workers alike if any of them refuses."""
+    result, refusal = None, None
+    try:
+        result = do()
+    except FullshardError as error:
+        refusal = str(error)
+    world.agree(refusal)
+    return typing.cast(Result, result)
 
 
 def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: World) -> None:
@@ -91,7 +132,10 @@ def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: W
         f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}"
     )
     console.print(f"checkpoints  {run.newest_checkpoint()} is the newest")
-    console.print("next         fullshard train --name mine --data PATH  learns your own text")
+    if config.data is None:
+        console.print("next         fullshard train --name mine --data PATH  learns your own text")
+    else:
+        console.print("next         fullshard train --help  shows larger models and longer runs")
 
 
 def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
@@ -119,13 +163,24 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
 def main() -> None:
     """Runs as a worker of ``launch``, with the run's configuration file as the one argument."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interruption ends a worker without a word
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     work(TrainConfig.load(Path(sys.argv[1])), prepared=True)
+
+
+def _end_with(launcher: int) -> None:
+    """Ends this process when the launcher is gone: killed by force, it cannot end its workers.
+
+    They would go on and write into a run that the user resumes meanwhile.
+    """
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _show(error: Exception, *, is_refusal: bool) -> None:
     if not is_refusal:
         traceback.print_exception(error)
-    elif os.environ["RANK"] == "0":  # all workers refuse alike
+    elif speaks():
         print(f"fullshard: error: {error}", file=sys.stderr)
 
 

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["World", "is_worker", "join_world"]
+from fullshard.errors import ConfigError
+
+__all__ = [
+    "World",
+    "check_gpus",
+    "is_first_here",
+    "is_worker",
+    "join_world",
+    "num_local_workers",
+    "speaks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +37,28 @@ class World:
         """Whether this worker is the one that prints and writes."""
         return self.rank == 0
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over all workers, in place."""
-        dist.all_reduce(values)
-        return values
+    def rows(self, *values: Tensor | float) -> Tensor:
+        """Every worker's ``values``, exactly, as fp64 on CPU ``[size, len(values)]``."""
+        table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
+        table[self.rank] = torch.stack([torch.as_tensor(value).to(table) for value in values])
+        dist.all_reduce(table)  # adds nothing but zeros
+        return table.cpu()
 
     def barrier(self) -> None:
         """Waits until every worker has arrived."""
         dist.barrier()
 
-    def tell(self, message: str | None) -> str | None:
-        """What the first worker says, on every worker."""
-        box = [message]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+    def agree(self, refusal: str | None) -> None:
+        """Refuses on all workers alike if any of them does.
+
+        Raises:
+            ConfigError: with the first refusal.
+        """
+        refusals: list[str | None] = [None] * self.size
+        dist.all_gather_object(refusals, refusal)
+        for each in refusals:
+            if each is not None:
+                raise ConfigError(each)
 
 
 def is_worker() -> bool:
@@ -48,10 +66,30 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def num_local_workers() -> int:
+    """How many workers the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_first_here() -> bool:
+    """Whether this worker is the first of its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def speaks() -> bool:
+    """Whether this worker tells what all refuse; before they met, one on each machine does."""
+    return os.environ.get("RANK" if dist.is_initialized() else "LOCAL_RANK", "0") == "0"
+
+
 @contextmanager
 def join_world() -> Iterator[World]:
-    """Joins the process group: NCCL on the GPU of ``LOCAL_RANK``, or gloo on CPU."""
+    """Joins the process group: NCCL on the GPU of ``LOCAL_RANK``, or gloo on CPU.
+
+    Raises:
+        ConfigError: if this machine has a GPU, but not one for each of its workers.
+    """
     if torch.cuda.is_available():
+        check_gpus(num_local_workers())
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
@@ -61,3 +99,13 @@ def join_world() -> Iterator[World]:
     yield World(dist.get_rank(), dist.get_world_size(), device)
     # Only after a good end: taking a group down while other workers still wait in it can hang.
     dist.destroy_process_group()
+
+
+def check_gpus(num_workers: int) -> None:
+    """Raises ``ConfigError`` if there are GPUs, but fewer than ``num_workers``."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else None
+    if found is not None and num_workers > found:
+        raise ConfigError(
+            f"{num_workers} workers on a machine with {found} GPUs: each needs one of its own, "
+            "give a smaller --nproc (torchrun: --nproc-per-node)"
+        )

@@ -1,0 +1,72 @@
+"""What the pages for users consist of; that their programs run is tested on ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / name for name in ("quickstart.md", "concepts.md")]
+CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
+PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SVG = "{http://www.w3.org/2000/svg}"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_picture = pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+
+
+@each_page
+def test_lines_are_short(page: Path) -> None:
+    assert [line for line in page.read_text().splitlines() if len(line) > 105] == []
+
+
+@each_page
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    named = re.findall(r"`((?:docs|examples|tests|src)/[\w/.-]*)`", text)
+    missing = [link for link in links if not (page.parent / link).is_file()]
+    assert missing + [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_each_concept_has_one_picture() -> None:
+    _, *sections = re.split(r"^## ", PAGES[1].read_text(), flags=re.MULTILINE)
+    pictures = {
+        section.splitlines()[0]: re.findall(r"!\[[^]]+\]\(pictures/([\w-]+\.svg)\)", section)
+        for section in sections
+    }
+    assert list(pictures) == CONCEPTS
+    shown = [name for names in pictures.values() for name in names]
+    assert sorted(shown) == [picture.name for picture in PICTURES]
+    assert len(shown) == len(CONCEPTS)
+
+
+@each_picture
+def test_a_picture_stands_on_a_ground_of_its_own(picture: Path) -> None:
+    """It is read on light and on dark pages, and loads nothing."""
+    svg = ElementTree.parse(picture).getroot()
+    assert svg.tag == SVG + "svg" and svg.get("viewBox")
+    assert svg.find(SVG + "title") is not None
+    ground = svg.find(SVG + "rect")
+    assert ground is not None
+    width, height = (svg.get("viewBox") or "").split()[2:]
+    assert (ground.get("width"), ground.get("height")) == (width, height)
+    assert ground.get("fill") not in (None, "none")
+    assert not re.search(
+        r"href|@import|url\(|<script|<image", picture.read_text().partition("?>")[2]
+    )
+
+
+@each_example
+def test_an_example_is_short_and_says_how_to_run_it(example: Path) -> None:
+    source = example.read_text()
+    explained = ast.get_docstring(ast.parse(source)) or ""
+    assert len(source.splitlines()) < 80
+    for command in ("python examples/", "torchrun --nproc-per-node 2 examples/"):
+        assert command + example.name in explained

@@ -1,0 +1,114 @@
+"""What ``--data`` reads: text, JSONL and parquet, files and folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.train.documents import Document, collect
+
+TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n"
+
+
+def write_files(root: Path, num_files: int) -> Path:
+    for number in range(num_files):
+        path = root / f"part{number % 3}" / f"file{number:02d}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(TEXT, encoding="utf-8")
+    return root
+
+
+def test_a_folder_is_read_sorted_and_without_what_is_no_text(tmp_path: Path) -> None:
+    root = write_files(tmp_path / "text", 5)
+    (root / "picture.bin").write_bytes(b"\xff\xfe\x00")
+    (root / "zeros.txt").write_bytes(b"a\0b")
+    (root / "empty.txt").touch()
+    (root / ".hidden").write_text("hidden")
+    names = [document.name for document in collect(str(root))]
+    assert names == sorted(names)
+    assert set(names) == {f"part{n % 3}/file{n:02d}.py" for n in range(5)}
+
+
+def test_a_file_is_read_alone(tmp_path: Path) -> None:
+    path = write_files(tmp_path, 2) / "part0" / "file00.py"
+    assert collect(str(path)) == [Document("file00.py", TEXT)]
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    names = {document.name for document in collect(None)}
+    assert {"typing.py", "json/decoder.py"} <= names
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages"}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00"])
+def test_no_text_is_refused_by_path(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=str(path)):
+        collect(str(path))
+
+
+def test_each_record_of_jsonl_is_a_document_in_the_order_of_the_file(tmp_path: Path) -> None:
+    texts = [f"{TEXT}{number}\u2028" for number in range(12)]
+    lines = [
+        json.dumps({"id": n, "text": text}, ensure_ascii=False) for n, text in enumerate(texts)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    documents = collect(str(tmp_path / "a.jsonl"))
+    assert [document.text for document in documents] == texts
+    assert documents[1].name == "a.jsonl:000000003"
+    (tmp_path / "b.txt").write_text("more")
+    assert [document.text for document in collect(str(tmp_path))] == [*texts, "more"]
+
+
+def test_half_a_surrogate_pair_in_json_can_still_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83db"}')
+    assert [document.text for document in collect(str(tmp_path))] == ["a?b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"body": "a", "id": 1}', r'line 2: expected .*"text", a string; found body, id'),
+        ('{"text": 3}', "line 2: expected .*; found text"),
+        ("[1]", "line 2: expected .*; found list"),
+        ('{"text": "a"', "line 2: not JSON"),
+    ],
+)
+def test_a_record_without_text_is_refused_by_its_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "good"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=message):
+        collect(str(path))
+
+
+def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = [f"{TEXT}{number}" for number in range(12)]
+    table = arrow.table({"id": list(range(13)), "text": [*texts, None]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert [document.text for document in collect(str(tmp_path))] == texts
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [("body", 'expected a column "text", found body'), (None, "cannot be read as parquet")],
+)
+def test_parquet_without_text_is_refused(tmp_path: Path, column: str | None, message: str) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    if column is None:
+        path.write_text("no parquet")
+    else:
+        parquet.write_table(arrow.table({column: ["a"]}), path)
+    with pytest.raises(ConfigError, match=message):
+        collect(str(path))

@@ -1,0 +1,211 @@
+"""What a command line can get wrong: one line, exit code 2, nothing written or changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.cli import main
+from fullshard.train import launch
+from fullshard.train.config import TrainConfig
+from fullshard.train.data import load_text
+from fullshard.train.rundir import RunDir, describe, write_info
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+FILES = {
+    "text.txt": "".join(f"line {n}: some words {n * n}\n" for n in range(3000)),
+    "other.txt": "".join(f"{n} other\n" for n in range(3000)),
+    "short.txt": "a few words",
+    "few.txt": "".join(f"{n} " for n in range(400)),
+    "no.jsonl": '{"text": "good"}\n{"body": "bad"}\n',
+    "broken.jsonl": '{"text": ',
+    "rows.parquet": "",
+    "llama.json": json.dumps(LLAMA),
+    "few.json": json.dumps(LLAMA | {"vocab_size": 100}),
+    "odd.json": json.dumps(LLAMA | {"hidden_size": 33}),
+    "vit.json": json.dumps({"model_type": "vit"}),
+    "t5.json": json.dumps({"model_type": "t5"}),
+    "unknown.json": json.dumps({"model_type": "flat-earth"}),
+    "nothing.json": "{}",
+    "a_file": "",
+    "unknown.toml": "step = 3",
+    "word.toml": 'steps = "many"',
+    "boolean.toml": "steps = true",
+    "float.toml": "batch = 1.5",
+    "number.toml": "data = 3",
+    "choice.toml": 'dtype = "fp8"',
+    "zero.toml": "steps = 0",
+    "table.toml": "[train]\nsteps = 3",
+    "broken.toml": "steps = ",
+}
+OPTIONS = [
+    ("--unknown", "No such option: --unknown"),
+    ("--steps", "Option '--steps' requires an argument"),
+    ("--steps many", "--steps"),
+    ("--steps 0", "--steps is 0, it must be at least 1"),
+    ("--nproc 0", "--nproc is 0, it must be at least 1"),
+    ("--stop-after 0", "--stop-after is 0, it must be at least 1"),
+    ("--lr 0", "--lr is 0.0, it must be greater than 0"),
+    ("--dtype fp8", "'fp8' is not one of"),
+    ("--name a/b", "--name a/b: must be a plain name"),
+    ("--out a_file", "--out a_file: cannot be written"),
+    ("surplus", "unexpected extra argument"),
+]
+DATA = [
+    ("--data nowhere", "nowhere: there is no such file or folder"),
+    ("--data a_file", "a_file: holds no text"),
+    ("--data no.jsonl", 'no.jsonl, line 2: expected an object with the field "text"'),
+    ("--data broken.jsonl", "broken.jsonl, line 1: not JSON"),
+    ("--data rows.parquet", "rows.parquet needs pyarrow: pip install 'fullshard[parquet]'"),
+    ("--data short.txt", "too little text: 0 sequences of 128 tokens"),
+    ("--batch 900 --accumulate 2", "and one step of 2 workers needs 3600: give more --data"),
+    ("--nproc 4 --batch 100", "and one step of 4 workers needs 400: give more --data"),
+    ("--data few.txt --batch 1 --nproc 1", "too little text to hold any out"),
+]
+MODELS = [
+    ("--model 3m", "--model is 3m, expected 2m, 10m, 125m, 1b or hf:CONFIG.json"),
+    ("--model hf:none.json", "none.json: there is no such file or folder"),
+    ("--model hf:text.txt", "transformers cannot build it"),
+    ("--model hf:nothing.json", "transformers cannot build it"),
+    ("--model hf:unknown.json", "transformers cannot build it"),
+    ("--model hf:odd.json --seq 16", "transformers cannot build it"),
+    ("--model hf:t5.json --seq 16", "transformers cannot build it"),
+    ("--model hf:vit.json", "a vit is no language model"),
+    ("--model hf:few.json --seq 16", "has a vocabulary of 100: bytes need 257"),
+    ("--model hf:llama.json --seq 65", "reads at most 64 tokens: give --seq 64 or less"),
+]
+CONFIGS = [
+    ("--config none.toml", "none.toml: cannot be read (No such file"),
+    ("--config broken.toml", "broken.toml: not TOML"),
+    ("--config unknown.toml", "unknown.toml: unknown option 'step'; known are model, data, "),
+    ("--config table.toml", "table.toml: unknown option 'train'"),
+    ("--config word.toml", "word.toml: steps is 'many', expected a whole number"),
+    ("--config boolean.toml", "boolean.toml: steps is True, expected a whole number"),
+    ("--config float.toml", "float.toml: batch is 1.5, expected a whole number"),
+    ("--config number.toml", "number.toml: data is 3, expected a string"),
+    ("--config choice.toml", "choice.toml: dtype is 'fp8', expected one of fp32, bf16"),
+    ("--config zero.toml", "--steps is 0, it must be at least 1"),
+]
+RESUMING = [
+    ("--name new", "runs/new holds no run to resume: start without --resume"),
+    ("--name bare", "runs/bare holds no checkpoint to resume: start without --resume"),
+    (
+        "--model 10m",
+        "than --model 10m (dim is 192 there and 320 here): give its own, or start anew",
+    ),
+    ("--model hf:llama.json --seq 16", "step-000004 holds another model than --model hf:"),
+    ("--data other.txt", "was trained on other text"),
+    ("--steps 4", "is at step 4 already: a greater --steps than 4 goes on"),
+    ("--stop-after 3", "is at step 4 already: a greater --stop-after than 3 goes on"),
+]
+
+
+def refuse_to_start(nproc: int, config: Path) -> None:
+    raise AssertionError("a worker was started")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with ``FILES``, a cache elsewhere, no launcher around, and nothing that starts."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch, "_start_workers", refuse_to_start)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    here = tmp_path / "here"
+    here.mkdir()
+    for name, text in FILES.items():
+        (here / name).write_text(text)
+    monkeypatch.chdir(here)
+    return here
+
+
+def tree(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def assert_refused(
+    folder: Path, options: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(folder)
+    data = [] if "--data" in options else ["--data", "text.txt"]
+    assert main(["train", *data, *options.split()]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("fullshard: error: ")
+    assert err.endswith("\n") and err.count("\n") == 1
+    assert message in err
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS + DATA + CONFIGS)
+def test_a_start_that_cannot_work_is_refused(
+    options: str, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(folder, options, message, capfd)
+
+
+@pytest.mark.parametrize(("options", "message"), MODELS)
+def test_a_model_that_cannot_be_built_is_refused(
+    options: str, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    assert_refused(folder, options, message, capfd)
+
+
+def test_transformers_that_is_missing_is_named_with_its_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    message = "llama.json needs transformers: pip install 'fullshard[hf]'"
+    assert_refused(folder, "--model hf:llama.json", message, capfd)
+
+
+@pytest.mark.parametrize(("options", "message"), RESUMING)
+def test_a_run_that_cannot_go_on_is_refused(
+    options: str, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(data=str(folder / "text.txt"), steps=9)
+    key = load_text(config.data, vocab_size=2048).key
+    model = {"dim": 192, "num_layers": 4, "num_heads": 4, "ffn_dim": 512, "vocab_size": 2048}
+    checkpoint = RunDir(folder / "runs" / "default").checkpoint(4)
+    checkpoint.mkdir(parents=True)
+    (folder / "runs" / "bare").mkdir()
+    write_info(checkpoint, describe(config, model, step=4, text_key=key, num_workers=2))
+    for name in ("default", "bare"):
+        config.save(RunDir(folder / "runs" / name).config)
+    assert_refused(folder, f"--resume {options}", message, capfd)
+
+
+def test_more_workers_than_gpus_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert_refused(folder, "--nproc 3", "3 workers on a machine with 2 GPUs", capfd)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_under_torchrun_the_first_worker_alone_says_that_nproc_does_not_fit(
+    rank: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    if rank == "0":
+        message = "--nproc is 2, but torchrun started 4 workers on this machine"
+        assert_refused(folder, "--nproc 2", message, capfd)
+    else:
+        assert main(["train", "--nproc", "2"]) == 2
+        assert capfd.readouterr() == ("", "")
