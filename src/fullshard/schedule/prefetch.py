@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 from fullshard.schedule.residents import Actions, Residents
 from fullshard.schedule.state import Hold
@@ -22,34 +21,30 @@ class Order:
     """
 
     def __init__(self, units: Sequence[int] = ()) -> None:
-        self._units = tuple(units)
-        self._next = 0
+        self.units = tuple(units)
+        self.next = 0
 
     def rewind(self) -> None:
         """Start again at the first unit."""
-        self._next = 0
+        self.next = 0
 
     def advance(self, unit: int) -> int:
         """Note that ``unit`` was met; return its position (-1: not predicted)."""
-        for start in (self._next, 0):  # what lies ahead first, then anywhere: a second pass
+        for start in (self.next, 0):  # what lies ahead first, then anywhere: a second pass
             try:
-                found = self._units.index(unit, start)
+                found = self.units.index(unit, start)
             except ValueError:
                 continue
-            self._next = found + 1
+            self.next = found + 1
             return found
         return -1
 
     def following(self, unit: int) -> tuple[int, int] | None:
         """Position and key of the next unit that is another than ``unit``."""
-        for position in range(self._next, len(self._units)):
-            if self._units[position] != unit:
-                return position, self._units[position]
+        for position in range(self.next, len(self.units)):
+            if self.units[position] != unit:
+                return position, self.units[position]
         return None
-
-    def ahead(self) -> Iterator[tuple[int, int]]:
-        """Positions and units that should come next."""
-        return islice(enumerate(self._units), self._next, None)
 
 
 class Prefetcher:
@@ -101,12 +96,14 @@ class Prefetcher:
             self._guess(*following, out)
 
     def _guess_within(self, budget: int, out: Actions) -> None:
-        residents = self._residents
-        for position, unit in self._order.ahead():
-            state = residents.units[unit]
-            if state.residency:
+        order, states = self._order, self._residents.units
+        free_nbytes = budget - self._residents.held_nbytes()
+        for position in range(order.next, len(order.units)):
+            unit = order.units[position]
+            if states[unit].residency:
                 continue
-            if residents.held_nbytes() + state.nbytes > budget:
+            free_nbytes -= states[unit].nbytes
+            if free_nbytes < 0:
                 return
             self._guess(position, unit, out)
 

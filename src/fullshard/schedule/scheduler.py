@@ -284,7 +284,8 @@ class Scheduler:
             state = self._units[key]
             if key in task.due or key not in task.dealt_with:
                 self._reduce(state, task, out)
-            self._leave_unit(state, out)
+            if state.residency:  # else it was left before
+                self._leave_unit(state, out)
         for state in map(self._units.__getitem__, sorted(task.recomputed)):
             state.holds &= ~Hold.RECOMPUTE
             for use in [use for use in state.graph_uses if use >= task.first_use]:

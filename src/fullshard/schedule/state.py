@@ -94,7 +94,7 @@ class UnitPolicy:
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     unshard_in_backward: bool = True
-    """False promises that no backward of the unit reads its parameters (an embedding's does not)."""
+    """False promises that no backward of the unit reads its parameters, as an embedding's."""
     forward_prefetch: tuple[int, ...] = ()
     """Units to gather when this one enters forward, instead of what the learned order says."""
     backward_prefetch: tuple[int, ...] = ()
