@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 from itertools import count
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.protocol import Done, Pending
+from fullshard.errors import ProtocolError
 
 __all__ = ["C10d", "Transport"]
 
@@ -40,16 +42,29 @@ _TAGS = 1 << 29
 
 
 class C10d:
-    """Collectives of one process group."""
+    """Collectives of one process group, which is not kept alive.
+
+    Whoever destroys a group wants its threads and connections gone, whatever still knows us.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, device_type: str, transport: Transport | None = None
     ) -> None:
-        self._group = group
+        self._reference = weakref.ref(group)
         self.rank = group.rank()
         self.world = group.size()
         self._transport = transport or _default_transport(group, device_type)
         self._tags = count()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        if group is None:
+            raise ProtocolError(
+                "the process group that parameters are sharded over was destroyed; build and "
+                "shard the model again after init_process_group"
+            )
+        return group
 
     def all_gather(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.all_gather``."""

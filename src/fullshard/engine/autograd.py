@@ -60,14 +60,18 @@ class Backward:
         return task
 
     def watch(self, unit: Unit, params: Iterable[nn.Parameter]) -> None:
-        """Learn of every gradient that reaches one of these unsharded parameters of ``unit``."""
+        """Learn of every gradient that reaches one of these unsharded parameters of ``unit``.
+
+        The hooks refer to us weakly: autograd's nodes, which the unit keeps, hold the parameters
+        where the garbage collector does not look, and with them whatever their hooks hold.
+        """
         unit.forget_nodes()
-        reference = weakref.ref(unit)
+        own, units = weakref.ref(self), weakref.ref(unit)
 
         def arrived(param: Tensor) -> None:
-            alive = reference()
-            if alive is not None:
-                self._arrived(alive)
+            backward, alive = own(), units()
+            if backward is not None and alive is not None:
+                backward._arrived(alive)
 
         for param in params:
             if param.is_floating_point() or param.is_complex():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -32,16 +33,24 @@ class Reporter:
         first: the step before the first one it will be shown.
         enabled: whether this worker prints.
         console: where to; None for stdout.
+        clock: seconds from any moment on.
     """
 
     def __init__(
-        self, *, total: int, first: int, enabled: bool, console: Console | None = None
+        self,
+        *,
+        total: int,
+        first: int,
+        enabled: bool,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.console = console or plain_console(enabled=enabled)
         self._total = total
         self._first = first
         self._every = max(1, total // _PLAIN_LINES)
-        self._started_s = time.perf_counter()
+        self._clock = clock
+        self._started_s = clock()
         shows_live = enabled and self.console.is_terminal
         self._live = Live(console=self.console, refresh_per_second=4) if shows_live else None
 
@@ -61,11 +70,11 @@ class Reporter:
         return is_end or record.step % self._every == 0 or record.eval_bits_per_byte is not None
 
     def _left_s(self, step: int) -> float:
-        elapsed_s = time.perf_counter() - self._started_s
+        elapsed_s = self._clock() - self._started_s
         return elapsed_s / (step - self._first) * (self._total - step)
 
     def __enter__(self) -> Self:
-        self._started_s = time.perf_counter()
+        self._started_s = self._clock()
         if self._live is not None:
             self._live.start()
         return self

@@ -1,0 +1,114 @@
+"""What is deleted is gone: models with their memory, process groups with their threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.ranks.autograd import engine_of
+from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
+from tests.ranks.pool import RankPool
+
+
+def sharded_only(model: Net) -> object:
+    return None
+
+
+def one_step(model: Net) -> object:
+    return step(model, optimizer_of(model))
+
+
+def evaluated(model: Net) -> object:
+    with torch.no_grad():
+        model(batch())
+    return None
+
+
+def a_forward_only(model: Net) -> object:
+    """The loss, with the graph, is dropped before the model."""
+    model(batch()).sum()
+    return None
+
+
+def without_sync(model: Net) -> object:
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(batch()).sum().backward()
+    return None
+
+
+def left_unsharded(model: Net) -> object:
+    model.unshard()  # type: ignore[operator]
+    return None
+
+
+def copied(model: Net) -> object:
+    return copy.deepcopy(model)  # the copy lives on
+
+
+def hooked(model: Net) -> object:
+    seen: list[Any] = []
+    model.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.shape))
+    return one_step(model)
+
+
+DEEDS = [
+    sharded_only, one_step, evaluated, a_forward_only, without_sync, left_unsharded, copied, hooked,
+]  # fmt: skip
+
+
+def deleted(deed: Callable[[Net], Any]) -> None:
+    model = shard(make())
+    kept = deed(model)
+    unit = engine_of(model).units[0]
+    watched = [model, model.blocks[0], engine_of(model), unit, *unit.buckets]
+    watched += [*model.parameters(), *(whole for _, whole in unit.pairs())]
+    references = [weakref.ref(one) for one in watched]
+    del model, unit, watched
+    gc.collect()
+    alive = [type(reference()).__name__ for reference in references if reference() is not None]
+    assert not alive
+    del kept
+
+
+@pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
+def test_a_deleted_model_is_gone(pool: RankPool, deed: Callable[[Net], Any]) -> None:
+    pool.run(2, deleted, deed)
+
+
+def groups_end() -> None:
+    references = []
+    for number in range(3):
+        group = dist.new_group(list(range(dist.get_world_size())), group_desc=f"run {number}")
+        one_step(shard(make(), mesh=DeviceMesh.from_group(group, "cpu")))
+        references.append(weakref.ref(group))
+        dist.destroy_process_group(group)
+        del group
+    gc.collect()
+    alive = [reference() is not None for reference in references]
+    assert not any(alive[1:]), alive  # DTensor's caches keep the first mesh that they meet
+
+
+def test_a_destroyed_group_is_gone(pool: RankPool) -> None:
+    pool.run(2, groups_end)
+
+
+def modules_are_freed() -> int:
+    """Not one by one: a loop that makes models, as a search for sizes does."""
+    for _ in range(5):
+        one_step(shard(make()))
+    gc.collect()
+    return sum(issubclass(type(one), nn.Module) for one in gc.get_objects())
+
+
+def test_models_in_a_loop_do_not_pile_up(pool: RankPool) -> None:
+    once = pool.run(2, modules_are_freed)
+    assert pool.run(2, modules_are_freed) == once
