@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard import errors
+from fullshard import errors, optim
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.frontend import (
     ChosenUnit,
@@ -26,6 +26,7 @@ __all__ = [
     "UnshardHandle",
     "errors",
     "fully_shard",
+    "optim",
     "register_fsdp_forward_method",
     "shard_blocks",
 ]

@@ -7,7 +7,13 @@
 from __future__ import annotations
 
 from fullshard.comm.c10d import C10d
-from fullshard.comm.mesh import collectives_of, default_mesh, device_types_of, wrapped
+from fullshard.comm.mesh import (
+    all_reduce,
+    collectives_of,
+    default_mesh,
+    device_types_of,
+    wrapped,
+)
 from fullshard.comm.protocol import Collectives, Done, Pending
 from fullshard.comm.recording import CollectiveCall, Recording
 
@@ -18,6 +24,7 @@ __all__ = [
     "Done",
     "Pending",
     "Recording",
+    "all_reduce",
     "collectives_of",
     "default_mesh",
     "device_types_of",

@@ -10,13 +10,14 @@ from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
 from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import Collectives
 
-__all__ = ["collectives_of", "default_mesh", "device_types_of", "wrapped"]
+__all__ = ["all_reduce", "collectives_of", "default_mesh", "device_types_of", "wrapped"]
 
 # One object per group: its tags must be counted once, whoever uses it.
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, C10d] = weakref.WeakKeyDictionary()
@@ -48,6 +49,11 @@ def wrapped(wrapper: Callable[[Collectives], Collectives]) -> Iterator[None]:
 def device_types_of(mesh: DeviceMesh) -> list[str]:
     """Types of devices on which the group of a 1-D mesh communicates."""
     return list(_torch.device_types(mesh.get_group()))
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
+    """Make a few ``values`` the largest, or the sums, over the ranks of ``group``, in place."""
+    dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
 
 
 def default_mesh() -> DeviceMesh:

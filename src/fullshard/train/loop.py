@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 import fullshard
 from fullshard.errors import ConfigError
+from fullshard.optim import clip_grad_norm_
 
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -124,8 +124,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self._forward_backward(step)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        grad_norm = clip_grad_norm_(self.model.parameters(), config.clip).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
         losses, waits_s, peaks, shards = self.world.rows(

@@ -1,0 +1,161 @@
+"""The norm of all gradients together: one local norm, one all-reduce a group of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fullshard import _torch
+from fullshard.comm import all_reduce
+from fullshard.errors import ConfigError, UnsupportedError
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+
+@dataclass
+class _Alike:
+    """Local gradients that are cut over the same groups of ranks."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    locals: list[Tensor] = field(default_factory=list)
+
+
+def grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of the gradients of ``parameters``, as if they were one vector.
+
+    Args:
+        parameters: parameters, or one; DTensors that are cut or replicated, and plain tensors,
+            which must be the same on all ranks. Those without a gradient do not count.
+        norm_type: any p, ``inf`` included.
+        error_if_nonfinite: raise if the norm is not finite, which waits for the device.
+        foreach: False takes norms one by one.
+
+    Returns:
+        A plain tensor without dimensions, in fp32 or wider, the same on all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite, if asked for.
+        UnsupportedError: a gradient is a partial sum.
+    """
+    return _norm(_sorted_by_groups(parameters), norm_type, error_if_nonfinite, foreach)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``.
+
+    The interface and the arithmetic of ``torch.nn.utils.clip_grad_norm_``, with one all-reduce
+    for all parameters instead of one for each, and a plain tensor instead of a partial DTensor.
+
+    Returns:
+        The norm before; see ``grad_norm``, also for the arguments and errors.
+    """
+    alike = _sorted_by_groups(parameters)
+    norm = _norm(alike, norm_type, error_if_nonfinite, foreach)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for one in alike:
+        for device_scale, grads in _by_device(one.locals, scale):
+            if foreach is False:
+                for grad in grads:
+                    grad.mul_(device_scale.to(grad.dtype))
+            else:
+                torch._foreach_mul_(grads, device_scale)
+    return norm
+
+
+def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Gradients of one device together, with the scale there."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        found.setdefault(grad.device, []).append(grad)
+    for device, there in found.items():
+        yield scale.to(device), there
+
+
+def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
+    params = [parameters] if isinstance(parameters, Tensor) else parameters
+    found: dict[tuple[dist.ProcessGroup, ...], _Alike] = {}
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        groups, local = _where(grad)
+        found.setdefault(groups, _Alike(groups)).locals.append(local)
+    return list(found.values())
+
+
+def _where(grad: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
+    """The groups over which ``grad`` is cut, and this rank's part of it."""
+    if not isinstance(grad, DTensor):
+        return (), grad
+    mesh = grad.device_mesh
+    groups = [mesh.get_group(dim) for dim, at in enumerate(grad.placements) if _is_cut(at)]
+    return tuple(groups), _torch.local_of(grad)
+
+
+def _is_cut(placement: Placement) -> bool:
+    """Whether ranks hold different elements; what is replicated counts once."""
+    if isinstance(placement, Replicate):
+        return False
+    if isinstance(placement, Shard):
+        return True
+    raise UnsupportedError(
+        f"a gradient is placed as {placement}: its elements are not known before it is reduced; "
+        "redistribute it first"
+    )
+
+
+def _norm(
+    alike: list[_Alike], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+) -> Tensor:
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type is {norm_type}, expected a number above 0, or inf")
+    parts = [_part(one, norm_type, foreach) for one in alike]
+    if not parts:
+        return torch.tensor(0.0)
+    whole = torch.stack([part.to(parts[0].device) for part in parts])
+    is_max = math.isinf(norm_type)
+    norm = whole.amax() if is_max else whole.sum().pow(1.0 / norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}; to clip them all "
+            "the same, set error_if_nonfinite=False"
+        )
+    return norm
+
+
+def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
+    """The sum of powers (of order inf: the largest) of what these groups hold together."""
+    is_max = math.isinf(norm_type)
+    wide = torch.promote_types(one.locals[0].dtype, torch.float32)
+    device = one.locals[0].device
+    grads = [grad for grad in one.locals if grad.numel()]
+    total = torch.zeros((), dtype=wide, device=device)
+    if grads:
+        if foreach is False:
+            norms = [torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in grads]
+        else:
+            norms = list(torch._foreach_norm(grads, norm_type, dtype=wide))
+        stacked = torch.stack([norm.to(device) for norm in norms])
+        total = stacked.amax() if is_max else stacked.pow(norm_type).sum()
+    # A largest value may lose a NaN on the way, so that travels beside it.
+    sent = torch.stack([total.nan_to_num(0.0, posinf=math.inf), total.isnan().to(wide)])
+    for group in one.groups:
+        all_reduce(sent, group, is_max=is_max)
+    return torch.where(sent[1] > 0, math.nan, sent[0])

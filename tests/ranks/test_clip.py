@@ -1,0 +1,137 @@
+"""Norms of sharded gradients equal those of the unsharded model, with one all-reduce for all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fullshard
+from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.optim import clip_grad_norm_, grad_norm
+from tests.ranks.models import noise
+from tests.ranks.net import batch, make, shard
+from tests.ranks.pool import RankPool
+
+NORMS = [1.0, 2.0, 3.5, float("inf")]
+every = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+def pair() -> tuple[Any, Any]:
+    """An unsharded and a sharded model with the same gradients, some of them missing."""
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    for one in (plain, model):
+        one.blocks[1].bias.requires_grad_(False)
+        (one(batch()).square().sum() * 3).backward()
+    return plain, model
+
+
+def clips(norm_type: float, foreach: bool | None, factor: float) -> None:
+    plain, model = pair()
+    limit = factor * float(grad_norm(plain.parameters(), norm_type))
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+    with CommDebugMode() as counted:
+        got = clip_grad_norm_(model.parameters(), limit, norm_type, foreach=foreach)
+    assert counted.get_total_counts() == 1
+    assert type(got) is Tensor and got.dim() == 0
+    assert torch.allclose(got, want, rtol=1e-12, atol=0)
+    for name, param in model.named_parameters():
+        expected = plain.get_parameter(name).grad
+        assert (param.grad is None) == (expected is None)
+        if expected is not None:
+            assert torch.allclose(param.grad.full_tensor(), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("factor", [0.3, 5.0], ids=["clipped", "left_alone"])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", NORMS)
+@every
+def test_clipping_equals_the_unsharded_model(
+    pool: RankPool, world: int, norm_type: float, foreach: bool | None, factor: float
+) -> None:
+    pool.run(world, clips, norm_type, foreach, factor)
+
+
+def param_with(grad: Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    return param
+
+
+def every_placement() -> None:
+    """On a mesh of two dims: what is replicated on one of them counts once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    values = [noise(5, 3, seed=i) for i in range(5)]
+    placements = [
+        [Replicate(), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Replicate()],
+        [Shard(0), Replicate()],
+    ]  # fmt: skip
+    params = [param_with(values[0].clone())]  # a plain one, alike on all ranks
+    params += [
+        param_with(distribute_tensor(value.clone(), mesh, at))
+        for value, at in zip(values[1:], placements, strict=True)
+    ]
+    params.append(nn.Parameter(torch.ones(3)))  # without a gradient
+    want = torch.stack(values)
+    for norm_type in NORMS:
+        got = grad_norm(params, norm_type)
+        assert torch.allclose(got, torch.linalg.vector_norm(want, norm_type), rtol=1e-12, atol=0)
+    norm = clip_grad_norm_(params, 1.0)
+    for param, value in zip(params, values, strict=False):
+        grad: Any = param.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        assert torch.allclose(whole, value / (norm + 1e-6), rtol=1e-12)
+
+
+def test_meshes_of_two_dims_and_plain_tensors(pool: RankPool) -> None:
+    pool.run(4, every_placement)
+
+
+def corners() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    assert grad_norm([]).item() == 0 and grad_norm([nn.Parameter(torch.ones(2))]).item() == 0
+    one_row = distribute_tensor(noise(1, 3), mesh, [Shard(0)])  # the other rank holds nothing
+    assert torch.allclose(grad_norm(param_with(one_row)), noise(1, 3).norm())
+    low = distribute_tensor(torch.full((4096,), 0.1).bfloat16(), mesh, [Shard(0)])
+    norm = grad_norm(param_with(low))
+    assert norm.dtype == torch.float32 and abs(norm.item() - 6.4) < 0.01
+    bad = distribute_tensor(torch.tensor([1.0, float("nan")]), mesh, [Shard(0)])
+    assert grad_norm(param_with(bad)).isnan()
+    for inf in (2.0, float("inf")):
+        with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+            clip_grad_norm_(param_with(bad), 1.0, inf, error_if_nonfinite=True)
+    assert bad.full_tensor()[0] == 1
+    with pytest.raises(ConfigError, match="norm_type is -1"):
+        grad_norm(param_with(low), -1)
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with pytest.raises(UnsupportedError, match="redistribute"):
+        grad_norm(param_with(partial))
+
+
+def test_corners(pool: RankPool) -> None:
+    pool.run(2, corners)
+
+
+def low_precision() -> None:
+    """Sharded in bf16 all the way, as large models are."""
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = shard(make(torch.bfloat16), mp_policy=policy)
+    model(batch(dtype=torch.bfloat16)).sum().backward()
+    grads = [param.grad.full_tensor().float() for param in model.parameters()]
+    want = torch.cat([grad.flatten() for grad in grads]).norm()
+    got = clip_grad_norm_(model.parameters(), 0.5)
+    assert torch.allclose(got, want, rtol=1e-5)
+    after = grad_norm(model.parameters())
+    assert abs(after.item() - 0.5) < 0.01
+
+
+def test_gradients_of_few_bits(pool: RankPool) -> None:
+    pool.run(2, low_precision)
