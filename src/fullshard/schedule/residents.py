@@ -24,6 +24,7 @@ class Residents:
         self.units: dict[int, UnitState] = {}
         self.generation = 0
         self.root: UnitState | None = None
+        self.hidden: set[int] = set()
         self._held_nbytes = 0
 
     def held_nbytes(self) -> int:
@@ -64,6 +65,19 @@ class Residents:
         """Finish to unshard, or show again what was concealed."""
         state.move(_UNSHARDED)
         out.append(state.do.wait)
+
+    def hide(self, state: UnitState) -> None:
+        """A graph that nobody sees may read the unit until the weights are others."""
+        state.holds |= Hold.HIDDEN
+        self.hidden.add(state.key)
+
+    def end_stale_hidden(self, out: Actions) -> None:
+        """Let go of units whose hidden graphs belong to weights that are gone."""
+        for state in [self.units[key] for key in sorted(self.hidden)]:
+            if state.generation != self.generation and not state.holds & IN_USE:
+                state.holds &= ~Hold.HIDDEN
+                self.hidden.discard(state.key)
+                self.settle(state, out)
 
     def settle(self, state: UnitState, out: Actions) -> None:
         """Reshard the unit if nothing holds it; let only an unseen backward read it."""

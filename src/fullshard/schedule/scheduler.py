@@ -58,7 +58,6 @@ class Scheduler:
         self._back = Prefetcher(self.residents)
         self._tasks: dict[int, Task] = {}
         self._reductions = Reductions()
-        self._hidden: set[int] = set()
 
     def add(
         self,
@@ -127,20 +126,9 @@ class Scheduler:
     def _begin_iteration(self, root: UnitState, out: Actions) -> None:
         self._iteration = Iteration(root.key)
         self.residents.root = root
-        for state in [self._units[key] for key in sorted(self._hidden)]:
-            if state.generation != self.residents.generation:
-                self._unhide(state)
-                self.residents.settle(state, out)
+        self.residents.end_stale_hidden(out)
         self._ahead.follow(self._learned.get(root.key, ()))
         out.append(FENCE)
-
-    def _hide(self, state: UnitState) -> None:
-        state.holds |= Hold.HIDDEN
-        self._hidden.add(state.key)
-
-    def _unhide(self, state: UnitState) -> None:
-        state.holds &= ~Hold.HIDDEN
-        self._hidden.discard(state.key)
 
     def _forward_exit(self, event: when.ForwardExit, out: Actions) -> None:
         state = self._units[event.unit]
@@ -153,7 +141,7 @@ class Scheduler:
             if outside:
                 state.forget_past_uses(self.residents.generation)
                 if event.follows is _HIDDEN:
-                    self._hide(state)
+                    self.residents.hide(state)
             state.graph_uses[state.use] = 0
         state.waiting_members.discard(event.member)
         if not state.waiting_members or event.failed or not outside:
@@ -222,7 +210,7 @@ class Scheduler:
         elif event.accumulates is _ELSEWHERE and event.unit not in task.dealt_with:
             task.due.add(event.unit)
         if event.keeps_graph:
-            self._hide(state)
+            self.residents.hide(state)
         state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
         if state.policy.unshard_in_backward:
             self.residents.need(state, out)
@@ -362,8 +350,7 @@ class Scheduler:
 
     def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
         state = self._units[event.unit]
-        if state.generation != self.residents.generation and not state.holds & IN_USE:
-            self._unhide(state)
+        self.residents.end_stale_hidden(out)
         state.holds &= ~(Hold.USER if state.holds & IN_USE else _NOT_IN_USE)
         self.residents.settle(state, out)
 
@@ -383,7 +370,7 @@ class Scheduler:
         self._ahead.give_up(out)
         self._back.give_up(out)
         self._reductions.finish(out)
-        self._hidden.clear()
+        self.residents.hidden.clear()
         for state in self.residents.units.values():
             state.use = None
             state.graph_uses.clear()
