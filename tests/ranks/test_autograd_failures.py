@@ -300,6 +300,34 @@ class ANestedRecomputeFails(ARecomputeFails):
         return checkpoint(lambda y: inner(block, y) * 1, x, use_reentrant=type(self).reentrant)
 
 
+class Inside(Breaks):
+    """A reentrant checkpoint inside of the unit ends well; then the backward dies further down."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.at == "backward":
+            x = Fuse.apply(x, self.kind)
+        return x + checkpoint(lambda y: self.down(torch.tanh(self.up(y))), x, use_reentrant=True)
+
+
+class ABackwardDiesBelowACheckpoint(Fails):
+    num_steps = 2
+
+    def model(self) -> nn.Module:
+        model = Brittle()
+        model.blocks = nn.ModuleList([Inside(), Inside(), Inside()])
+        return model
+
+    def fail(self, model: Any, x: Tensor, number: int) -> None:
+        model.blocks[number].at = "backward"
+        loss_of(model(x)).backward()
+
+    def step(self, model: Any, x: Tensor, number: int) -> None:
+        super().step(model, x.clone().requires_grad_(), number)
+
+    def good(self, model: Any, x: Tensor) -> None:
+        super().good(model, x.clone().requires_grad_())
+
+
 class ALossIsForgotten(Case):
     """Many times, with nothing growing by it."""
 

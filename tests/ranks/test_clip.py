@@ -135,3 +135,21 @@ def low_precision() -> None:
 
 def test_gradients_of_few_bits(pool: RankPool) -> None:
     pool.run(2, low_precision)
+
+
+def mixed_dtypes() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    single, double = noise(5, 3).float(), noise(4, 2, seed=1)
+    parts = [single, double, torch.complex(double, double * 2)]
+    wants = [
+        torch.cat([p.abs().double().flatten() for p in order]) for order in (parts, parts[::-1])
+    ]
+    for order, want in zip((parts, parts[::-1]), wants, strict=True):
+        params = [param_with(distribute_tensor(part.clone(), mesh, [Shard(0)])) for part in order]
+        assert torch.allclose(grad_norm(params), want.norm(), rtol=1e-6)
+        clip_grad_norm_(params, 1.0)
+        assert abs(grad_norm(params).item() - 1) < 1e-5
+
+
+def test_dtypes_may_be_mixed_in_any_order(pool: RankPool) -> None:
+    pool.run(2, mixed_dtypes)

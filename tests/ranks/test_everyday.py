@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
@@ -430,3 +432,68 @@ def waits() -> None:
 
 def test_time_spent_waiting_is_told(pool: RankPool) -> None:
     pool.run(2, waits)
+
+
+class Passes(torch.autograd.Function):
+    """The identity; ``apply`` takes an autograd number even where nothing needs gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Passes.apply(self.layer(x))
+
+
+def frozen_backbone() -> None:
+    model = nn.Sequential(Custom(), Custom(), nn.Linear(6, 6)).double()
+    model[:2].requires_grad_(False)
+    fullshard.shard_blocks(model)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        assert not any(engine_of(model).meter.held_nbytes.values())
+
+
+def test_a_frozen_backbone_of_custom_functions_is_not_held(pool: RankPool) -> None:
+    pool.run(2, frozen_backbone)
+
+
+def parametrized_copy() -> None:
+    model = nn.Sequential(*(weight_norm(nn.Linear(6, 6)) for _ in range(2))).double()
+    fullshard.shard_blocks(model)
+    model.set_prefetch_budget(123)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(batch()), model(batch()))
+    twin(batch()).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert engine_of(twin).scheduler.policy.prefetch_budget == 123
+
+
+def test_parametrized_modules_are_copied_with_what_was_set(pool: RankPool) -> None:
+    pool.run(2, parametrized_copy)
+
+
+def odd_methods() -> None:
+    model = fullshard.fully_shard(Two().double())
+    model.twice = MethodType(lambda self, x: self.first(x) * 2, model)
+    model.encode = MethodType(lambda self, x: self.second(x), model)  # over the class's own
+    for name in ("twice", "encode"):
+        fullshard.register_fsdp_forward_method(model, name)
+        first = getattr(model, name)(batch())
+        assert torch.equal(getattr(copy.deepcopy(model), name)(batch()), first)
+    model.unshard()
+    assert torch.equal(model.encode(batch()), model.second(batch()))
+
+
+def test_methods_of_an_instance_are_forwards_too(pool: RankPool) -> None:
+    pool.run(2, odd_methods)

@@ -203,9 +203,19 @@ class Use:
                 newest = max(newest, _torch.node_number(tensor.grad_fn))
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))
-        if outside or newest < made - 1:
+        if outside or (newest < made - 1 and self._can_have_graph(inputs.values())):
             return Follows.HIDDEN
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
+
+    def _can_have_graph(self, inputs: Iterable[Tensor]) -> bool:
+        """Whether anything in this forward may need gradients; numbers alone do not tell.
+
+        A custom Function takes one even where nothing requires grad.
+        """
+        engine = self.unit.engine
+        units = engine.units if self.unit.encloses and engine is not None else [self.unit]
+        trainable = any(bucket.trainable for unit in units for bucket in unit.buckets)
+        return trainable or any(tensor.requires_grad for tensor in inputs)
 
     def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
         task = self.backward.task()

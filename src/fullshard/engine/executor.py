@@ -14,7 +14,7 @@ from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.unit import Unit
 from fullshard.errors import ProtocolError
-from fullshard.schedule import Event, Op, Recorder, Scheduler, UnitPolicy
+from fullshard.schedule import Event, MachinePolicy, Op, Recorder, Scheduler, UnitPolicy
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 
@@ -42,9 +42,15 @@ class Engine:
     engine runs them all, whatever runs forward first.
     """
 
-    def __init__(self, units: Sequence[Unit], policies: Sequence[UnitPolicy]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        policies: Sequence[UnitPolicy],
+        machine: MachinePolicy | None = None,
+    ) -> None:
         self.units = list(units)
         self.scheduler = Scheduler()
+        self.scheduler.policy = machine or MachinePolicy()
         self.meter = StorageMeter()
         self.recorder: Recorder | None = None
         self._backward = Backward(self.trigger)
@@ -72,6 +78,7 @@ class Engine:
         """
         units: list[Unit] = []
         policies: list[UnitPolicy] = []
+        machine = MachinePolicy()
         for engine in dict.fromkeys(engines):
             engine.check_idle(f"fully_shard({unit.name or 'the root'})")
             engine.weights_changed()  # a backward cannot come any more
@@ -79,10 +86,12 @@ class Engine:
             key_of = {inner.key: len(units) + i for i, inner in enumerate(engine.units)}
             units += engine.units
             policies += [engine.policy_of(inner).renumbered(key_of) for inner in engine.units]
+            if engine.scheduler.policy != MachinePolicy():
+                machine = engine.scheduler.policy  # what the user chose last, as far as one knows
         for inner in units:
             for bucket in inner.buckets:
                 bucket.dematerialize()
-        return cls([*units, unit], [*policies, policy])
+        return cls([*units, unit], [*policies, policy], machine)
 
     def check_idle(self, what: str) -> None:
         """Raise ``ProtocolError`` in the middle of a forward or a backward."""

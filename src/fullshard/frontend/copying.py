@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ConfigError
@@ -45,7 +46,8 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         del memo[_UNDER_WAY]
     enlist_copy(module.modules(), memo)
     key_of = {unit.key: number for number, unit in enumerate(units)}
-    Engine(copies, [engine_of(unit).policy_of(unit).renumbered(key_of) for unit in units])
+    policies = [engine_of(unit).policy_of(unit).renumbered(key_of) for unit in units]
+    Engine(copies, policies, engine_of(units[0]).scheduler.policy)
     return new
 
 
@@ -53,6 +55,9 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """As ``copy.deepcopy`` does it where nothing is sharded."""
     new: Any = object.__new__(type(module))
     memo[id(module)] = new
+    if is_parametrized(module):  # whose class refuses to tell its state, and copies its dictionary
+        new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        return new  # type: ignore[no-any-return]
     state: Any = module.__getstate__()
     new.__setstate__(copy.deepcopy(state, memo))
     return new  # type: ignore[no-any-return]

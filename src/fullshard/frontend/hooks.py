@@ -85,11 +85,11 @@ def forward_interrupted(module: nn.Module) -> None:
 
 
 def run_as_forward(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``method`` of ``module``, a member of a unit, as if it were its forward."""
+    """Call ``method``, bound to ``module``, a member of a unit, as if it were its forward."""
     hooks = _hooks_of(module)
     try:
         args, kwargs = hooks.before(module, args, kwargs)
-        output = method(module, *args, **kwargs)
+        output = method(*args, **kwargs)
     except BaseException:
         hooks.after(module, args, kwargs, None)
         raise

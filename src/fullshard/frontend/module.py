@@ -279,15 +279,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ConfigError: there is no such method (an ``AttributeError`` too).
     """
-    method = getattr(type(module), method_name, None)
+    method = getattr(module, method_name, None)
     if not callable(method):
         raise _NoMethod(f"{type(module).__name__} has no method {method_name!r}")
     if unit_of(module) is None:
         return
+    is_bound = isinstance(method, MethodType) and method.__self__ is module
+    function: Any = method.__func__ if is_bound else None  # else a static or class method
 
     @wraps(method)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_as_forward(self, method, *args, **kwargs)
+        bound = method if function is None else MethodType(function, self)  # self may be a copy
+        return run_as_forward(self, bound, *args, **kwargs)
 
     setattr(module, method_name, MethodType(run, module))
 

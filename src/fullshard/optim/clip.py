@@ -143,9 +143,11 @@ def _norm(
 def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
     """The sum of powers (of order inf: the largest) of what these groups hold together."""
     is_max = math.isinf(norm_type)
-    wide = torch.promote_types(one.locals[0].dtype, torch.float32)
+    wide = torch.float32
+    for grad in one.locals:
+        wide = torch.promote_types(wide, grad.dtype.to_real())
     device = one.locals[0].device
-    grads = [grad for grad in one.locals if grad.numel()]
+    grads = [grad.abs() if grad.is_complex() else grad for grad in one.locals if grad.numel()]
     total = torch.zeros((), dtype=wide, device=device)
     if grads:
         if foreach is False:

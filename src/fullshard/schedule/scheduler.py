@@ -299,8 +299,9 @@ class Scheduler:
                 self.residents.settle(state, out)
 
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
-        self._tasks.pop(event.task, None)
-        out.extend(self._units[key].do.discard for key in event.leftovers)
+        task = self._tasks.pop(event.task, None)
+        due = sorted(task.due) if task is not None else []  # a nested task may have left some
+        out.extend(self._units[key].do.discard for key in dict.fromkeys((*event.leftovers, *due)))
         if self._tasks:
             return
         self._back.give_up(out)
