@@ -259,15 +259,6 @@ def test_a_forward_that_fails_leaves_nothing_behind(inner_exit: bool) -> None:
     assert walk.at_rest
 
 
-def test_a_forward_that_no_hook_saw_end_is_given_up() -> None:
-    walk = Walk(3)
-    walk.say(when.ForwardEnter(walk.root))
-    walk.say(when.ForwardEnter(0))
-    walk.say(when.ForwardExit(walk.root, follows=Follows.NOTHING, failed=True))
-    walk.step()
-    assert walk.at_rest
-
-
 def test_reset_gives_up_everything() -> None:
     walk = Walk(3)
     walk.step()

@@ -157,8 +157,8 @@ class Use:
     number: int
     _first_nodes: list[int] = field(default_factory=list)
     """For each running call, innermost last: the number of the first autograd node it makes."""
-    _inputs: dict[int, Tensor] = field(default_factory=dict)
-    """By identity, while the forward runs (and has them anyway)."""
+    _inputs: list[Tensor] = field(default_factory=list)
+    """Only while the forward runs, and has them anyway."""
 
     @property
     def running(self) -> bool:
@@ -168,7 +168,7 @@ class Use:
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """The forward begins."""
         self._first_nodes.append(_torch.sequence_number())
-        self._inputs.update((id(tensor), tensor) for tensor in inputs)
+        self._inputs.extend(inputs)
 
     def end(self, outputs: Iterable[Tensor], last_use: int) -> Follows:
         """The forward ended: learn when backward will enter this use by its outputs.
@@ -179,10 +179,10 @@ class Use:
         first, made = self._first_nodes.pop(), _torch.sequence_number()
         inputs = self._inputs
         if not self._first_nodes:
-            self._inputs = {}
+            self._inputs = []
 
         def is_new(base: Tensor) -> bool:
-            return all(_base(tensor) is not base for tensor in inputs.values())
+            return all(_base(tensor) is not base for tensor in inputs)
 
         if not torch.is_grad_enabled():
             reads = any(_is_leaf(base) and is_new(base) for base in map(_base, outputs))
@@ -191,7 +191,7 @@ class Use:
         outside = False  # a parameter is handed out, to be read where no hook is
         nodes: dict[int, Node] = {}
         # An input that was changed in place, and may be read afterwards, is an output too.
-        for tensor in chain(outputs, inputs.values()):
+        for tensor in chain(outputs, inputs):
             base = _base(tensor)
             if _is_leaf(base):
                 outside = outside or is_new(base)
@@ -203,7 +203,7 @@ class Use:
                 newest = max(newest, _torch.node_number(tensor.grad_fn))
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))
-        if outside or (newest < made - 1 and self._can_have_graph(inputs.values())):
+        if outside or (newest < made - 1 and self._can_have_graph(inputs)):
             return Follows.HIDDEN
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
 

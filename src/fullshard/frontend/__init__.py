@@ -2,7 +2,7 @@
 
 ``ownership`` says which parameters a call owns and where they stand, ``checks`` what it refuses,
 ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine, ``module`` is what
-users call afterwards.
+users call afterwards, ``copying`` its deep copies; ``explain`` puts torch's errors into our words.
 """
 
 from __future__ import annotations

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ArgumentTypeError, ConfigError
-from fullshard.frontend.build import plan_unit
+from fullshard.frontend.build import plan_unit, shard_modules
 from fullshard.frontend.checks import as_modules
-from fullshard.frontend.fully_shard import checked_choices, fully_shard
+from fullshard.frontend.fully_shard import checked_choices
 from fullshard.frontend.ownership import units_below
+from fullshard.schedule import AfterForward
 
 __all__ = ["ChosenUnit", "ChosenUnits", "shard_blocks"]
 
@@ -22,6 +24,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Their forward reads parameters of their children, whose own forward does not run.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention,)
+
+
+class Why(enum.StrEnum):
+    """Why a module is a unit."""
+
+    BLOCK = "repeated block"
+    EMBEDDING = "large embedding"
+    HEAD = "large linear layer outside of the blocks"
+    REST = "everything else"
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,7 @@ class ChosenUnit:
     """Name of its class before it was sharded."""
     numel: int
     """Elements of its own, those of units inside of it left out."""
-    why: str
+    why: Why
 
 
 @dataclass(frozen=True)
@@ -97,24 +108,19 @@ def shard_blocks(
             f"shard_blocks: parts of this {type(model).__name__} were given to fully_shard before; "
             "shard the rest by hand, or give it a model of which nothing is sharded"
         )
-    shared = {**options, "mesh": mesh, "ignored_params": ignored_params}
-    choices = checked_choices(reshard_after_forward=reshard_after_forward, **shared)
+    choices = checked_choices(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=ignored_params,
+        **options,
+    )
     plan_unit(as_modules(model), choices)  # what it refuses, it refuses before anything is changed
     chosen = choose(model, choices.ignored)
+    kept = replace(choices, after_forward=AfterForward.KEEP)
     for unit in chosen:
-        keeps = unit.why == _HEAD and reshard_after_forward is None
-        fully_shard(
-            model.get_submodule(unit.name),
-            reshard_after_forward=False if keeps else reshard_after_forward,
-            **shared,
-        )
+        is_kept_head = unit.why is Why.HEAD and choices.after_forward is AfterForward.AUTO
+        shard_modules([model.get_submodule(unit.name)], kept if is_kept_head else choices)
     return chosen
-
-
-_BLOCK = "repeated block"
-_EMBEDDING = "large embedding"
-_HEAD = "large linear layer outside of the blocks"
-_REST = "everything else"
 
 
 def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
@@ -130,7 +136,7 @@ def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
         own = _places(module)
         return numel(module) > 0 and all(places[param] == count for param, count in own.items())
 
-    def unit(module: nn.Module, why: str) -> ChosenUnit:
+    def unit(module: nn.Module, why: Why) -> ChosenUnit:
         return ChosenUnit(names[module], type(module).__name__, numel(module), why)
 
     kinds = {type(block) for block in _repeated(model) if any(block.children())}
@@ -144,10 +150,10 @@ def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
         if isinstance(module, (*_EMBEDDINGS, nn.Linear)) and module not in inside
         if fits(module) and numel(module) > largest // 2 and module is not model
     ]
-    units = [unit(block, _BLOCK) for block in blocks]
-    units += [unit(end, _HEAD if isinstance(end, nn.Linear) else _EMBEDDING) for end in ends]
+    units = [unit(block, Why.BLOCK) for block in blocks]
+    units += [unit(end, Why.HEAD if isinstance(end, nn.Linear) else Why.EMBEDDING) for end in ends]
     rest = numel(model) - sum(unit.numel for unit in units)
-    return ChosenUnits((*units, ChosenUnit("", type(model).__name__, rest, _REST)))
+    return ChosenUnits((*units, ChosenUnit("", type(model).__name__, rest, Why.REST)))
 
 
 def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Iterator[nn.Module]:

@@ -61,7 +61,7 @@ def clip_grad_norm_(
     """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``.
 
     The interface and the arithmetic of ``torch.nn.utils.clip_grad_norm_``, with one all-reduce
-    for all parameters instead of one for each, and a plain tensor instead of a partial DTensor.
+    for each group of ranks that parameters are cut over, and a plain tensor back.
 
     Returns:
         The norm before; see ``grad_norm``, also for the arguments and errors.
