@@ -28,6 +28,7 @@ __all__ = [
     "default_dtensor_op",
     "device_types",
     "dtensor_from_spec",
+    "dtensor_like",
     "dtensor_spec",
     "gradient_node",
     "handle_dtensor_op",
@@ -155,6 +156,16 @@ def dtensor_from_spec(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) 
 def local_of(tensor: DTensor) -> Tensor:
     """The local tensor itself (``to_local`` makes a new view each time)."""
     return tensor._local_tensor
+
+
+def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
+    """``local``, of the shape of the local tensor of ``tensor``, as a DTensor placed alike."""
+    spec = tensor._spec
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        meta = TensorMeta(meta.shape, meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, meta)
+    return type(tensor)(local, spec, requires_grad=False)
 
 
 def repoint(tensor: DTensor, local: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import Collectives
 from fullshard.layout import Layout, Segment
-from fullshard.tensors import ShardForm
+from fullshard.tensors import ShardForm, announce_flat
 
 __all__ = ["BucketSpec", "Piece"]
 
@@ -54,7 +54,11 @@ class BucketSpec:
         )
 
     def local_views(self, flat: Tensor) -> list[Tensor]:
-        """This rank's piece of every parameter in ``flat`` (1-D, in shard order)."""
+        """This rank's piece of every parameter in ``flat`` (1-D, in shard order).
+
+        The pieces can be found as neighbours in ``flat`` by ``tensors.flat_part_of``.
+        """
+        announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
         views = [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
         return [_torch.own_storage(view) for view in views]
 

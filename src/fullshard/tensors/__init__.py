@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from fullshard.tensors.form import DTensorForm, LocalForm, ShardForm
+from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
+from fullshard.tensors.form import DTensorForm, LocalForm, ShardForm, local_part, shown_like
 from fullshard.tensors.random import draw_whole_on
 from fullshard.tensors.tree import find_tensors, map_tensors
 
-__all__ = ["DTensorForm", "LocalForm", "ShardForm", "draw_whole_on", "find_tensors", "map_tensors"]
+__all__ = [
+    "DTensorForm",
+    "FlatPart",
+    "LocalForm",
+    "ShardForm",
+    "announce_flat",
+    "draw_whole_on",
+    "find_tensors",
+    "flat_part_of",
+    "local_part",
+    "map_tensors",
+    "shown_like",
+]

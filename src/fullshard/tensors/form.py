@@ -13,7 +13,17 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
 
-__all__ = ["DTensorForm", "LocalForm", "ShardForm"]
+__all__ = ["DTensorForm", "LocalForm", "ShardForm", "local_part", "shown_like"]
+
+
+def local_part(shown: Tensor) -> Tensor:
+    """This rank's part of a DTensor, itself and not a view; a plain tensor is its own."""
+    return _torch.local_of(shown) if isinstance(shown, DTensor) else shown
+
+
+def shown_like(shown: Tensor, local: Tensor) -> Tensor:
+    """``local``, shaped as ``local_part(shown)`` is, shown as ``shown`` is; they share storage."""
+    return _torch.dtensor_like(shown, local) if isinstance(shown, DTensor) else local
 
 
 class ShardForm(Protocol):
