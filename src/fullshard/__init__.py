@@ -13,7 +13,8 @@ from fullshard.frontend import (
     register_fsdp_forward_method,
     shard_blocks,
 )
-from fullshard.layout import PerParameter
+from fullshard.layout import ParamSpec, PerParameter, Ragged
+from fullshard.tensors import RaggedTensor
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -22,7 +23,10 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParamSpec",
     "PerParameter",
+    "Ragged",
+    "RaggedTensor",
     "UnshardHandle",
     "errors",
     "fully_shard",

@@ -23,6 +23,7 @@ __all__ = [
     "DTensorSpec",
     "all_gather",
     "all_to_all",
+    "apply",
     "backend_name",
     "current_task",
     "default_dtensor_op",
@@ -34,6 +35,7 @@ __all__ = [
     "handle_dtensor_op",
     "has_average",
     "local_of",
+    "make_param",
     "node_number",
     "none_is_held",
     "num_aliases",
@@ -89,6 +91,11 @@ def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 # Autograd.
+
+
+def apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """``function.apply(*args)``, which torch leaves untyped."""
+    return function.apply(*args)
 
 
 def current_task() -> int:
@@ -148,9 +155,14 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
 
 
-def dtensor_from_spec(local: Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:
-    """A DTensor around ``local``, without a check."""
-    return DTensor(local, spec, requires_grad=requires_grad)
+AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
+
+
+def dtensor_from_spec(
+    local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
+) -> AnyDTensor:
+    """A DTensor of class ``cls`` around ``local``, without a check."""
+    return cls(local, spec, requires_grad=requires_grad)
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -165,12 +177,17 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
     if meta is not None and meta.dtype != local.dtype:
         meta = TensorMeta(meta.shape, meta.stride, local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, meta)
-    return type(tensor)(local, spec, requires_grad=False)
+    return dtensor_from_spec(local, spec, requires_grad=False, cls=type(tensor))
 
 
 def repoint(tensor: DTensor, local: Tensor) -> None:
     """Make ``tensor`` stand for another local tensor of the same shape and dtype."""
     tensor._local_tensor = local
+
+
+def make_param(tensor: Tensor) -> None:
+    """Let ``tensor``, of a class of its own, be an ``nn.Parameter`` by ``isinstance``."""
+    tensor._is_param = True
 
 
 def handle_dtensor_op(op: Any, handler: Any) -> None:

@@ -1,7 +1,4 @@
-"""The engine on another layout: flat shards cut anywhere, gathered in place.
-
-Users get this layout later; here it keeps the engine from being written for one.
-"""
+"""The engine on the ragged layout: shards cut anywhere, gathered in place."""
 
 from __future__ import annotations
 
@@ -12,23 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import FSDPModule, MixedPrecisionPolicy
-from fullshard.comm import default_mesh
+from fullshard import FSDPModule, MixedPrecisionPolicy, Ragged, RaggedTensor, fully_shard
 from fullshard.device import Kind
-from fullshard.frontend.build import Choices, shard_modules
 from fullshard.frontend.ownership import unit_of
-from fullshard.layout import Ragged
 from fullshard.schedule import AfterForward
 from tests.ranks.models import GPT
 from tests.ranks.pool import RankPool, every_world
 from tests.ranks.test_parity import batches, make
 
 
+AFTER = {AfterForward.AUTO: None, AfterForward.RESHARD: True, AfterForward.KEEP: False}
+
+
 def shard_flat(model: nn.Module, after: AfterForward, policy: MixedPrecisionPolicy) -> None:
-    choices = Choices(default_mesh(), after, policy, set(), None, Ragged())
     inner = model.blocks if isinstance(model, GPT) else [model.first, model.back]
     for module in (*inner, model):
-        shard_modules([module], choices)
+        fully_shard(
+            module, reshard_after_forward=AFTER[after], mp_policy=policy, layout=Ragged()
+        )
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -57,7 +55,7 @@ def compare(kind: str, after: AfterForward) -> tuple[float, int, bool]:
     unit = unit_of(model)
     assert unit is not None and unit.engine is not None
     staged = unit.engine.meter.peak_nbytes[Kind.GATHER_OUTPUT]
-    flat = all(p.dim() == 1 for p in model.parameters())
+    flat = all(isinstance(p, RaggedTensor) for p in model.parameters())
     want = dict(plain.named_parameters())
     got = whole_parameters(model)
     return max((got[n] - want[n]).abs().max().item() for n in got), staged, flat

@@ -12,6 +12,7 @@ from fullshard.comm.mesh import (
     collectives_of,
     default_mesh,
     device_types_of,
+    gather_uneven,
     wrapped,
 )
 from fullshard.comm.protocol import Collectives, Done, Pending
@@ -28,5 +29,6 @@ __all__ = [
     "collectives_of",
     "default_mesh",
     "device_types_of",
+    "gather_uneven",
     "wrapped",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -17,7 +17,14 @@ from fullshard import _torch
 from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import Collectives
 
-__all__ = ["all_reduce", "collectives_of", "default_mesh", "device_types_of", "wrapped"]
+__all__ = [
+    "all_reduce",
+    "collectives_of",
+    "default_mesh",
+    "device_types_of",
+    "gather_uneven",
+    "wrapped",
+]
 
 # One object per group: its tags must be counted once, whoever uses it.
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, C10d] = weakref.WeakKeyDictionary()
@@ -54,6 +61,35 @@ def device_types_of(mesh: DeviceMesh) -> list[str]:
 def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
     """Make a few ``values`` the largest, or the sums, over the ranks of ``group``, in place."""
     dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+
+
+def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
+    """All ranks' pieces end to end; ``piece`` is 1-D, ``lengths[r]`` the elements of rank r's.
+
+    One all-gather of padded pieces, or, where that would move twice what is needed, such as for a
+    tensor that one rank of many holds, one broadcast for each rank that holds something.
+    """
+    total, longest = sum(lengths), max(lengths)
+    if piece.dtype is torch.bool:  # which gloo does not carry
+        return gather_uneven(piece.view(torch.uint8), lengths, mesh).view(torch.bool)
+    if longest * len(lengths) > 2 * total:
+        return _broadcast_pieces(piece, lengths, mesh.get_group())
+    source = piece.new_zeros(longest)
+    source[: len(piece)] = piece
+    gathered = piece.new_empty(len(lengths) * longest)
+    collectives_of(mesh).all_gather(gathered, source).wait()
+    padded = gathered.view(len(lengths), longest).unbind()
+    return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
+
+
+def _broadcast_pieces(piece: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    whole = piece.new_empty(sum(lengths))
+    parts = whole.split(list(lengths))
+    parts[group.rank()].copy_(piece)
+    for rank, part in enumerate(parts):
+        if len(part):
+            dist.broadcast(part, group=group, group_src=rank)
+    return whole
 
 
 def default_mesh() -> DeviceMesh:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 from fullshard.comm import collectives_of
 from fullshard.engine import Bucket, BucketSpec, Engine, MixedPrecisionPolicy, Unit
@@ -28,9 +28,9 @@ from fullshard.frontend.ownership import (
     unit_of,
     units_below,
 )
-from fullshard.layout import LayoutStrategy, ParamSpec, PerParameter
+from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward, UnitPolicy
-from fullshard.tensors import DTensorForm, LocalForm, ShardForm, draw_whole_on
+from fullshard.tensors import DTensorForm, RaggedShard, RaggedTensor, ShardForm, draw_whole_on
 
 __all__ = ["Choices", "Plan", "plan_unit", "shard_modules"]
 
@@ -64,7 +64,7 @@ def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
     for unit in units_below(modules):
         engine_of(unit).check_idle("fully_shard")
     owned = collect(modules, choices.ignored)
-    check_params(owned)
+    check_params(owned, choices.layout)
     return _plan(owned, choices, device_of(choices.mesh))
 
 
@@ -116,10 +116,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def _plan(owned: Sequence[OwnedParam], choices: Choices, device: torch.device) -> Plan:
     """Parameters of one dtype and trainability share a bucket."""
-    place = choices.placement_fn or (lambda param: None)
+    place = choices.placement_fn
     groups: dict[tuple[torch.dtype, bool], list[tuple[OwnedParam, ParamSpec]]] = {}
     for one in owned:
-        dim = shard_dim(one, place(one.param))
+        dim = shard_dim(one, place(one.param)) if place else 0
         spec = ParamSpec(one.name, tuple(one.param.shape), shard_dim=dim)
         groups.setdefault((one.param.dtype, one.param.requires_grad), []).append((one, spec))
     plan = Plan([], [])
@@ -135,24 +135,28 @@ def _bucket_spec(
     policy = choices.policy if dtype.is_floating_point else MixedPrecisionPolicy()
     comm = collectives_of(choices.mesh)
     narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
+    layout = choices.layout.build(specs, comm.world, max(1, _ALIGN_NBYTES // narrowest))
     return BucketSpec(
-        layout=choices.layout.build(specs, comm.world, max(1, _ALIGN_NBYTES // narrowest)),
+        layout=layout,
         comm=comm,
-        form=_form(specs, choices.layout, choices.mesh),
+        form=_form(layout, choices),
         device=device,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
     )
 
 
-def _form(specs: Sequence[ParamSpec], layout: LayoutStrategy, mesh: DeviceMesh) -> ShardForm:
-    if not isinstance(layout, PerParameter):
-        return LocalForm()
-    return DTensorForm(
-        mesh,
-        [torch.Size(spec.shape) for spec in specs],
-        [(Shard(spec.shard_dim),) for spec in specs],
-    )
+def _form(layout: Layout, choices: Choices) -> ShardForm:
+    """How users see the pieces."""
+    shapes = [torch.Size(spec.shape) for spec in layout.params]
+    if isinstance(choices.layout, PerParameter):
+        placements: list[Placement] = [Shard(spec.shard_dim) for spec in layout.params]
+        return DTensorForm(choices.mesh, shapes, [(placement,) for placement in placements])
+    cuts = [
+        RaggedShard((band.num_ranks, band.segment.length) for band in bands)
+        for bands in layout.bands
+    ]
+    return DTensorForm(choices.mesh, shapes, [(cut,) for cut in cuts], RaggedTensor)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from fullshard.errors import (
     UnsupportedError,
 )
 from fullshard.frontend.ownership import OwnedParam, owner_of, twin_of, unit_of
+from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check_params",
     "checked_after_forward",
     "checked_ignored",
+    "checked_layout",
     "checked_mesh",
     "checked_policy",
     "shard_dim",
@@ -133,6 +135,21 @@ def checked_ignored(params: Any) -> set[nn.Parameter]:
     return ignored
 
 
+def checked_layout(layout: Any, placement_fn: Any) -> LayoutStrategy:
+    """The layout, which must be one, and leave a choice to ``shard_placement_fn`` if there is."""
+    if not callable(getattr(layout, "build", None)) or isinstance(layout, type):
+        hint = f"{layout.__name__}()" if isinstance(layout, type) else "PerParameter() or Ragged()"
+        raise ArgumentTypeError(
+            f"fully_shard(layout={layout!r}): expected a layout, such as {hint}"
+        )
+    if placement_fn is not None and not isinstance(layout, PerParameter):
+        raise ConfigError(
+            f"fully_shard: got shard_placement_fn with layout={layout!r}, which cuts on no dim; "
+            "leave it out, or use PerParameter()"
+        )
+    return cast("LayoutStrategy", layout)
+
+
 def checked_mesh(mesh: Any) -> DeviceMesh:
     """The mesh, or the default one."""
     if mesh is None:
@@ -154,7 +171,7 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
     return mesh
 
 
-def check_params(params: Iterable[OwnedParam]) -> None:
+def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:
     """Refuse parameters that cannot be cut."""
     for owned in params:
         param, name = owned.param, owned.name
@@ -181,10 +198,10 @@ def check_params(params: Iterable[OwnedParam]) -> None:
                 f"fully_shard: parameter {name} is a DTensor; tensor parallelism under "
                 "fully_shard is not built yet"
             )
-        if param.dim() == 0:
+        if param.dim() == 0 and isinstance(layout, PerParameter):
             raise ConfigError(
-                f"fully_shard: parameter {name} is a scalar, which cannot be cut; give it shape "
-                "(1,), or pass it in ignored_params"
+                f"fully_shard: parameter {name} is a scalar, which has no dim to cut; give it "
+                "shape (1,), pass it in ignored_params, or use layout=Ragged()"
             )
         if not param.is_contiguous():
             raise UnsupportedError(

@@ -16,6 +16,7 @@ from fullshard.frontend.checks import (
     as_modules,
     checked_after_forward,
     checked_ignored,
+    checked_layout,
     checked_mesh,
     checked_policy,
 )
@@ -59,11 +60,14 @@ def fully_shard(
         shard_placement_fn: the tensor dim on which a parameter is cut, as ``Shard(dim)``; it need
             not divide evenly. None, or None returned: dim 0.
         dp_mesh_dims: not built yet.
-        layout: ``PerParameter()``; other layouts are not built yet.
+        layout: how parameters lie in the shards. ``PerParameter()`` cuts each on one dim, as
+            ``DTensor`` does; ``Ragged()`` lays them end to end and cuts that into equal shards,
+            which gathers without a copy and shows ``RaggedTensor`` s. Give ``shard_placement_fn``
+            to the first only.
 
     Returns:
         The object passed in. Its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of
-        the class it was; its parameters are ``DTensor`` s.
+        the class it was; its parameters are ``DTensor`` s, ``RaggedTensor`` s among them.
 
     Raises:
         ConfigError: an argument or parameter that cannot work (a ``ValueError``).
@@ -102,10 +106,6 @@ def checked_choices(
     """The options of a call, or the error that one of them deserves."""
     if dp_mesh_dims is not None:
         raise NotBuiltError("fully_shard(dp_mesh_dims=...) is not built yet: pass a 1-D mesh")
-    if not isinstance(layout, PerParameter):
-        raise NotBuiltError(
-            f"fully_shard(layout={layout!r}) is not built yet: expected PerParameter()"
-        )
     if type(offload_policy).__name__ != "OffloadPolicy":
         raise NotBuiltError(
             f"fully_shard(offload_policy={offload_policy!r}) is not built yet: expected "
@@ -116,6 +116,6 @@ def checked_choices(
         policy=checked_policy(mp_policy),
         ignored=checked_ignored(ignored_params),
         placement_fn=shard_placement_fn,
-        layout=layout,
+        layout=checked_layout(layout, shard_placement_fn),
         mesh=checked_mesh(mesh),
     )

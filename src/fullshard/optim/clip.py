@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fullshard import _torch
 from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.tensors import RaggedShard
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -113,7 +114,7 @@ def _is_cut(placement: Placement) -> bool:
     """Whether ranks hold different elements; what is replicated counts once."""
     if isinstance(placement, Replicate):
         return False
-    if isinstance(placement, Shard):
+    if isinstance(placement, (Shard, RaggedShard)):
         return True
     raise UnsupportedError(
         f"a gradient is placed as {placement}: its elements are not known before it is reduced; "

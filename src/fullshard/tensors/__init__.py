@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
-from fullshard.tensors.form import DTensorForm, LocalForm, ShardForm, local_part, shown_like
+from fullshard.tensors.form import DTensorForm, ShardForm, local_part, shown_like
+from fullshard.tensors.ragged_shard import RaggedShard
+from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.random import draw_whole_on
 from fullshard.tensors.tree import find_tensors, map_tensors
 
 __all__ = [
     "DTensorForm",
     "FlatPart",
-    "LocalForm",
+    "RaggedShard",
+    "RaggedTensor",
     "ShardForm",
     "announce_flat",
     "draw_whole_on",

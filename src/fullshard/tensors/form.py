@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
 
-__all__ = ["DTensorForm", "LocalForm", "ShardForm", "local_part", "shown_like"]
+__all__ = ["DTensorForm", "ShardForm", "local_part", "shown_like"]
 
 
 def local_part(shown: Tensor) -> Tensor:
@@ -44,11 +44,12 @@ class ShardForm(Protocol):
 
 @dataclass(frozen=True)
 class DTensorForm:
-    """DTensors on ``mesh``; ``shapes`` and ``placements`` are those of the parameters."""
+    """DTensors of class ``cls`` on ``mesh``, with the parameters' ``shapes`` and ``placements``."""
 
     mesh: DeviceMesh
     shapes: Sequence[torch.Size]
     placements: Sequence[tuple[Placement, ...]]
+    cls: type[DTensor] = DTensor
     _specs: dict[tuple[int, torch.dtype], _torch.DTensorSpec] = field(default_factory=dict)
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ class DTensorForm:
                 stride=torch.empty(shape, device="meta").stride(),
                 dtype=local.dtype,
             )
-        return _torch.dtensor_from_spec(local, spec, requires_grad=False)
+        return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=self.cls)
 
     def local(self, shown: Tensor) -> Tensor:
         """See ``ShardForm``."""
@@ -74,25 +75,7 @@ class DTensorForm:
         _torch.repoint(cast("DTensor", shown), local)
 
     def __str__(self) -> str:
+        if self.cls is not DTensor:
+            return f"{self.cls.__name__}s"
         kinds = dict.fromkeys(str(placement) for placement, *_ in self.placements)
         return " and ".join(kinds)
-
-
-@dataclass(frozen=True)
-class LocalForm:
-    """The local tensors as they are: 1-D pieces of a flat or ragged layout."""
-
-    def wrap(self, index: int, local: Tensor) -> Tensor:
-        """See ``ShardForm``."""
-        return local
-
-    def local(self, shown: Tensor) -> Tensor:
-        """See ``ShardForm``."""
-        return shown
-
-    def repoint(self, shown: Tensor, local: Tensor) -> None:
-        """See ``ShardForm``."""
-        shown.data = local
-
-    def __str__(self) -> str:
-        return "flat pieces"

@@ -1,0 +1,91 @@
+"""``RaggedShard``: the placement of a tensor of which each rank holds an interval."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import Placement
+
+__all__ = ["Interval", "RaggedShard"]
+
+
+class Interval(NamedTuple):
+    """Elements ``start`` to ``start + length`` of a tensor, in row-major order."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.length
+
+
+class _Alike(NamedTuple):
+    """Neighbouring ranks that hold intervals of one length, one after the other."""
+
+    first_rank: int
+    start: int
+    length: int
+
+
+class RaggedShard(Placement):
+    """Each rank holds an interval of the flattened tensor, perhaps an empty one.
+
+    In the order of ranks the intervals follow each other. Stored are runs of equal lengths, so
+    that the value is small however many ranks there are, and equal where the cuts are equal.
+    """
+
+    def __init__(self, lengths: Iterable[tuple[int, int]]) -> None:
+        """``lengths``: pairs of a number of ranks and the length each of them holds."""
+        super().__init__()
+        self._lengths: list[tuple[int, int]] = []
+        for num_ranks, length in lengths:
+            if self._lengths and self._lengths[-1][1] == length:
+                num_ranks += self._lengths.pop()[0]
+            if num_ranks:
+                self._lengths.append((num_ranks, length))
+        self._alike: list[_Alike] = []
+        rank = start = 0
+        for num_ranks, length in self._lengths:
+            self._alike.append(_Alike(rank, start, length))
+            rank += num_ranks
+            start += num_ranks * length
+        self._hash = hash(tuple(self._lengths))
+
+    @property
+    def max_length(self) -> int:
+        """The most that a rank holds."""
+        return max(length for _, length in self._lengths)
+
+    @property
+    def owners(self) -> list[int]:
+        """Ranks that hold something."""
+        ranks: list[int] = []
+        for alike, (num_ranks, length) in zip(self._alike, self._lengths, strict=True):
+            if length:
+                ranks += range(alike.first_rank, alike.first_rank + num_ranks)
+        return ranks
+
+    def interval(self, rank: int) -> Interval:
+        """What ``rank`` holds."""
+        alike = self._alike[bisect_right(self._alike, rank, key=lambda a: a.first_rank) - 1]
+        return Interval(alike.start + (rank - alike.first_rank) * alike.length, alike.length)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self._lengths == other._lengths
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        parts = (f"{n} x{ranks}" if ranks > 1 else str(n) for ranks, n in self._lengths)
+        return f"RaggedShard({', '.join(parts)})"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return RaggedShard, (list(self._lengths),)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RaggedShard:
+        return self

@@ -1,0 +1,231 @@
+"""``RaggedTensor``: a DTensor of which each rank holds an interval of the flattened tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from fullshard import _torch
+from fullshard.comm import gather_uneven
+from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.layout.boxes import Box, boxes
+from fullshard.tensors.ragged_ops import run_on_intervals
+from fullshard.tensors.ragged_shard import Interval, RaggedShard
+
+__all__ = ["RaggedTensor"]
+
+
+class RaggedTensor(DTensor):
+    """A tensor cut into intervals of its elements, in row-major order; each rank holds one.
+
+    ``shape``, ``stride()`` and ``dtype`` are those of the whole tensor, ``to_local()`` is this
+    rank's interval, 1-D and perhaps empty, ``placements`` is one ``RaggedShard`` on a 1-D mesh.
+
+    Pointwise operations, also those of ``torch.optim``, run on the intervals; all their tensors
+    must be cut alike or have no dims. Norms and sums over all elements communicate. A whole plain
+    tensor can be copied in (``copy_``, ``load_state_dict``): each rank takes its interval. What
+    needs rows, columns or single elements raises ``UnsupportedError`` (a ``NotImplementedError``):
+    an interval has none; use ``full_tensor()``, ``unshard()``, or ``layout=PerParameter()``.
+
+    Checkpoints (``torch.distributed.checkpoint``) see an interval as at most ``2 n - 1`` boxes
+    and need no communication.
+    """
+
+    @property
+    def interval(self) -> Interval:
+        """Which elements this rank holds."""
+        return self._cut.interval(self.device_mesh.get_local_rank())
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's interval, 1-D; differentiable."""
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return _torch.local_of(self)
+        return cast("Tensor", _torch.apply(_ToLocal, self))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor, on every rank of the mesh, which must all call this; differentiable.
+
+        The gradient of the whole tensor is taken to be the same on all ranks.
+        """
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._gather()
+        return cast("Tensor", _torch.apply(_ToFull, self))
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **_: Any,
+    ) -> DTensor:
+        """The same tensor placed otherwise, as an ordinary DTensor, by way of the whole one.
+
+        Raises:
+            ConfigError: another mesh, or no placements.
+        """
+        if placements is None or (device_mesh or self.device_mesh) != self.device_mesh:
+            raise ConfigError(
+                f"RaggedTensor.redistribute: got placements={placements} on {device_mesh}, "
+                f"expected placements on {self.device_mesh}"
+            )
+        if tuple(placements) == self.placements:
+            return self
+        whole = DTensor.from_local(
+            self.full_tensor(), self.device_mesh, [Replicate()], run_check=False
+        )
+        return whole.redistribute(placements=placements)
+
+    @property
+    def _cut(self) -> RaggedShard:
+        (placement,) = self.placements
+        assert isinstance(placement, RaggedShard)
+        return placement
+
+    def _gather(self) -> Tensor:
+        local = _torch.local_of(self).detach()
+        if local.is_meta:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        lengths = [self._cut.interval(rank).length for rank in range(self.device_mesh.size())]
+        return gather_uneven(local, lengths, self.device_mesh).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run_on_intervals(op, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = self.interval
+        return (
+            f"RaggedTensor(elements {held.start} to {held.stop} of {tuple(self.shape)}: "
+            f"{_torch.local_of(self)}, {self.placements[0]!r})"
+        )
+
+    # Copies and pickles: torch's own would lose the class, or take more memory along.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
+        if id(self) in memo:
+            return cast("RaggedTensor", memo[id(self)])
+        if not self.is_leaf:
+            raise UnsupportedError("deepcopy of a RaggedTensor that is no leaf: detach() it first")
+        new = _torch.dtensor_like(self, _torch.local_of(self).detach().clone())
+        new.requires_grad_(self.requires_grad)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(vars(self), memo))
+        if isinstance(self, nn.Parameter):
+            _torch.make_param(new)
+        elif self.grad is not None:
+            new.grad = copy.deepcopy(self.grad, memo)
+        return cast("RaggedTensor", new)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        local = _torch.local_of(self).detach()
+        if local.untyped_storage().nbytes() != local.nbytes:
+            local = local.clone()
+        is_param = isinstance(self, nn.Parameter)
+        mesh, cut, shape = self.device_mesh, self._cut, tuple(self.shape)
+        return _rebuild, (local, mesh, cut, shape, self.requires_grad, is_param)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> RaggedTensor:
+        plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        local = _torch.local_of(plain)
+        return _torch.dtensor_from_spec(
+            local, plain._spec, requires_grad=plain.requires_grad, cls=RaggedTensor
+        )
+
+    # What torch.distributed.checkpoint asks for.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(_torch.local_of(self))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        start = 0
+        for box in self._boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                local = _torch.local_of(self).detach()
+                return local.narrow(0, start, box.numel).view(box.sizes)
+            start += box.numel
+        raise ConfigError(f"checkpoint: {index} is no part of {self.interval} of {index.fqn}")
+
+    def _boxes(self) -> tuple[Box, ...]:
+        if not self.numel():  # one empty box on one rank, or nobody would write the tensor
+            first = self.device_mesh.get_local_rank() == 0
+            return (Box((0,) * self.dim(), tuple(self.shape)),) if first else ()
+        return boxes(self.shape, *self.interval)
+
+
+def _rebuild(
+    local: Tensor,
+    mesh: DeviceMesh,
+    cut: RaggedShard,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+    is_param: bool,
+) -> RaggedTensor:
+    """What ``RaggedTensor.__reduce_ex__`` took apart."""
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    spec = _torch.dtensor_spec(mesh, (cut,), shape=size, stride=stride, dtype=local.dtype)
+    new = _torch.dtensor_from_spec(local, spec, requires_grad=requires_grad, cls=RaggedTensor)
+    if is_param:
+        _torch.make_param(new)
+    return new
+
+
+torch.serialization.add_safe_globals([RaggedTensor, RaggedShard, _rebuild])
+
+
+class _ToLocal(torch.autograd.Function):
+    """An interval of the gradient comes back as a RaggedTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, shown: RaggedTensor) -> Tensor:
+        ctx.like = shown.detach()
+        return _torch.local_of(shown).view_as(_torch.local_of(shown))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _torch.dtensor_like(ctx.like, grad.contiguous())
+
+
+class _ToFull(torch.autograd.Function):
+    """The whole gradient, the same on all ranks, is cut like the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, shown: RaggedTensor) -> Tensor:
+        ctx.like = shown.detach()
+        return shown._gather()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        held = ctx.like.interval
+        local = grad.reshape(-1)[held.start : held.stop].clone()
+        return _torch.dtensor_like(ctx.like, local)
