@@ -17,7 +17,6 @@ from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec
 from fullshard.layout import ParamSpec, PerParameter, Ragged
-from fullshard.tensors import LocalForm
 
 
 class FakeAccelerator:
@@ -59,6 +58,7 @@ class FakeWire:
     """A world of two whose other rank has the same shard; notes the lane of each collective."""
 
     rank = 0
+    adds_wide = False
 
     def __init__(self, accelerator: FakeAccelerator, world: int = 2) -> None:
         self._accelerator = accelerator
@@ -75,6 +75,19 @@ class FakeWire:
         return Done()
 
 
+class PlainForm:
+    """Shows local tensors as they are."""
+
+    def wrap(self, index: int, local: Tensor) -> Tensor:
+        return local
+
+    def local(self, shown: Tensor) -> Tensor:
+        return shown
+
+    def repoint(self, shown: Tensor, local: Tensor) -> None:
+        shown.data = local
+
+
 @pytest.fixture
 def cuda() -> FakeAccelerator:
     return FakeAccelerator()
@@ -87,7 +100,7 @@ def lanes_of(cuda: FakeAccelerator) -> Lanes:
 def bucket_on(cuda: FakeAccelerator, layout: Any) -> Bucket:
     params = [torch.nn.Parameter(torch.arange(8.0).view(4, 2)), torch.nn.Parameter(torch.ones(6))]
     specs = [ParamSpec("w", (4, 2)), ParamSpec("b", (6,))]
-    spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), LocalForm(), torch.device("cpu"))
+    spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), PlainForm(), torch.device("cpu"))
     return Bucket(spec, params)
 
 

@@ -196,6 +196,8 @@ def piece_of(whole: Tensor, like: Tensor) -> Tensor:
     """What of ``whole`` this rank has if it is cut as ``like`` is."""
     if not isinstance(like, DTensor):
         return whole
+    if isinstance(like, fullshard.RaggedTensor):
+        return whole.flatten()[like.interval.start : like.interval.stop]
     ((shard,), mesh) = like.placements, like.device_mesh
     assert isinstance(shard, Shard)
     chunks = whole.chunk(mesh.size(), shard.dim)

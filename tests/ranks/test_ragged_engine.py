@@ -17,16 +17,13 @@ from tests.ranks.models import GPT
 from tests.ranks.pool import RankPool, every_world
 from tests.ranks.test_parity import batches, make
 
-
 AFTER = {AfterForward.AUTO: None, AfterForward.RESHARD: True, AfterForward.KEEP: False}
 
 
 def shard_flat(model: nn.Module, after: AfterForward, policy: MixedPrecisionPolicy) -> None:
     inner = model.blocks if isinstance(model, GPT) else [model.first, model.back]
     for module in (*inner, model):
-        fully_shard(
-            module, reshard_after_forward=AFTER[after], mp_policy=policy, layout=Ragged()
-        )
+        fully_shard(module, reshard_after_forward=AFTER[after], mp_policy=policy, layout=Ragged())
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:

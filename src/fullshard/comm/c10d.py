@@ -66,17 +66,22 @@ class C10d:
             )
         return group
 
+    @property
+    def adds_wide(self) -> bool:
+        """Our own sums are wide; those of a backend are made in the dtype that travels."""
+        return self.world == 1 or self._transport is Transport.PAIRS
+
     def all_gather(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.all_gather``."""
         slices = output.view(self.world, -1)
         if self.world == 1:
-            slices[0].copy_(source)
+            _put(source, slices[0])
             return Done()
         if self._transport is Transport.NATIVE:
             return _torch.all_gather(self._group, output, source)
         parts = slices.unbind()
         works = self._exchange([source] * self.world, parts)
-        parts[self.rank].copy_(source)
+        _put(source, parts[self.rank])
         return _Works(works)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
@@ -111,6 +116,12 @@ class C10d:
         return works
 
 
+def _put(source: Tensor, place: Tensor) -> None:
+    """Copy ``source`` to its place, unless it is there."""
+    if source.data_ptr() != place.data_ptr():
+        place.copy_(source)
+
+
 def _default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
     gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
     return Transport.PAIRS if gloo_on_cpu else Transport.NATIVE
@@ -140,15 +151,17 @@ class _LocalMean(_Works):
 
     def wait(self) -> None:
         super().wait()
-        wide = torch.float32 if self._own.dtype.itemsize < 4 else self._own.dtype
-        if self._output.dtype == self._own.dtype == wide:
-            total = torch.add(self._own, self._received[0], out=self._output)
-        else:  # few bits: add up in fp32, round once
-            total = self._own.to(wide) + self._received[0]
+        wide = torch.promote_types(self._own.dtype, torch.float32)
+        in_place = self._output.dtype == wide  # else add up in wide numbers, round once
+        total = self._output if in_place else torch.empty_like(self._own, dtype=wide)
+        if self._own.dtype == wide:
+            torch.add(self._own, self._received[0], out=total)
+        else:
+            total.copy_(self._own).add_(self._received[0])
         for part in self._received[1:]:
             total.add_(part)
         total.div_(1 + len(self._received))
-        if total is not self._output:
+        if not in_place:
             self._output.copy_(total)
 
 

@@ -38,9 +38,13 @@ class Collectives(Protocol):
     def world(self) -> int:
         """Number of processes in the group."""
 
+    @property
+    def adds_wide(self) -> bool:
+        """Whether reductions add up in fp32 or wider, whatever dtype travels."""
+
     def all_gather(self, output: Tensor, source: Tensor) -> Pending:
         """Start to gather every rank's ``source`` (1-D, n elements) into ``output`` (1-D,
-        world * n elements), in rank order.
+        world * n elements), in rank order. ``source`` may be its own place in ``output``.
         """
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:

@@ -38,6 +38,11 @@ class Recording:
         """Number of processes in the group."""
         return self.inner.world
 
+    @property
+    def adds_wide(self) -> bool:
+        """That of ``inner``."""
+        return self.inner.adds_wide
+
     def all_gather(self, output: Tensor, source: Tensor) -> Pending:
         """Note and pass on."""
         self.calls.append(CollectiveCall("all_gather", source.numel(), source.dtype))

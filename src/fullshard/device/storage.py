@@ -20,9 +20,14 @@ class Kind(enum.StrEnum):
 
 
 class StorageMeter:
-    """Counts the bytes that buffers hold now, and the most they held at once."""
+    """Counts the bytes that buffers hold now, the most they held at once, and those copied.
+
+    ``copied_nbytes`` are the bytes written by copies and casts on the way to whole parameters and
+    back, beyond what the collectives themselves do with their input and output.
+    """
 
     def __init__(self) -> None:
+        self.copied_nbytes = 0
         self.held_nbytes: Counter[Kind] = Counter()
         self.peak_nbytes: Counter[Kind] = Counter()
 
@@ -31,6 +36,10 @@ class StorageMeter:
         held = self.held_nbytes[kind] = self.held_nbytes[kind] + nbytes
         if held > self.peak_nbytes[kind]:
             self.peak_nbytes[kind] = held
+
+    def copied(self, nbytes: int) -> None:
+        """Note a copy that wrote ``nbytes``."""
+        self.copied_nbytes += nbytes
 
     def reset_peak(self) -> None:
         """Start to look for a new peak."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.comm import Pending
-from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.device import Lane, Lanes, StorageMeter
+from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
-from fullshard.layout import StridedCopy
 
 __all__ = ["Gradients"]
 
@@ -43,6 +43,7 @@ class _Reduction:
     """A reduce-scatter that was started."""
 
     pending: Pending
+    source: ReduceInput
     result: _GradShard
     present: list[bool]  # which parameters have a gradient on this rank
 
@@ -70,49 +71,49 @@ class Gradients:
         self._lanes = lanes
         self._in_flight: _Reduction | None = None
         self._last: _GradShard | None = None
-        dtype = spec.reduce_dtype or params[0].dtype
-        layout = spec.layout
-        # Behind each slice one element per parameter, up to a whole number of 16-byte words.
-        word = max(1, 16 // dtype.itemsize)
-        self._row = layout.shard_numel + -(-len(params) // word) * word
-        self._boxes: list[list[StridedCopy]] = [[] for _ in params]
-        with torch.inference_mode(False):
-            self._input = Buffer(
-                layout.world * self._row,
-                dtype,
-                params[0].device,
-                kind=Kind.REDUCE_INPUT,
-                meter=meter,
-            )
-            slices = self._input.tensor.view(layout.world, self._row)
-            self._flags = slices[:, layout.shard_numel :]
-            self._targets: list[list[Tensor]] = [[] for _ in params]
-            for box in layout.copies(row=self._row):
-                self._boxes[box.param].append(box)
-                self._targets[box.param].append(
-                    self._input.tensor.as_strided(
-                        box.sizes, box.staging_strides, box.staging_offset
-                    )
-                )
-            self._input.free()
+        self._meter = meter
+        self._reduce_dtype = spec.reduce_dtype or params[0].dtype
+        self._accumulated = False
+        self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
 
     def start(self) -> None:
         """Start to reduce what the parameters have, and what was pending."""
         grads = self._take()
+        buffer = self._input_for(self._wire_dtype())
         with torch.no_grad():
-            source = self._fill(grads)
+            source = buffer.fill(grads)
             self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
             with self._lanes.on(Lane.REDUCE):
-                result = self._result_for(source)
+                result = self._result_for(buffer.row, source.device)
                 pending = self._spec.comm.reduce_scatter_mean(result.flat, source)
-        self._in_flight = _Reduction(pending, result, [grad is not None for grad in grads])
+        self._accumulated = False
+        present = [grad is not None for grad in grads]
+        self._in_flight = _Reduction(pending, buffer, result, present)
 
-    def _result_for(self, source: Tensor) -> _GradShard:
+    def _wire_dtype(self) -> torch.dtype:
+        """The dtype that gradients travel in; the same on all ranks.
+
+        Where the wire adds up in wide numbers whatever travels, a gradient that was computed in
+        few bits need not be widened before: the sum is the same, bit for bit.
+        """
+        computed = self.params[0].dtype
+        may_narrow = self._spec.comm.adds_wide and not self._accumulated
+        if may_narrow and self._reduce_dtype is torch.float32 and computed.itemsize < 4:
+            return computed
+        return self._reduce_dtype
+
+    def _input_for(self, dtype: torch.dtype) -> ReduceInput:
+        buffer = self._inputs.get(dtype)
+        if buffer is None:
+            device = self.params[0].device
+            buffer = self._inputs[dtype] = ReduceInput(self._spec, dtype, device, self._meter)
+        return buffer
+
+    def _result_for(self, row: int, device: torch.device) -> _GradShard:
         """Last step's result if it is free, else a new one."""
-        if self._last is None or not self._last.is_free():
+        if self._last is None or len(self._last.flat) != row or not self._last.is_free():
             dtype = self.sharded_params[0].dtype
-            flat = torch.empty(self._row, dtype=dtype, device=source.device)
-            self._last = _GradShard(self._spec, flat)
+            self._last = _GradShard(self._spec, torch.empty(row, dtype=dtype, device=device))
         return self._last
 
     def finish(self) -> None:
@@ -124,7 +125,7 @@ class Gradients:
             self._lanes.wait(reduction.pending)
             self._assign(reduction.result, self._present_anywhere(reduction))
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
-        self._input.free()
+        reduction.source.free()
 
     def accumulate(self) -> None:
         """Keep the gradients whole until a backward that reduces.
@@ -132,7 +133,8 @@ class Gradients:
         They add up in the wider of the dtypes of computation and reduction, so that waiting loses
         no bits which reducing at once would have kept.
         """
-        dtype = torch.promote_types(self.params[0].dtype, self._input.tensor.dtype)
+        self._accumulated = True
+        dtype = torch.promote_types(self.params[0].dtype, self._reduce_dtype)
         self.pending = [None if grad is None else grad.to(dtype) for grad in self._take()]
 
     def discard(self) -> None:
@@ -142,6 +144,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Forget everything that was not reduced."""
+        self._accumulated = False
         self.discard()
         self.pending = [None] * len(self.params)
 
@@ -159,29 +162,6 @@ class Gradients:
             sums = [waited for waited, _ in both]
             torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
         return [grads[i] if waited is None else waited for i, waited in enumerate(pending)]
-
-    def _fill(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Write ``reduce_input``: one batch that casts and copies."""
-        self._input.allocate()
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        missing: list[Tensor] = []
-        for grad, views, boxes in zip(grads, self._targets, self._boxes, strict=True):
-            if grad is None:
-                missing.extend(views)
-                continue
-            targets.extend(views)
-            sources.extend(_pieces(grad, boxes))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if missing:
-            torch._foreach_zero_(missing)
-            self._flags[:, : len(grads)] = torch.tensor(
-                [grad is not None for grad in grads], dtype=self._flags.dtype
-            ).to(self._flags.device, non_blocking=True)
-        else:
-            self._flags.fill_(1)
-        return self._input.tensor
 
     def _present_anywhere(self, reduction: _Reduction) -> list[bool]:
         """Which parameters some rank has a gradient for."""
@@ -210,15 +190,3 @@ class Gradients:
             for hook in _torch.post_accumulate_grad_hooks(param):
                 if present[i] and param.requires_grad:
                     hook(param)
-
-
-def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:
-    """Views of one whole gradient, box by box."""
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()
-    if not grad.is_contiguous():
-        grad = grad.contiguous()
-    if len(boxes) == 1:  # it holds all elements, in order
-        return [grad.view(boxes[0].sizes)]
-    offset = grad.storage_offset()
-    return [grad.as_strided(b.sizes, b.param_strides, offset + b.param_offset) for b in boxes]

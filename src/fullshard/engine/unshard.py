@@ -25,9 +25,10 @@ class Unsharded:
         self.shard = shard
         self._spec = spec
         self._lanes = lanes
-        self._in_flight: tuple[Pending, Tensor] | None = None
+        self._in_flight: Pending | None = None
         dtype = spec.unsharded_dtype(shard.dtype)
         layout = spec.layout
+        self._meter = meter
         self.borrows = layout.world == 1 and layout.zero_copy and dtype == shard.dtype
         with torch.inference_mode(False), torch.no_grad():
             self._buffer = (
@@ -46,6 +47,7 @@ class Unsharded:
                 for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
             ]
             self._staging: Buffer | None = None
+            self._copied_nbytes = sum(p.numel for p in layout.params) * dtype.itemsize
             if not layout.zero_copy:
                 self._staging = Buffer(
                     layout.world * layout.shard_numel,
@@ -80,28 +82,31 @@ class Unsharded:
         return param.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
     def start(self) -> None:
-        """Start the all-gather; into memory that is there already if this is a refresh."""
+        """Start the all-gather; into memory that is there already if this is a refresh.
+
+        Our slice is cast to its place in the result, so that one pass does both.
+        """
         if self._buffer is None:
             return
         output = self._staging or self._buffer
         with self._lanes.on(Lane.GATHER), torch.no_grad():
             output.allocate()
-            source = self.shard
-            if self._spec.comm.world > 1 and source.dtype != output.tensor.dtype:
-                source = source.to(output.tensor.dtype)
-            pending = self._spec.comm.all_gather(output.tensor, source)
-        self._in_flight = (pending, source)
+            slices = output.tensor.view(self._spec.comm.world, -1)
+            own = slices[self._spec.comm.rank]
+            own.copy_(self.shard)
+            self._meter.copied(own.nbytes)
+            self._in_flight = self._spec.comm.all_gather(output.tensor, own)
 
     def finish(self) -> None:
         """Make the parameters whole on the compute lane."""
         if self._buffer is None or self._in_flight is None:
             return
-        pending, _ = self._in_flight
         with self._lanes.on(Lane.GATHER), torch.no_grad():
-            self._lanes.wait(pending)
+            self._lanes.wait(self._in_flight)
             if self._staging is not None:
                 self._buffer.allocate()
                 torch._foreach_copy_(self._targets, self._sources)
+                self._meter.copied(self._copied_nbytes)
                 self._staging.free()
         self._in_flight = None
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.frontend.ownership import sharded_twin_of, unit_of, units_below
+from fullshard.tensors import RaggedTensor
 
 __all__ = ["check_full_tensors", "check_optimizers_again", "explain_forward", "guarded_methods"]
 
@@ -72,11 +73,17 @@ def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def check_full_tensors(module: nn.Module, state: Mapping[str, Any]) -> None:
+_LOAD_FULL = (
+    "load a full state dict with torch.distributed.checkpoint.state_dict."
+    "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))"
+)
+
+
+def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: bool) -> None:
     """What ``load_state_dict`` refuses before it changes anything.
 
     Raises:
-        ConfigError: plain tensors for sharded parameters.
+        ConfigError: plain tensors for sharded parameters that do not know how to take them in.
     """
     own = module.state_dict()
     plain = [
@@ -84,12 +91,12 @@ def check_full_tensors(module: nn.Module, state: Mapping[str, Any]) -> None:
         for name, value in state.items()
         if isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
     ]
-    if plain:
+    takes_own_part = all(isinstance(own[name], RaggedTensor) for name in plain)
+    if plain and (assign or not takes_own_part):
         raise ConfigError(
             f"load_state_dict of sharded {type(module).__name__}: got plain tensors for the "
             f"sharded parameters {', '.join(plain[:4])}{' and more' if len(plain) > 4 else ''}; "
-            "load a full state dict with torch.distributed.checkpoint.state_dict."
-            "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))"
+            + ("load them with assign=False" if takes_own_part else _LOAD_FULL)
         )
 
 

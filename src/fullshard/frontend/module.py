@@ -223,15 +223,19 @@ class FSDPModule:
         policy: MachinePolicy = engine.scheduler.policy
         engine.trigger(when.SetMachinePolicy(replace(policy, **changes)))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """As of any module, with DTensors that lie as the parameters do.
 
+        A RaggedTensor takes its part of a whole plain tensor, too, unless that is assigned.
+
         Raises:
-            ConfigError: plain tensors for sharded parameters; nothing was changed.
+            ConfigError: plain tensors for other sharded parameters; nothing was changed.
         """
         module: nn.Module = self  # type: ignore[assignment]
-        check_full_tensors(module, state_dict)
-        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+        check_full_tensors(module, state_dict, assign=assign)
+        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """``to``, ``cuda``, ``float``, ``to_empty`` and the like act on the shards."""

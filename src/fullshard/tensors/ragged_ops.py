@@ -155,6 +155,16 @@ def _made_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _torch.dtensor_like(args[0], op(_torch.local_of(args[0]), *args[1:], **kwargs))
 
 
+def _masked_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = value``, which is pointwise where the mask is cut like ``x``."""
+    target, indices, value, *accumulate = args
+    mask: Any = indices[0] if len(indices) == 1 else None
+    if not is_ragged(mask) or mask.dtype is not torch.bool or value.dim() or any(accumulate):
+        raise _refusal(op, args, kwargs)
+    _torch.local_of(target).masked_fill_(_operand(op, mask, target), value)
+    return target
+
+
 def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op(_torch.local_of(args[0]), *args[1:], **kwargs)
     return args[0]
@@ -301,6 +311,7 @@ def _refusal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Unsuppor
 _HANDLERS: dict[Any, Handler] = {
     aten.copy_.default: _copy,
     aten.equal.default: _equal,
+    aten.index_put_.default: _masked_put,
     aten.sum.default: _sum,
     aten.mean.default: _mean,
     aten.max.default: _extreme,
