@@ -5,7 +5,8 @@
     |   |-- ArgumentTypeError   ... because of its type                   (also TypeError)
     |   `-- AlreadyShardedError the module belongs to a unit already      (also AssertionError)
     |-- UnsupportedError        legal in PyTorch, but cannot be sharded   (also NotImplementedError)
-    |   `-- NotBuiltError       planned, not built yet
+    |   |-- NotBuiltError       planned, not built yet
+    |   `-- RaggedOperationError  a RaggedTensor holds no rows, columns or single elements
     |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
@@ -24,6 +25,7 @@ __all__ = [
     "LayoutError",
     "NotBuiltError",
     "ProtocolError",
+    "RaggedOperationError",
     "UnsupportedError",
 ]
 
@@ -50,6 +52,10 @@ class UnsupportedError(FullshardError, NotImplementedError):
 
 class NotBuiltError(UnsupportedError):
     """Part of the documented interface that is not built yet."""
+
+
+class RaggedOperationError(UnsupportedError):
+    """An operation that does not mean the same on the intervals of a ``RaggedTensor``."""
 
 
 class ProtocolError(FullshardError, RuntimeError):

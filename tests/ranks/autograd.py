@@ -104,8 +104,10 @@ class Case:
         return [*model.blocks, model]
 
     def shard(self, model: nn.Module, reshard: bool | None) -> None:
+        """On three ranks in ragged shards, so that every case meets both layouts."""
+        layout = fullshard.Ragged() if self.world == 3 else fullshard.PerParameter()
         for unit in self.units(model):
-            fullshard.fully_shard(unit, reshard_after_forward=reshard)
+            fullshard.fully_shard(unit, reshard_after_forward=reshard, layout=layout)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -13,13 +13,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.errors import ConfigError, ProtocolError
+from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError
 from fullshard.frontend.ownership import sharded_twin_of, unit_of, units_below
 from fullshard.tensors import RaggedTensor
 
 __all__ = ["check_full_tensors", "check_optimizers_again", "explain_forward", "guarded_methods"]
 
-_MIXED = "got mixed torch.Tensor and DTensor"
+
+def _used_while_sharded(error: Exception) -> bool:
+    """Whether ``error`` is what comes of computing with a sharded parameter."""
+    mixed = "got mixed torch.Tensor and DTensor" in str(error)
+    return mixed or isinstance(error, RaggedOperationError)
 
 
 def explain_forward(module: nn.Module, error: Exception) -> None:
@@ -28,7 +32,7 @@ def explain_forward(module: nn.Module, error: Exception) -> None:
     Raises:
         ProtocolError: a parameter was used while it was sharded.
     """
-    if _MIXED not in str(error):
+    if not _used_while_sharded(error):
         return
     unit = unit_of(module)
     inner = [u.name for u in units_below([module]) if u is not unit and u.buckets]
@@ -62,7 +66,7 @@ def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
-            if _MIXED not in str(error):
+            if not _used_while_sharded(error):
                 raise
             raise ProtocolError(
                 f"{type(self).__name__}.{name}() used parameters while they were sharded: only "

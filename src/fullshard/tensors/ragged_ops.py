@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.comm import all_reduce
-from fullshard.errors import UnsupportedError
+from fullshard.errors import RaggedOperationError
 from fullshard.tensors.ragged_shard import RaggedShard
 
 __all__ = ["run_on_intervals"]
@@ -36,7 +36,7 @@ def run_on_intervals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Do ``op``, of which some tensor is a RaggedTensor.
 
     Raises:
-        UnsupportedError: it does not mean the same on intervals.
+        RaggedOperationError: it does not mean the same on intervals.
     """
     handler = _handler_of(op)
     if handler is None:
@@ -83,7 +83,7 @@ def _operand(op: Any, arg: Any, like: DTensor) -> Any:
             return _torch.local_of(arg)
     elif arg.dim() == 0:
         return arg
-    raise UnsupportedError(
+    raise RaggedOperationError(
         f"{op}: got a {type(arg).__name__} of shape {tuple(arg.shape)} beside a RaggedTensor of "
         f"shape {tuple(like.shape)}; expected a tensor {_ALIKE}, or one without dims"
     )
@@ -267,7 +267,7 @@ def _norms(shown: Sequence[DTensor], order: float, dtype: torch.dtype | None) ->
     wide = torch.promote_types(dtype or shown[0].dtype, torch.float32)
     is_max = math.isinf(order)
     if order <= 0:
-        raise UnsupportedError(f"norm of order {order} of a RaggedTensor: expected one above 0")
+        raise RaggedOperationError(f"norm of order {order} of a RaggedTensor: expected one above 0")
     parts = [
         torch.linalg.vector_norm(_torch.local_of(one), order, dtype=wide)
         if _torch.local_of(one).numel()
@@ -297,14 +297,15 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _all_reduced(found_inf, like, is_max=True)
 
 
-def _refusal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedError:
+def _refusal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedOperationError:
     found = (value for value in (*args, *kwargs.values()) if is_ragged(value))
     shapes = ", ".join(str(tuple(value.shape)) for value in found) or "a list of tensors"
-    return UnsupportedError(
+    return RaggedOperationError(
         f"{op} on RaggedTensor {shapes}: a rank holds an interval of the flattened tensor, which "
         "has no rows, columns or single elements. Call full_tensor() first, work inside of "
         "unshard() and reshard(), or shard with layout=PerParameter(), whose DTensors know "
-        "matrices; optimizers must be element-wise, such as AdamW"
+        "matrices; optimizers must be element-wise, such as AdamW. If a forward did this, it was "
+        "not that of the module given to fully_shard, which unshards it"
     )
 
 
