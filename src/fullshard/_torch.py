@@ -108,10 +108,16 @@ def queue_end_of_task(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def post_accumulate_grad_hooks(param: nn.Parameter) -> Iterable[Callable[[Tensor], None]]:
-    """What the user registered to be called when ``param.grad`` is there."""
-    hooks = param._post_accumulate_grad_hooks
-    return tuple(hooks.values()) if hooks else ()
+def post_accumulate_grad_hooks(
+    params: Iterable[nn.Parameter],
+) -> list[tuple[nn.Parameter, Callable[[Tensor], None]]]:
+    """What the user registered to be called when the ``grad`` of a parameter is there."""
+    return [
+        (param, hook)
+        for param in params
+        if param._post_accumulate_grad_hooks
+        for hook in param._post_accumulate_grad_hooks.values()
+    ]
 
 
 def gradient_node(tensor: Tensor) -> Node:

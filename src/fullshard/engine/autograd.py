@@ -66,13 +66,7 @@ class Backward:
         where the garbage collector does not look, and with them whatever their hooks hold.
         """
         unit.forget_nodes()
-        own, units = weakref.ref(self), weakref.ref(unit)
-
-        def arrived(param: Tensor) -> None:
-            backward, alive = own(), units()
-            if backward is not None and alive is not None:
-                backward._arrived(alive)
-
+        arrived = _Counter(weakref.ref(self), weakref.ref(unit)).arrived
         for param in params:
             if param.is_floating_point() or param.is_complex():
                 param.requires_grad_(True)  # or it would refuse the hook; the unit sets it anew
@@ -93,14 +87,6 @@ class Backward:
             if unit.key in units:
                 units[unit.key].unreduced = False
 
-    def _arrived(self, unit: Unit) -> None:
-        task = self.task()
-        arrivals = self.arrivals(unit, task)
-        arrivals.count += 1
-        arrivals.unreduced = True
-        if arrivals.count == arrivals.expected:
-            self.trigger(when.GradsReady(unit.key, task))
-
     def ended(self, task: int) -> None:
         """Called by autograd at the end of ``task``."""
         self.trigger(when.TaskEnd(task, self._close(task)))
@@ -117,6 +103,39 @@ class Backward:
     def _close(self, task: int) -> tuple[int, ...]:
         units = self._tasks.pop(task, {})
         return tuple(key for key, arrivals in units.items() if arrivals.unreduced)
+
+
+class _Counter:
+    """Counts the gradients that reach the parameters of one unit; called for each, so it is lean.
+
+    It refers to backward and unit weakly.
+    """
+
+    __slots__ = ("_arrivals", "_backward", "_task", "_unit")
+
+    def __init__(self, backward: weakref.ref[Backward], unit: weakref.ref[Unit]) -> None:
+        self._backward = backward
+        self._unit = unit
+        self._task = NO_TASK
+        self._arrivals = _Arrivals(None)  # of that task
+
+    def arrived(self, param: Tensor) -> None:
+        """A gradient is there."""
+        if self._task != _torch.current_task():
+            self._turn_to_current_task()
+        arrivals = self._arrivals
+        arrivals.count += 1
+        arrivals.unreduced = True
+        if arrivals.count == arrivals.expected:
+            backward, unit = self._backward(), self._unit()
+            if backward is not None and unit is not None:
+                backward.trigger(when.GradsReady(unit.key, self._task))
+
+    def _turn_to_current_task(self) -> None:
+        backward, unit = self._backward(), self._unit()
+        if backward is not None and unit is not None:
+            self._task = backward.task()
+            self._arrivals = backward.arrivals(unit, self._task)
 
 
 class _EndOfTask:

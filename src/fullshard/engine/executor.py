@@ -188,7 +188,7 @@ class Engine:
             self.trigger(when.UserReshard(unit.key))
             unit.adopt()
             state.nbytes = unit.nbytes
-        elif state.residency and unit.was_written():
+        elif unit.was_written() and state.residency:
             self.trigger(when.WeightsChanged())
 
     def _tell_hidden(self, unit: Unit) -> None:
@@ -209,6 +209,8 @@ class Engine:
         if fresh:
             self._backward.watch(unit, fresh)
             unit.sync_requires_grad()
+        if self.scheduler.idle:  # the user asked for it; else a root looked after us just now
+            unit.was_written()
         unit.start_unshard()
 
     def _reduce(self, unit: Unit) -> None:

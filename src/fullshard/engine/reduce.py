@@ -73,7 +73,8 @@ class Gradients:
         self._last: _GradShard | None = None
         self._meter = meter
         self._reduce_dtype = spec.reduce_dtype or params[0].dtype
-        self._accumulated = False
+        self._accumulated = False  # since the last reduction; the same on all ranks
+        self._has_pending = False
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
 
     def start(self) -> None:
@@ -135,7 +136,9 @@ class Gradients:
         """
         self._accumulated = True
         dtype = torch.promote_types(self.params[0].dtype, self._reduce_dtype)
-        self.pending = [None if grad is None else grad.to(dtype) for grad in self._take()]
+        taken = self._take()
+        self.pending = [None if grad is None else grad.detach().to(dtype) for grad in taken]
+        self._has_pending = True
 
     def discard(self) -> None:
         """Forget what a backward that died left behind."""
@@ -144,15 +147,18 @@ class Gradients:
 
     def forget(self) -> None:
         """Forget everything that was not reduced."""
-        self._accumulated = False
+        self._accumulated = self._has_pending = False
         self.discard()
         self.pending = [None] * len(self.params)
 
     def _take(self) -> list[Tensor | None]:
         """Take off each parameter's gradient, with what is pending for it added."""
-        grads = [None if param.grad is None else param.grad.detach() for param in self.params]
+        grads = [param.grad for param in self.params]
         self.discard()
+        if not self._has_pending:
+            return grads
         pending, self.pending = self.pending, [None] * len(grads)
+        self._has_pending = False
         both = [
             (waited, grad)
             for waited, grad in zip(pending, grads, strict=True)
@@ -160,7 +166,8 @@ class Gradients:
         ]
         if both:
             sums = [waited for waited, _ in both]
-            torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
+            with torch.no_grad():
+                torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
         return [grads[i] if waited is None else waited for i, waited in enumerate(pending)]
 
     def _present_anywhere(self, reduction: _Reduction) -> list[bool]:
@@ -173,11 +180,15 @@ class Gradients:
         return [flag > 0 for flag in flags.tolist()]
 
     def _assign(self, result: _GradShard, present: Sequence[bool]) -> None:
+        """Put gradients on the parameters, or add them to those there; then tell who asked."""
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        for i, param in enumerate(self.sharded_params):
-            if not (present[i] and param.requires_grad):
-                continue
+        wanted = [
+            (i, param)
+            for i, param in enumerate(self.sharded_params)
+            if present[i] and param.requires_grad
+        ]
+        for i, param in wanted:
             if param.grad is None:
                 param.grad = result.shown[i]
             else:
@@ -185,8 +196,5 @@ class Gradients:
                 parts.append(result.locals[i])
         if sums:
             torch._foreach_add_(sums, parts)
-        for i, param in enumerate(self.sharded_params):
-            # As autograd would have called them; an optimizer may step in one.
-            for hook in _torch.post_accumulate_grad_hooks(param):
-                if present[i] and param.requires_grad:
-                    hook(param)
+        for param, hook in _torch.post_accumulate_grad_hooks(param for _, param in wanted):
+            hook(param)  # as autograd would have called it; an optimizer may step in one

@@ -38,6 +38,9 @@ class ReduceInput:
             self._flags = flat.view(layout.world, self.row)[:, layout.shard_numel :]
             for box in layout.copies(row=self.row):
                 view = flat.as_strided(box.sizes, box.staging_strides, box.staging_offset)
+                if box.sizes == (layout.params[box.param].numel,):  # in one slice, as it is
+                    self._targets[box.param].append(view.view(layout.params[box.param].shape))
+                    continue
                 self._boxes[box.param].append(box)
                 self._targets[box.param].append(view)
             self._buffer.free()
@@ -53,7 +56,8 @@ class ReduceInput:
                 missing.extend(views)
                 continue
             targets.extend(views)
-            sources.extend(_pieces(grad, boxes))
+            if views:
+                sources.extend(_pieces(grad, boxes))
         if targets:
             torch._foreach_copy_(targets, sources)
         if missing:
@@ -79,9 +83,11 @@ def row_numel(spec: BucketSpec, dtype: torch.dtype) -> int:
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:
-    """Views of one whole gradient, box by box."""
+    """Views of one whole gradient, box by box; itself where it is copied as it is."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
+    if not boxes:
+        return [grad]
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if len(boxes) == 1:  # it holds all elements, in order

@@ -111,7 +111,6 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Start the all-gathers."""
-        self._version = self._current_version()
         for bucket in self.buckets:
             if bucket.unsharded is not None:
                 bucket.unsharded.start()
@@ -202,8 +201,9 @@ class Unit:
                 bucket.adopt()
 
     def was_written(self) -> bool:
-        """Whether a sharded parameter was visibly written since the last all-gather."""
-        return self._version != self._current_version()
+        """Whether a sharded parameter was visibly written since this was asked last."""
+        last, self._version = self._version, sum(bucket.version() for bucket in self.buckets)
+        return self._version != last
 
     def check_materialized(self) -> None:
         """Raise ``ProtocolError`` if the parameters are on the meta device."""
@@ -214,9 +214,6 @@ class Unit:
                 f"{', '.join(names)}. Give them memory with to_empty(device=...) and values with "
                 "reset_parameters(), or load_state_dict(..., assign=True)"
             )
-
-    def _current_version(self) -> int:
-        return sum(bucket.version() for bucket in self.buckets)
 
     def sync_requires_grad(self) -> None:
         """Freeze and unfreeze the unsharded parameters as the user did the sharded ones."""

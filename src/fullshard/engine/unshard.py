@@ -46,6 +46,7 @@ class Unsharded:
                 )
                 for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
             ]
+            gathered = flat
             self._staging: Buffer | None = None
             self._copied_nbytes = sum(p.numel for p in layout.params) * dtype.itemsize
             if not layout.zero_copy:
@@ -56,7 +57,12 @@ class Unsharded:
                     kind=Kind.GATHER_OUTPUT,
                     meter=meter,
                 )
-                self._prepare_copies(flat, self._staging.tensor)
+                gathered = self._staging.tensor
+                self._prepare_copies(flat, gathered)
+            # Our slice of what is gathered.
+            self._own = gathered.view(layout.world, -1)[spec.comm.rank]
+            self._own_nbytes = self._own.nbytes
+            if self._staging is not None:
                 self._staging.free()
             if self._buffer is not None:
                 self._buffer.free()
@@ -91,11 +97,9 @@ class Unsharded:
         output = self._staging or self._buffer
         with self._lanes.on(Lane.GATHER), torch.no_grad():
             output.allocate()
-            slices = output.tensor.view(self._spec.comm.world, -1)
-            own = slices[self._spec.comm.rank]
-            own.copy_(self.shard)
-            self._meter.copied(own.nbytes)
-            self._in_flight = self._spec.comm.all_gather(output.tensor, own)
+            self._own.copy_(self.shard)
+            self._meter.copied(self._own_nbytes)
+            self._in_flight = self._spec.comm.all_gather(output.tensor, self._own)
 
     def finish(self) -> None:
         """Make the parameters whole on the compute lane."""
