@@ -1,22 +1,76 @@
-"""``python -m bench [step] [schedule] [transport]``: all of them, or those named."""
+"""``python -m bench [NAME ...] [--save]``: compares with PyTorch's own; all, or those named.
+
+``--save`` writes the figures to ``bench/results.json``, each with the date and the version of
+PyTorch; those of other benchmarks stay.
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
 import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from bench import schedule, step, transport
+import torch
 
-BENCHES = {"step": step.main, "schedule": schedule.main, "transport": transport.main}
+from bench import copies, gpu, host, memory, optimizer, padding, schedule, step, transport
+from bench.machine import Loaded
+
+BENCHES: dict[str, ModuleType] = {
+    "step": step,
+    "host": host,
+    "optimizer": optimizer,
+    "copies": copies,
+    "padding": padding,
+    "memory": memory,
+    "schedule": schedule,
+    "transport": transport,
+    "gpu": gpu,
+}
+RESULTS = Path(__file__).with_name("results.json")
 
 
 def main() -> int:
-    """Run what was asked for; non-zero if a figure was refused or missed its bound."""
-    names = sys.argv[1:] or list(BENCHES)
+    """Run what was asked for; 1 if a figure was refused or missed its bound, 2 for a wrong name."""
+    names = [name for name in sys.argv[1:] if name != "--save"] or list(BENCHES)
     unknown = [name for name in names if name not in BENCHES]
     if unknown:
         print(f"bench: unknown {', '.join(unknown)}; expected some of {', '.join(BENCHES)}")
         return 2
-    return max(BENCHES[name]() for name in names)
+    failures = 0
+    for name in names:
+        print(f"== {name}")
+        try:
+            found = BENCHES[name].figures()
+        except Loaded as refusal:
+            print(refusal)
+            failures += 1
+            continue
+        failures += BENCHES[name].report(found)
+        if "--save" in sys.argv and found:
+            save(name, found)
+        print()
+    return int(failures > 0)
+
+
+def save(name: str, found: Any) -> None:
+    """Put the figures of one benchmark into the results."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[name] = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "figures": rounded(found),
+    }
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to four digits: ratios are not known better."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["LoadGuard", "table"]
+__all__ = ["LoadGuard", "Loaded", "idle", "table"]
+
+
+class Loaded(Exception):
+    """The machine was not idle: figures taken then would mean nothing."""
+
+    def __init__(self, drift: float) -> None:
+        super().__init__(
+            f"refused: the machine is loaded, a fixed matmul took up to {drift:.0%} longer at "
+            "times; try again when it is idle"
+        )
 
 
 @dataclass
@@ -36,6 +48,23 @@ class LoadGuard:
         other rank's overlaps only in part runs up to a third faster.
         """
         return max(self.seconds) / statistics.median(self.seconds) - 1
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """Refuse what was measured in the block if the machine was loaded before or after it.
+
+    Raises:
+        Loaded: it was.
+    """
+    guard = LoadGuard()
+    for _ in range(3):
+        guard.sample()
+    yield
+    for _ in range(3):
+        guard.sample()
+    if guard.drift > guard.tolerance:
+        raise Loaded(guard.drift)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

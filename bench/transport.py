@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from bench.machine import table
+from bench.machine import idle, table
 from fullshard.comm import Pending
 from fullshard.comm.c10d import C10d, Transport
 
-__all__ = ["main"]
+__all__ = ["figures", "report"]
 
 SIZES = (1_000, 30_000, 300_000, 1_000_000, 7_000_000)
 
 
-def worker(rank: int, world: int, store: str) -> None:
-    """Measure on one rank; rank 0 prints."""
+def worker(rank: int, world: int, store: str, results: str) -> None:
+    """Measure on one rank; rank 0 writes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     assert dist.group.WORLD is not None
     wires = {t: C10d(dist.group.WORLD, "cpu", t) for t in Transport}
-    rows = []
+    found = {}
     for numel in SIZES:
         part, whole = torch.ones(numel // world), torch.ones(numel // world * world)
         cases: dict[str, Callable[[], None]] = {}
         for transport, wire in wires.items():
-            cases[f"gather {transport.value}"] = partial(run, wire.all_gather, whole, part)
+            cases[f"gather {transport.value}"] = partial(run, gather_by(wire), whole, part)
             cases[f"reduce {transport.value}"] = partial(run, wire.reduce_scatter_mean, part, whole)
         taken = interleaved(cases, rounds=25 if numel > 100_000 else 80)
-        rows.append(
-            [
-                f"{4 * numel / 1e6:.3f} MB",
-                *(
-                    f"{taken[f'{kind} pairs'] / taken[f'{kind} native']:.2f}"
-                    for kind in ("gather", "reduce")
-                ),
-            ]
-        )
+        found[f"{4 * numel / 1e6:.3f} MB"] = {
+            kind: taken[f"{kind} pairs"] / taken[f"{kind} native"] for kind in ("gather", "reduce")
+        }
     if rank == 0:
-        print(f"\n{world} ranks: time of pairs as a share of native\n")
-        print(table(["unsharded fp32", "all-gather", "reduce-scatter"], rows), flush=True)
+        Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def gather_by(wire: C10d) -> Callable[[Tensor, Tensor], Pending]:
+    """An all-gather of one tensor."""
+    return lambda output, source: wire.all_gather([output], [source])
 
 
 def run(start: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tensor) -> None:
@@ -68,9 +68,30 @@ def interleaved(cases: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def main() -> int:
-    """Print the tables."""
-    for world in (2, 4):
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (world, f"{folder}/store"), nprocs=world)
+def figures() -> dict[str, dict[str, dict[str, float]]]:
+    """By world, unsharded bytes and collective: time of pairs as a share of native.
+
+    Raises:
+        Loaded: the machine was not idle.
+    """
+    found = {}
+    with idle():
+        for world in (2, 4):
+            with tempfile.TemporaryDirectory() as folder:
+                results = Path(folder) / "results.json"
+                mp.spawn(worker, (world, f"{folder}/store", str(results)), nprocs=world)
+                found[str(world)] = json.loads(results.read_text())
+    return found
+
+
+def report(found: dict[str, dict[str, dict[str, float]]]) -> int:
+    """Print the table; nothing is promised."""
+    print("time of sends in pairs as a share of the native collective's\n")
+    head = [f"{kind}, {world} ranks" for world in found for kind in ("gather", "reduce")]
+    sizes = list(next(iter(found.values())))
+    rows = [
+        [size, *(f"{by_size[size][k]:.2f}" for by_size in found.values() for k in by_size[size])]
+        for size in sizes
+    ]
+    print(table(["unsharded fp32", *head], rows))
     return 0

@@ -6,7 +6,8 @@ When a PyTorch release breaks fullshard, this is the file to look at.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -38,7 +39,7 @@ __all__ = [
     "make_param",
     "node_number",
     "none_is_held",
-    "num_aliases",
+    "num_owners",
     "own_storage",
     "num_pending_nodes",
     "queue_end_of_task",
@@ -48,6 +49,7 @@ __all__ = [
     "overrides_setattr",
     "post_accumulate_grad_hooks",
     "sequence_number",
+    "storages_of",
     "versions",
 ]
 
@@ -56,18 +58,27 @@ __all__ = [
 # successors; the methods of the group are the same in all versions, and cost less host time.
 
 
-def all_gather(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
-    """Start the backend's all-gather of 1-D ``source`` into 1-D ``output``."""
-    return group._allgather_base(output, source)
+def all_gather(
+    group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+) -> dist.Work:
+    """Start the backend's all-gather of each 1-D source into its 1-D output, all in one call."""
+    if len(outputs) == 1:
+        return group._allgather_base(outputs[0], sources[0])
+    return group.allgather_into_tensor_coalesced(list(outputs), list(sources))
 
 
 def reduce_scatter(
     group: dist.ProcessGroup, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
 ) -> dist.Work:
     """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
+    return group._reduce_scatter_base(output, source, _reduce_options(op))
+
+
+@cache
+def _reduce_options(op: dist.ReduceOp.RedOpType) -> dist.ReduceScatterOptions:
     options = dist.ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]
-    return group._reduce_scatter_base(output, source, options)
+    return options
 
 
 def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
@@ -242,9 +253,14 @@ def none_is_held(tensors: list[Tensor]) -> bool:
 _LISTED = 3
 
 
-def num_aliases(tensor: Tensor) -> int:
-    """How many tensors and other owners share the storage of ``tensor``."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def storages_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Handles of the tensors' storages, as long as those live."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
+def num_owners(storages: Iterable[int]) -> list[int]:
+    """How many tensors and others share each storage."""
+    return list(map(torch._C._storage_Use_Count, storages))
 
 
 def own_storage(view: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 from hypothesis import strategies as st
@@ -12,7 +12,15 @@ from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter, Ra
 PADDING = None
 Buffer = list[int | None]
 
-strategies: st.SearchStrategy[LayoutStrategy] = st.sampled_from([PerParameter(), Ragged()])
+
+def by_ndim(spec: ParamSpec) -> str | int:
+    """A granularity that mixes all kinds."""
+    return ("tensor", "row", 3, "element")[spec.ndim - 1]
+
+
+RAGGED = [Ragged(), Ragged("row"), Ragged(4), Ragged("tensor"), Ragged(by_ndim)]
+raggeds = st.sampled_from(RAGGED)
+strategies: st.SearchStrategy[LayoutStrategy] = st.sampled_from([PerParameter()]) | raggeds
 worlds = st.integers(1, 9)
 aligns = st.integers(1, 16)
 
@@ -64,3 +72,54 @@ def elements(copy: StridedCopy) -> Iterator[tuple[int, int]]:
             copy.param_offset + sum(map(int.__mul__, index, copy.param_strides)),
             copy.staging_offset + sum(map(int.__mul__, index, copy.staging_strides)),
         )
+
+
+# Blocks that must not be cut
+
+Blocks = Mapping[str, int]
+Item = tuple[int, int]  # numel and elements of a block
+
+
+@st.composite
+def blocked(draw: st.DrawFn, most: int, largest: int) -> tuple[list[ParamSpec], Blocks]:
+    """At most `most` parameters of at most `largest` elements, with blocks that often divide."""
+    params = []
+    blocks = {}
+    for index in range(draw(st.integers(0, most))):
+        block = draw(st.integers(1, largest))
+        count = draw(st.integers(0, largest // block))
+        rest = draw(st.sampled_from([0, 0, draw(st.integers(0, block - 1))]))
+        numel = min(block * count + rest, largest)
+        params.append(ParamSpec(f"p{index}", (numel,)))
+        blocks[f"p{index}"] = block
+    return params, blocks
+
+
+def case_of(*items: Item) -> tuple[list[ParamSpec], Blocks]:
+    params = [ParamSpec(f"p{index}", (numel,)) for index, (numel, _) in enumerate(items)]
+    return params, {spec.name: block for spec, (_, block) in zip(params, items, strict=True)}
+
+
+def ragged_of(blocks: Blocks) -> Ragged:
+    return Ragged(lambda spec: blocks[spec.name])
+
+
+def block_of(ragged: Ragged, spec: ParamSpec) -> int:
+    """What the words mean, written again."""
+    granularity = ragged.granularity
+    given = granularity(spec) if callable(granularity) else granularity
+    if given == "row" and len(spec.shape) > 1:
+        return spec.shape[-1]
+    return {"element": 1, "row": spec.numel, "tensor": spec.numel}.get(given, given)
+
+
+def starts_of_pieces(layout: Layout, param: int) -> list[int]:
+    return [run.start for run in layout.runs(param)]
+
+
+def is_uncut(layout: Layout, ragged: Ragged) -> bool:
+    return all(
+        start % block_of(ragged, spec) == 0
+        for index, spec in enumerate(layout.params)
+        for start in starts_of_pieces(layout, index)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
@@ -64,9 +64,10 @@ class FakeWire:
         self._accelerator = accelerator
         self.world = world
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         self._accelerator.notes.append(f"all_gather on {self._accelerator.current}")
-        output.copy_(source.repeat(self.world))
+        for output, source in zip(outputs, sources, strict=True):
+            output.copy_(source.repeat(self.world))
         return Done()
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:

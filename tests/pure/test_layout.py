@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fullshard.layout
-from fullshard.errors import LayoutError, NotBuiltError
+from fullshard.errors import LayoutError
 from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter, Ragged, Segment
 from tests.pure.layout_model import (
     PADDING,
+    RAGGED,
     Buffer,
     aligns,
     elements,
     layouts,
+    raggeds,
     scatter,
     spec_lists,
     specs,
@@ -121,7 +123,7 @@ def test_a_layout_is_a_value(
     assert pickle.loads(pickle.dumps(layout)) == layout
 
 
-@pytest.mark.parametrize("strategy", [PerParameter(), Ragged()])
+@pytest.mark.parametrize("strategy", [PerParameter(), *RAGGED])
 def test_the_size_of_a_layout_does_not_grow_with_the_number_of_ranks(
     strategy: LayoutStrategy,
 ) -> None:
@@ -221,11 +223,11 @@ def test_per_parameter_refuses_a_dim_that_does_not_exist(dim: int) -> None:
 # Ragged
 
 
-@given(spec_lists(), worlds, aligns)
+@given(raggeds, spec_lists(), worlds, aligns)
 def test_ragged_is_zero_copy_with_one_box_per_parameter(
-    params: list[ParamSpec], world: int, align: int
+    ragged: Ragged, params: list[ParamSpec], world: int, align: int
 ) -> None:
-    layout = Ragged().build(params, world, align)
+    layout = ragged.build(params, world, align)
     assert layout.zero_copy
     boxes = [
         (copy.param, copy.sizes, copy.param_offset, copy.staging_offset)
@@ -238,17 +240,17 @@ def test_ragged_is_zero_copy_with_one_box_per_parameter(
     ]
 
 
-@given(spec_lists(), worlds, aligns, st.integers(1, 5))
+@given(raggeds, spec_lists(), worlds, aligns, st.integers(1, 5))
 def test_ragged_copies_are_cut_at_the_borders_of_ranks(
-    params: list[ParamSpec], world: int, align: int, extra: int
+    ragged: Ragged, params: list[ParamSpec], world: int, align: int, extra: int
 ) -> None:
-    layout = Ragged().build(params, world, align)
+    layout = ragged.build(params, world, align)
     boxes = Counter(copy.param for copy in layout.copies(layout.shard_numel + extra))
     assert all(count <= 3 for count in boxes.values())
 
 
 @given(spec_lists(), worlds, aligns)
-def test_ragged_shards_are_as_short_as_the_alignment_allows(
+def test_ragged_shards_cut_anywhere_are_as_short_as_the_alignment_allows(
     params: list[ParamSpec], world: int, align: int
 ) -> None:
     layout = Ragged().build(params, world, align)
@@ -275,16 +277,10 @@ def test_ragged_takes_a_parameter_without_dims() -> None:
     assert [layout.local_shape(rank, 0) for rank in range(2)] == [(1,), (0,)]
 
 
-@pytest.mark.parametrize("granularity", ["row", "tensor", "rows", 128])
-def test_ragged_refuses_other_granularities(granularity: str) -> None:
-    with pytest.raises(NotBuiltError, match="expected 'element'"):
-        Ragged(granularity)
-
-
 # Refusals and text
 
 
-@pytest.mark.parametrize("strategy", [PerParameter(), Ragged()])
+@pytest.mark.parametrize("strategy", [PerParameter(), *RAGGED])
 @pytest.mark.parametrize(("world", "align"), [(0, 1), (-1, 1), (1, 0)])
 def test_no_ranks_and_no_alignment_are_refused(
     strategy: LayoutStrategy, world: int, align: int
@@ -319,14 +315,46 @@ def test_strategies_are_values() -> None:
 
 def test_a_layout_explains_itself() -> None:
     params = [ParamSpec("mlp.up", (5, 4)), ParamSpec("mlp.down", (4, 6), 1), ParamSpec("b", (5,))]
-    assert str(PerParameter().build(params, 4, 4)) == (
-        "Layout: 4 ranks, 20 elements per shard, 52 unsharded, 31 padding (38.8 %)\n"
-        "  parameter  shape   offset  elements per rank\n"
-        "  mlp.up     (5, 4)       0  8 x2, 4, 0\n"
-        "  mlp.down   (4, 6)      20  8 x3, 0\n"
-        "  b          (5,)        44  2 x2, 1, 0"
+    layout = PerParameter().build(params, 4, 4)
+    lines = [
+        "Layout: 4 ranks, 20 elements per shard, 52 unsharded, 31 padding (38.75 %)",
+        "  parameter  shape   offset  ranks  elements on each",
+        "  mlp.up     (5, 4)       0  0-2    8 x2, 4",
+        "  mlp.down   (4, 6)      20  0-2    8 x3",
+        "  b          (5,)        44  0-2    2 x2, 1",
+    ]
+    assert str(layout) == layout.describe() == "\n".join(lines)
+    lines[0] = lines[0].replace("20 elements", "20 elements (80 bytes)")
+    assert layout.describe(itemsize=4) == "\n".join(lines)
+    assert layout.efficiency == pytest.approx(49 / 80)
+
+
+def test_a_layout_says_what_is_cut_where_in_the_order_of_the_buffer() -> None:
+    params = [
+        ParamSpec("norm", (6,)),
+        ParamSpec("none", (0, 4)),
+        ParamSpec("w", (9, 4)),
+        ParamSpec("scale", (6,)),
+    ]
+    layout = Ragged("row").build(params, 3, 1)
+    assert layout.unsharded_offsets == (0, 0, 12, 6)
+    assert str(layout) == "\n".join(
+        [
+            "Layout: 3 ranks, 16 elements per shard, 48 unsharded, 0 padding (0.00 %)",
+            "  parameter  shape   offset  ranks  elements on each",
+            "  norm       (6,)         0  0      6",
+            "  none       (0, 4)       0  none",
+            "  scale      (6,)         6  0      6",
+            "  w          (9, 4)      12  0-2    4, 16 x2",
+        ]
     )
-    assert PerParameter().build(params, 4, 4).efficiency == pytest.approx(49 / 80)
+
+
+def test_a_layout_of_many_ranks_takes_a_short_line_for_each_parameter() -> None:
+    params = [ParamSpec("experts", (128, 4096, 1536)), ParamSpec("w", (4096, 4097))]
+    lines = str(Ragged("row").build(params, 1024, 8)).splitlines()
+    assert len(lines) == 2 + len(params)
+    assert max(map(len, lines)) < 100
 
 
 @pytest.mark.parametrize("module", ["layout", "spec"])

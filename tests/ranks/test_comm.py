@@ -31,12 +31,26 @@ def gather(transport: Transport, dtype: torch.dtype) -> bool:
     for numel in NUMELS:
         output = torch.full((world * numel,), torch.nan, dtype=dtype)
         source = part(numel, dist.get_rank(), dtype)
-        started.append((wires.all_gather(output, source), output, numel, source))
+        started.append((wires.all_gather([output], [source]), output, numel, source))
     for pending, *_ in reversed(started):
         pending.wait()
     return all(
         torch.equal(output, torch.cat([part(numel, r, dtype) for r in range(world)]))
         for _, output, numel, _ in started
+    )
+
+
+def gather_together(transport: Transport) -> bool:
+    """Several at once, from where the result will be."""
+    wires, world, rank = wire(transport), dist.get_world_size(), dist.get_rank()
+    outputs = [torch.full((world * numel,), torch.nan) for numel in NUMELS]
+    own = [output.view(world, -1)[rank] for output in outputs]
+    for place, numel in zip(own, NUMELS, strict=True):
+        place.copy_(part(numel, rank, torch.float32))
+    wires.all_gather(outputs, own).wait()
+    return all(
+        torch.equal(output, torch.cat([part(numel, r, torch.float32) for r in range(world)]))
+        for output, numel in zip(outputs, NUMELS, strict=True)
     )
 
 
@@ -60,6 +74,12 @@ def reduce(transport: Transport, dtype: torch.dtype, wide: bool) -> float:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_all_gather(pool: RankPool, world: int, transport: Transport, dtype: torch.dtype) -> None:
     assert pool.run(world, gather, transport, dtype) == [True] * world
+
+
+@every_world
+@pytest.mark.parametrize("transport", list(Transport))
+def test_all_gathers_together(pool: RankPool, world: int, transport: Transport) -> None:
+    assert pool.run(world, gather_together, transport) == [True] * world
 
 
 @every_world

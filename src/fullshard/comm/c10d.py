@@ -54,6 +54,7 @@ class C10d:
         self.rank = group.rank()
         self.world = group.size()
         self._transport = transport or _default_transport(group, device_type)
+        self._averages = _torch.has_average(group, device_type)
         self._tags = count()
 
     @property
@@ -71,17 +72,15 @@ class C10d:
         """Our own sums are wide; those of a backend are made in the dtype that travels."""
         return self.world == 1 or self._transport is Transport.PAIRS
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
-        slices = output.view(self.world, -1)
-        if self.world == 1:
-            _put(source, slices[0])
-            return Done()
-        if self._transport is Transport.NATIVE:
-            return _torch.all_gather(self._group, output, source)
-        parts = slices.unbind()
-        works = self._exchange([source] * self.world, parts)
-        _put(source, parts[self.rank])
+        if self.world > 1 and self._transport is Transport.NATIVE:
+            return _torch.all_gather(self._group, outputs, sources)
+        works: list[dist.Work] = []
+        for output, source in zip(outputs, sources, strict=True):
+            slices = output.view(self.world, -1).unbind()
+            works += self._exchange([source] * self.world, slices)
+            _put(source, slices[self.rank])
         return _Works(works)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
@@ -90,7 +89,7 @@ class C10d:
             output.copy_(source)
             return Done()
         if self._transport is Transport.NATIVE:
-            return _NativeMean(self._group, output, source)
+            return _NativeMean(self._group, output, source, self._averages)
         if source.nbytes < _SMALL_NBYTES:
             exchanged = torch.empty_like(source)
             work = _torch.all_to_all(self._group, exchanged, source)
@@ -168,8 +167,10 @@ class _LocalMean(_Works):
 class _NativeMean:
     """The backend's reduce-scatter; gloo has no mean of fp64: there a sum and a division."""
 
-    def __init__(self, group: dist.ProcessGroup, output: Tensor, source: Tensor) -> None:
-        self._average = _torch.has_average(group, source.device.type)
+    def __init__(
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, averages: bool
+    ) -> None:
+        self._average = averages
         self._output = output
         self._world = group.size()
         self._result = output if output.dtype == source.dtype else source.new_empty(output.shape)

@@ -77,7 +77,7 @@ def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh) -> Te
     source = piece.new_zeros(longest)
     source[: len(piece)] = piece
     gathered = piece.new_empty(len(lengths) * longest)
-    collectives_of(mesh).all_gather(gathered, source).wait()
+    collectives_of(mesh).all_gather([gathered], [source]).wait()
     padded = gathered.view(len(lengths), longest).unbind()
     return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -42,9 +43,9 @@ class Collectives(Protocol):
     def adds_wide(self) -> bool:
         """Whether reductions add up in fp32 or wider, whatever dtype travels."""
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
-        """Start to gather every rank's ``source`` (1-D, n elements) into ``output`` (1-D,
-        world * n elements), in rank order. ``source`` may be its own place in ``output``.
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        """Start to gather every rank's ``sources[i]`` (1-D, n elements) into ``outputs[i]`` (1-D,
+        world * n elements), in rank order. A source may be its own place in its output.
         """
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,10 +44,11 @@ class Recording:
         """That of ``inner``."""
         return self.inner.adds_wide
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Note and pass on."""
-        self.calls.append(CollectiveCall("all_gather", source.numel(), source.dtype))
-        return self.inner.all_gather(output, source)
+        numel = sum(map(Tensor.numel, sources))
+        self.calls.append(CollectiveCall("all_gather", numel, sources[0].dtype))
+        return self.inner.all_gather(outputs, sources)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """Note and pass on."""

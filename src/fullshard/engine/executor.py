@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -14,7 +15,7 @@ from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.unit import Unit
 from fullshard.errors import ProtocolError
-from fullshard.schedule import Event, MachinePolicy, Op, Recorder, Scheduler, UnitPolicy
+from fullshard.schedule import Action, Event, MachinePolicy, Op, Recorder, Scheduler, UnitPolicy
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 
@@ -123,11 +124,16 @@ class Engine:
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
-        for action in actions:
-            if action.unit is None:
-                self.lanes.join(Lane.GATHER, Lane.COMPUTE)
-            else:
-                _ACTS[action.op](self, self.units[action.unit])
+        if actions:
+            with torch.no_grad():
+                for action in actions:
+                    self._act(action)
+
+    def _act(self, action: Action) -> None:
+        if action.unit is None:
+            self.lanes.join(Lane.GATHER, Lane.COMPUTE)
+        else:
+            _ACTS[action.op](self, self.units[action.unit])
 
     @property
     def lanes(self) -> Lanes:

@@ -17,24 +17,30 @@ from fullshard.engine.spec import BucketSpec
 __all__ = ["Gradients"]
 
 
+# The mean size up to which gradients are kept from step to step.
+_KEPT_NBYTES = 16 << 10
+
+
 class _GradShard:
     """One slice of a reduction's result, with the gradients that are views of it.
 
-    Making a DTensor costs as much host time as adding a small one up, so the set is used again
-    for the next step, if nobody but us holds any part of it.
+    Making a DTensor costs as much host time as adding a small one up, so a set of small ones is
+    used again for the next step, if nobody but us holds any part of it. Larger ones are given
+    back: between steps, and while activations pile up, memory is worth more.
     """
 
     def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
         self.locals = spec.local_views(flat)
         self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
-        self._num_aliases = list(map(_torch.num_aliases, self.locals))
+        self._storages = _torch.storages_of(self.locals)
+        self._num_owners = _torch.num_owners(self._storages)
 
     def is_free(self) -> bool:
         """Whether no one else refers to the gradients or to their memory."""
         return (
             _torch.none_is_held(self.shown)
-            and list(map(_torch.num_aliases, self.locals)) == self._num_aliases
+            and _torch.num_owners(self._storages) == self._num_owners
         )
 
 
@@ -81,12 +87,11 @@ class Gradients:
         """Start to reduce what the parameters have, and what was pending."""
         grads = self._take()
         buffer = self._input_for(self._wire_dtype())
-        with torch.no_grad():
-            source = buffer.fill(grads)
-            self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
-            with self._lanes.on(Lane.REDUCE):
-                result = self._result_for(buffer.row, source.device)
-                pending = self._spec.comm.reduce_scatter_mean(result.flat, source)
+        source = buffer.fill(grads)
+        self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
+        with self._lanes.on(Lane.REDUCE):
+            result = self._result_for(buffer.row, source.device)
+            pending = self._spec.comm.reduce_scatter_mean(result.flat, source)
         self._accumulated = False
         present = [grad is not None for grad in grads]
         self._in_flight = _Reduction(pending, buffer, result, present)
@@ -112,17 +117,21 @@ class Gradients:
 
     def _result_for(self, row: int, device: torch.device) -> _GradShard:
         """Last step's result if it is free, else a new one."""
-        if self._last is None or len(self._last.flat) != row or not self._last.is_free():
-            dtype = self.sharded_params[0].dtype
-            self._last = _GradShard(self._spec, torch.empty(row, dtype=dtype, device=device))
-        return self._last
+        last = self._last
+        if last is not None and len(last.flat) == row and last.is_free():
+            return last
+        dtype = self.sharded_params[0].dtype
+        new = _GradShard(self._spec, torch.empty(row, dtype=dtype, device=device))
+        is_small = new.flat.nbytes <= _KEPT_NBYTES * len(self.params)
+        self._last = new if is_small else None
+        return new
 
     def finish(self) -> None:
         """Put the reduced gradients on the sharded parameters."""
         if self._in_flight is None:
             return
         reduction, self._in_flight = self._in_flight, None
-        with torch.no_grad(), self._lanes.on(Lane.REDUCE):
+        with self._lanes.on(Lane.REDUCE):
             self._lanes.wait(reduction.pending)
             self._assign(reduction.result, self._present_anywhere(reduction))
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
@@ -166,8 +175,7 @@ class Gradients:
         ]
         if both:
             sums = [waited for waited, _ in both]
-            with torch.no_grad():
-                torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
+            torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
         return [grads[i] if waited is None else waited for i, waited in enumerate(pending)]
 
     def _present_anywhere(self, reduction: _Reduction) -> list[bool]:

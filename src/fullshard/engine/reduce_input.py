@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ class ReduceInput:
     ) -> None:
         layout = spec.layout
         self.row = row_numel(spec, dtype)
+        self._spec = spec
         self._meter = meter
         self._numel = sum(param.numel for param in layout.params)
-        self._boxes: list[list[StridedCopy]] = [[] for _ in layout.params]
+        self._boxes: list[list[StridedCopy] | None] = [[] for _ in layout.params]
         self._targets: list[list[Tensor]] = [[] for _ in layout.params]
         with torch.inference_mode(False):
             self._buffer = Buffer(
@@ -38,38 +40,49 @@ class ReduceInput:
             self._flags = flat.view(layout.world, self.row)[:, layout.shard_numel :]
             for box in layout.copies(row=self.row):
                 view = flat.as_strided(box.sizes, box.staging_strides, box.staging_offset)
-                if box.sizes == (layout.params[box.param].numel,):  # in one slice, as it is
-                    self._targets[box.param].append(view.view(layout.params[box.param].shape))
-                    continue
-                self._boxes[box.param].append(box)
+                param, boxes = layout.params[box.param], self._boxes[box.param]
+                if box.sizes == (param.numel,):  # it lies in one slice: copied as it is
+                    self._boxes[box.param] = None
+                    view = view.view(param.shape)
+                elif boxes is not None:
+                    boxes.append(box)
                 self._targets[box.param].append(view)
+            self._all_targets = list(chain.from_iterable(self._targets))
             self._buffer.free()
 
     def fill(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Copy ``grads``, whole, of any dtypes; zeros for those that are None."""
         self._buffer.allocate()
-        targets: list[Tensor] = []
         sources: list[Tensor] = []
-        missing: list[Tensor] = []
-        for grad, views, boxes in zip(grads, self._targets, self._boxes, strict=True):
+        missing: list[int] = []
+        for number, (grad, boxes) in enumerate(zip(grads, self._boxes, strict=True)):
             if grad is None:
-                missing.extend(views)
+                missing.append(number)
                 continue
-            targets.extend(views)
-            if views:
+            if grad.layout is not torch.strided:
+                grad = grad.to_dense()
+            if boxes is None:
+                sources.append(grad)
+            else:
                 sources.extend(_pieces(grad, boxes))
+        targets = self._without(missing) if missing else self._all_targets
         if targets:
             torch._foreach_copy_(targets, sources)
+        self._flags.fill_(1)
         if missing:
-            torch._foreach_zero_(missing)
-            self._flags[:, : len(grads)] = torch.tensor(
-                [grad is not None for grad in grads], dtype=self._flags.dtype
-            ).to(self._flags.device, non_blocking=True)
-        else:
-            self._flags.fill_(1)
-        left_out = sum(map(Tensor.numel, missing)) if missing else 0
+            self._flags[:, missing] = 0
+        left_out = sum(self._spec.layout.params[number].numel for number in missing)
         self._meter.copied((self._numel - left_out) * self._buffer.tensor.itemsize)
         return self._buffer.tensor
+
+    def _without(self, missing: Sequence[int]) -> list[Tensor]:
+        """The targets of the other parameters; zeros for these."""
+        zeros = [view for number in missing for view in self._targets[number]]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        left_out = set(missing)
+        others = (views for i, views in enumerate(self._targets) if i not in left_out)
+        return list(chain.from_iterable(others))
 
     def free(self) -> None:
         """Give the memory back."""
@@ -83,11 +96,7 @@ def row_numel(spec: BucketSpec, dtype: torch.dtype) -> int:
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:
-    """Views of one whole gradient, box by box; itself where it is copied as it is."""
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()
-    if not boxes:
-        return [grad]
+    """Views of one whole gradient, box by box."""
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if len(boxes) == 1:  # it holds all elements, in order

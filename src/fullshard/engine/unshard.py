@@ -8,8 +8,15 @@ from torch import Tensor, nn
 from fullshard.comm import Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.engine.spec import BucketSpec
+from fullshard.layout import GatherPlan, plan_gather
 
 __all__ = ["Unsharded"]
+
+_DIRECT_NBYTES = 128 << 10
+"""Pieces of a parameter from this size on are gathered in place, where the layout allows it.
+
+Each travels by itself then. Below, a copy of what came with others takes less time.
+"""
 
 
 class Unsharded:
@@ -23,12 +30,10 @@ class Unsharded:
 
     def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes, meter: StorageMeter) -> None:
         self.shard = shard
-        self._spec = spec
         self._lanes = lanes
         self._in_flight: Pending | None = None
         dtype = spec.unsharded_dtype(shard.dtype)
         layout = spec.layout
-        self._meter = meter
         self.borrows = layout.world == 1 and layout.zero_copy and dtype == shard.dtype
         with torch.inference_mode(False), torch.no_grad():
             self._buffer = (
@@ -46,41 +51,9 @@ class Unsharded:
                 )
                 for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
             ]
-            gathered = flat
-            self._staging: Buffer | None = None
-            self._copied_nbytes = sum(p.numel for p in layout.params) * dtype.itemsize
-            if not layout.zero_copy:
-                self._staging = Buffer(
-                    layout.world * layout.shard_numel,
-                    dtype,
-                    shard.device,
-                    kind=Kind.GATHER_OUTPUT,
-                    meter=meter,
-                )
-                gathered = self._staging.tensor
-                self._prepare_copies(flat, gathered)
-            # Our slice of what is gathered.
-            self._own = gathered.view(layout.world, -1)[spec.comm.rank]
-            self._own_nbytes = self._own.nbytes
-            if self._staging is not None:
-                self._staging.free()
             if self._buffer is not None:
+                self._gather = _Gather(spec, self._buffer, meter)
                 self._buffer.free()
-
-    def _prepare_copies(self, flat: Tensor, staging: Tensor) -> None:
-        layout = self._spec.layout
-        boxes = layout.copies(row=layout.shard_numel)
-        self._targets = [
-            flat.as_strided(
-                box.sizes,
-                box.param_strides,
-                layout.unsharded_offsets[box.param] + box.param_offset,
-            )
-            for box in boxes
-        ]
-        self._sources = [
-            staging.as_strided(box.sizes, box.staging_strides, box.staging_offset) for box in boxes
-        ]
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether ``param``, one of ours, still lies in our memory."""
@@ -88,30 +61,19 @@ class Unsharded:
         return param.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
     def start(self) -> None:
-        """Start the all-gather; into memory that is there already if this is a refresh.
-
-        Our slice is cast to its place in the result, so that one pass does both.
-        """
+        """Start the all-gather; into memory that is there already if this is a refresh."""
         if self._buffer is None:
             return
-        output = self._staging or self._buffer
-        with self._lanes.on(Lane.GATHER), torch.no_grad():
-            output.allocate()
-            self._own.copy_(self.shard)
-            self._meter.copied(self._own_nbytes)
-            self._in_flight = self._spec.comm.all_gather(output.tensor, self._own)
+        with self._lanes.on(Lane.GATHER):
+            self._in_flight = self._gather.start(self.shard)
 
     def finish(self) -> None:
         """Make the parameters whole on the compute lane."""
-        if self._buffer is None or self._in_flight is None:
+        if self._in_flight is None:
             return
-        with self._lanes.on(Lane.GATHER), torch.no_grad():
+        with self._lanes.on(Lane.GATHER):
             self._lanes.wait(self._in_flight)
-            if self._staging is not None:
-                self._buffer.allocate()
-                torch._foreach_copy_(self._targets, self._sources)
-                self._meter.copied(self._copied_nbytes)
-                self._staging.free()
+            self._gather.finish()
         self._in_flight = None
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
@@ -121,3 +83,80 @@ class Unsharded:
             self._lanes.join(Lane.GATHER, Lane.COMPUTE)
             with self._lanes.on(Lane.GATHER):
                 self._buffer.free()
+
+
+class _Gather:
+    """From a shard to the unsharded buffer: in place, or by way of a staging buffer."""
+
+    def __init__(self, spec: BucketSpec, buffer: Buffer, meter: StorageMeter) -> None:
+        flat, layout = buffer.tensor, spec.layout
+        plan = plan_gather(layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
+        self._comm = spec.comm
+        self._meter = meter
+        self._buffer = buffer
+        self._is_direct = bool(plan.direct)
+        self._shard: Tensor | None = None  # which these are slices of
+        self._sources: list[Tensor] = []
+        self._staging: Buffer | None = None
+        self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
+        self._outputs = [
+            flat.narrow(0, part.unsharded_offset, layout.world * part.numel) for part in plan.direct
+        ]
+        if plan.staged_numel:
+            self._staging = self._stage(spec, plan, flat, meter)
+            self._slices.append((0, plan.staged_numel))
+            self._outputs.append(self._staging.tensor)
+        # Our own slices of what is gathered.
+        self._own = [output.view(layout.world, -1)[spec.comm.rank] for output in self._outputs]
+        self._own_nbytes = sum(own.nbytes for own in self._own)
+        if self._staging is not None:
+            self._staging.free()
+
+    def start(self, shard: Tensor) -> Pending:
+        """Allocate, and start to gather what all ranks have of ``shard``.
+
+        A shard of another dtype is cast to its place in the result, so that one pass does both.
+        """
+        if self._is_direct:
+            self._buffer.allocate()
+        if self._staging is not None:
+            self._staging.allocate()
+        if shard is not self._shard:
+            self._shard = shard
+            self._sources = [shard.narrow(0, start, numel) for start, numel in self._slices]
+        sources = self._sources
+        if shard.dtype != self._buffer.tensor.dtype:
+            torch._foreach_copy_(self._own, sources)
+            self._meter.copied(self._own_nbytes)
+            sources = self._own
+        return self._comm.all_gather(self._outputs, sources)
+
+    def finish(self) -> None:
+        """Copy what was staged."""
+        if self._staging is not None:
+            self._buffer.allocate()
+            torch._foreach_copy_(self._targets, self._staged)
+            self._meter.copied(self._staged_nbytes)
+            self._staging.free()
+
+    def _stage(
+        self, spec: BucketSpec, plan: GatherPlan, flat: Tensor, meter: StorageMeter
+    ) -> Buffer:
+        """The staging buffer, with the copies out of it prepared."""
+        layout = spec.layout
+        numel = layout.world * plan.staged_numel
+        staging = Buffer(numel, flat.dtype, flat.device, kind=Kind.GATHER_OUTPUT, meter=meter)
+        self._targets = [
+            flat.as_strided(
+                box.sizes,
+                box.param_strides,
+                layout.unsharded_offsets[box.param] + box.param_offset,
+            )
+            for box in plan.copies
+        ]
+        self._staged = [
+            staging.tensor.as_strided(box.sizes, box.staging_strides, box.staging_offset)
+            for box in plan.copies
+        ]
+        self._staged_nbytes = sum(source.nbytes for source in self._staged)
+        return staging

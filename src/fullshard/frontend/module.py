@@ -203,6 +203,14 @@ class FSDPModule:
         """
         return _unit(self)[1].lanes.waited_s()
 
+    def copied_nbytes(self) -> int:
+        """Bytes that the whole tree's copies and casts wrote so far on this rank.
+
+        Counted are those between shards, whole parameters and gradients, beyond what collectives
+        do with their input and output. Take the difference of two calls. No PyTorch counterpart.
+        """
+        return _unit(self)[1].meter.copied_nbytes
+
     def reset_iter_state(self) -> None:
         """Give up an iteration that an exception ended: everything sharded, nothing pending.
 

@@ -12,6 +12,7 @@ with no process group. All offsets, lengths and strides count elements, never by
     Layout.local_shape(rank, i)    the shape of that rank's local tensor
     Layout.unsharded_offsets       where each parameter starts in the unsharded buffer
     Layout.copies(row)             the strided copies between parameters and gathered shards
+    Layout.describe()              padding, and what is cut where; also ``print(layout)``
     remap(source, target)          the moves from one layout's shards to another's
 
 The same two parameters, w of shape (5, 2) and b of shape (5,), on 2 ranks with align=2 (a dot is
@@ -21,17 +22,25 @@ an element of padding):
                    rank 1  w6 w7 w8 w9 .  .  | b3 b4 .  .
     Ragged         rank 0  w0 w1 w2 w3 w4 w5 w6 w7              end to end, cut anywhere
                    rank 1  w8 w9 | b0 b1 b2 b3 b4 .
+
+`Ragged` may also keep rows, blocks or whole parameters together. Where they then lie is planned, in
+four steps: `packing` states the problem, `bound` proves how short shards can be, `orders` packs
+shards of a given length, `planner` finds the length.
 """
 
+from fullshard.layout.gather import Direct, GatherPlan, plan_gather
 from fullshard.layout.layout import Layout, LayoutStrategy
 from fullshard.layout.per_param import PerParameter
-from fullshard.layout.ragged import Ragged
+from fullshard.layout.ragged import Granularity, Ragged
 from fullshard.layout.remap import Move, remap
 from fullshard.layout.segment import Band, Run, Segment, StridedCopy
 from fullshard.layout.spec import ParamSpec
 
 __all__ = [
     "Band",
+    "Direct",
+    "GatherPlan",
+    "Granularity",
     "Layout",
     "LayoutStrategy",
     "Move",
@@ -41,5 +50,6 @@ __all__ = [
     "Run",
     "Segment",
     "StridedCopy",
+    "plan_gather",
     "remap",
 ]

@@ -20,10 +20,10 @@ class Layout:
     """Where each element of some parameters lies: in the ranks' shards and in the unsharded buffer.
 
     >>> print(PerParameter().build([ParamSpec("w", (5, 2)), ParamSpec("b", (5,))], 2, align=4))
-    Layout: 2 ranks, 12 elements per shard, 20 unsharded, 9 padding (37.5 %)
-      parameter  shape   offset  elements per rank
-      w          (5, 2)       0  6, 4
-      b          (5,)        12  3, 2
+    Layout: 2 ranks, 12 elements per shard, 20 unsharded, 9 padding (37.50 %)
+      parameter  shape   offset  ranks  elements on each
+      w          (5, 2)       0  0-1    6, 4
+      b          (5,)        12  0-1    3, 2
 
         shard of rank 0   w0 w1 w2 w3 w4 w5 .  .  b0 b1 b2 .
         shard of rank 1   w6 w7 w8 w9 .  .  .  .  b3 b4 .  .
@@ -102,27 +102,32 @@ class Layout:
         """The elements of parameter `param` in their order, as runs in the shards of the ranks."""
         return runs(self.bands[param])
 
-    def copies(self, row: int) -> tuple[StridedCopy, ...]:
-        """The strided copies between all parameters and a rank-major staging buffer.
+    def copies(self, row: int, *, below: int | None = None) -> tuple[StridedCopy, ...]:
+        """The strided copies between parameters and a rank-major staging buffer.
 
         Together the boxes hold each element exactly once. Their number depends on the parameters
         only: at most two each for `PerParameter`, three for `Ragged`.
 
         Args:
-            row: elements from the slice of one rank to that of the next, at least `shard_numel`.
+            row: elements from the slice of one rank to that of the next.
+            below: copy only what lies in the first `below` elements of the shards, where some
+                parameters must end; None for all of it.
 
         Raises:
-            LayoutError: if `row` is less than `shard_numel`.
+            LayoutError: if `row` is less than what is copied of a shard.
         """
-        if row < self.shard_numel:
+        stop = self.shard_numel if below is None else below
+        if row < stop:
             raise LayoutError(
                 f"got staging slices of {row} elements, expected at least the "
-                f"{self.shard_numel} elements of a shard"
+                f"{stop} elements of a shard"
             )
         return tuple(
             copy
             for bands in self.bands
-            for copy in joined([band.copy(row) for band in bands if band.numel])
+            for copy in joined(
+                [b.copy(row) for b in bands if b.numel and b.segment.shard_offset < stop]
+            )
         )
 
     @cached_property
@@ -150,26 +155,33 @@ class Layout:
         total = self.world * self.shard_numel
         return (total - self.padding_numel) / total if total else 1.0
 
-    def __str__(self) -> str:
-        head = ("parameter", "shape", "offset", "elements per rank")
-        rows = [
-            (spec.name, str(spec.shape), str(offset), _per_rank(bands))
-            for spec, offset, bands in zip(
-                self.params, self.unsharded_offsets, self.bands, strict=True
-            )
-        ]
-        name, shape, offset, _ = (max(map(len, column)) for column in zip(head, *rows, strict=True))
-        percent = 100 * self.padding_numel / max(self.world * self.shard_numel, 1)
+    def describe(self, *, itemsize: int | None = None) -> str:
+        """What `str` gives: the padding, and which ranks keep how much of each parameter.
+
+        The parameters come in the order in which they lie in the unsharded buffer, each with the
+        ranks that keep some of it: ranks ``3-7`` with ``10, 16 x3, 6`` elements mean cuts after
+        10, 26, 42 and 58 of 64. Padding is a share of the shards.
+
+        Args:
+            itemsize: bytes of an element, to say also how many bytes a shard has.
+        """
+        nbytes = "" if itemsize is None else f" ({itemsize * self.shard_numel:,} bytes)"
         summary = (
             f"Layout: {self.world} rank{'s' * (self.world != 1)}, "
-            f"{self.shard_numel} elements per shard, {self.unsharded_numel} unsharded, "
-            f"{self.padding_numel} padding ({percent:.1f} %)"
+            f"{self.shard_numel} elements{nbytes} per shard, {self.unsharded_numel} unsharded, "
+            f"{self.padding_numel} padding ({100 * (1 - self.efficiency):.2f} %)"
         )
-        table = (
-            f"  {row[0]:<{name}}  {row[1]:<{shape}}  {row[2]:>{offset}}  {row[3]}"
-            for row in (head, *rows)
-        )
-        return "\n".join((summary, *table))
+        head = ("parameter", "shape", "offset", "ranks", "elements on each")
+        in_place = sorted(range(len(self.params)), key=self.unsharded_offsets.__getitem__)
+        return "\n".join((summary, *_columns([head, *map(self._row, in_place)])))
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def _row(self, param: int) -> tuple[str, ...]:
+        spec = self.params[param]
+        place = str(self.unsharded_offsets[param])
+        return (spec.name, str(spec.shape), place, *_kept(self.bands[param]))
 
     def _band(self, rank: int, param: int) -> Band:
         if not 0 <= rank < self.world:
@@ -195,9 +207,21 @@ class LayoutStrategy(Protocol):
         ...
 
 
-def _per_rank(bands: Sequence[Band]) -> str:
-    """``"6 x3, 2, 0"``: three ranks with 6 elements, one with 2, one with none."""
-    return ", ".join(
-        f"{band.segment.numel} x{band.num_ranks}" if band.num_ranks > 1 else str(band.segment.numel)
-        for band in bands
+def _kept(bands: Sequence[Band]) -> tuple[str, str]:
+    """``("1-5", "6 x3, 2, 4")``: ranks 1 to 3 keep 6 elements each, rank 4 2 and rank 5 4."""
+    kept = [band for band in bands if band.numel]
+    if not kept:
+        return "none", ""
+    first, last = kept[0].first_rank, kept[-1].end_rank - 1
+    numels = (
+        str(band.segment.numel) + f" x{band.num_ranks}" * (band.num_ranks > 1) for band in kept
     )
+    return str(first) if first == last else f"{first}-{last}", ", ".join(numels)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """The rows as lines of a table, its third column, of numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        name, shape, offset, ranks, numels = map(str.ljust, row, widths)
+        yield f"  {name}  {shape}  {row[2]:>{len(offset)}}  {ranks}  {numels}".rstrip()

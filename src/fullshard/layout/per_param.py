@@ -32,7 +32,9 @@ class PerParameter:
         unsharded   w0 ... w9 | u0 ... u5
 
     Since the shards of one parameter are not neighbours when gathered, the unsharded buffer is
-    filled by `Layout.copies` (not on 1 rank: there shard and unsharded buffer are alike).
+    filled by `Layout.copies` (not on 1 rank: there shard and unsharded buffer are alike). Where
+    all ranks keep equal, undivided pieces, that parameter can be gathered by itself, in place:
+    such ones have the last slots, larger ones later, so that `plan_gather` can take some.
     """
 
     def build(self, params: Sequence[ParamSpec], world: int, align: int) -> Layout:
@@ -50,7 +52,7 @@ class PerParameter:
         """
         check_build(world=world, align=align)
         cuts = [_DimCut.of(spec, world) for spec in params]
-        slots, shard_end = pack([cut.slot_numel for cut in cuts], align)
+        slots, shard_end = _slots(cuts, align)
         unsharded_offsets, unsharded_end = pack([spec.numel for spec in params], align)
         return Layout(
             params=tuple(params),
@@ -63,6 +65,13 @@ class PerParameter:
                 for index, (cut, spec, slot) in enumerate(zip(cuts, params, slots, strict=True))
             ),
         )
+
+
+def _slots(cuts: Sequence[_DimCut], align: int) -> tuple[tuple[int, ...], int]:
+    """The parameters' offsets in the shards, and the end of the last slot."""
+    order = sorted(range(len(cuts)), key=lambda param: cuts[param].even_numel)
+    offsets, end = pack([cuts[param].slot_numel for param in order], align)
+    return tuple(offset for _, offset in sorted(zip(order, offsets, strict=True))), end
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,12 @@ class _DimCut:
     @property
     def slot_numel(self) -> int:
         return self.outer * self.piece * self.inner
+
+    @property
+    def even_numel(self) -> int:
+        """Elements of a piece where all ranks keep equal, undivided pieces; else 0."""
+        is_even = self.outer == 1 and self.size == self.piece * self.world
+        return self.slot_numel if is_even and self.world > 1 else 0
 
     def bands(self, index: int, spec: ParamSpec, slot: int) -> tuple[Band, ...]:
         """Ranks with a full piece, the rank with the shorter last piece, ranks without."""

@@ -35,6 +35,11 @@ class ParamSpec:
             )
 
     @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-dim parameter."""
         return math.prod(self.shape)

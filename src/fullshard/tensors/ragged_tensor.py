@@ -37,7 +37,8 @@ class RaggedTensor(DTensor):
     must be cut alike or have no dims. Norms and sums over all elements communicate. A whole plain
     tensor can be copied in (``copy_``, ``load_state_dict``): each rank takes its interval. What
     needs rows, columns or single elements raises ``RaggedOperationError``, a
-    ``NotImplementedError``: an interval has none; use ``full_tensor()``, ``unshard()``, or ``layout=PerParameter()``.
+    ``NotImplementedError``, because an interval has none: use ``full_tensor()``, ``unshard()``, or
+    ``layout=PerParameter()``.
 
     Checkpoints (``torch.distributed.checkpoint``) see an interval as at most ``2 n - 1`` boxes
     and need no communication.

@@ -1,0 +1,116 @@
+"""Host time: what sharding adds to a step when communication costs nothing.
+
+One process plays one rank of many. At world 8 torch's fake process group stands in for the others;
+at 1,024 that would itself take half a millisecond a gather, so there collectives pass through and
+leave what they find. A figure is a contender's step minus the unsharded step, as a share of the
+same difference for FSDP2; it is negative where the optimizer saves more than sharding adds.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
+from bench.machine import idle, table
+from bench.models import GPT, SHAPES
+from bench.step import one_step
+
+__all__ = ["figures", "report"]
+
+WARM_UP, ROUNDS = 5, 60
+BACKENDS = {8: "fake", 1024: "pass"}
+BOUNDS = {RAGGED: 0.05, PER_PARAMETER: 0.55, "per-parameter, ShardedOptimizer": 0.10}
+"""Largest shares at world 8 that are aimed at."""
+
+NAMES = ("unsharded", FSDP2, PER_PARAMETER, "per-parameter, ShardedOptimizer", RAGGED)
+
+
+class _Done(dist.Work):
+    """A collective that moved nothing."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """At once."""
+        return True
+
+
+class PassThrough(dist.ProcessGroup):
+    """A group whose collectives do nothing at all."""
+
+    def _allgather_base(self, output: Tensor, source: Tensor, options: Any = None) -> dist.Work:
+        return _Done()
+
+    def _reduce_scatter_base(
+        self, output: Tensor, source: Tensor, options: Any = None
+    ) -> dist.Work:
+        return _Done()
+
+    def getBackendName(self) -> str:
+        """As registered."""
+        return "pass"
+
+
+def join_world(world: int) -> None:
+    """Be rank 0 of ``world`` ranks that are not there."""
+    if BACKENDS[world] == "pass":
+        dist.Backend.register_backend(
+            "pass", lambda store, rank, size, timeout: PassThrough(rank, size), devices="cpu"
+        )
+    dist.init_process_group(BACKENDS[world], store=FakeStore(), rank=0, world_size=world)
+
+
+def worker(_: int, world: int, results: Any) -> None:
+    """Median step seconds of every contender, into ``results``."""
+    torch.set_num_threads(1)
+    join_world(world)
+    shape = SHAPES["many tiny"]
+    torch.manual_seed(0)
+    base = GPT(shape)
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.length + 1))
+    runs = {name: CONTENDERS[name].make(copy.deepcopy(base)) for name in NAMES}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(WARM_UP + ROUNDS):
+        for name, (model, optimizer) in runs.items():
+            with torch.no_grad():  # what passes through is not what the weights were
+                for param in model.parameters():
+                    param.zero_()
+            taken = one_step(model, optimizer, tokens)
+            if number >= WARM_UP:
+                seconds[name].append(taken)
+    results.update({name: statistics.median(taken) for name, taken in seconds.items()})
+    dist.destroy_process_group()
+
+
+def figures() -> dict[str, dict[str, float]]:
+    """By world and contender, the share of what FSDP2 adds.
+
+    Raises:
+        Loaded: the machine was not idle.
+    """
+    found = {}
+    with idle(), mp.get_context("spawn").Manager() as manager:
+        for world in BACKENDS:
+            results = manager.dict()
+            mp.spawn(worker, (world, results), nprocs=1)
+            seconds = dict(results)
+            whole = seconds[FSDP2] - seconds["unsharded"]
+            found[str(world)] = {n: (s - seconds["unsharded"]) / whole for n, s in seconds.items()}
+    return found
+
+
+def report(found: dict[str, dict[str, float]]) -> int:
+    """Print the table; how many bounds were missed."""
+    print("host time that sharding adds to a step, as a share of what FSDP2 adds (many tiny)\n")
+    names = NAMES[1:]
+    rows = [[world, *(f"{shares[name]:.2f}" for name in names)] for world, shares in found.items()]
+    print(table(["world", *names], rows))
+    missed = [n for n, bound in BOUNDS.items() if found["8"][n] > bound]
+    print(f"\nbounds at world 8 missed: {', '.join(missed) or 'none'}")
+    return len(missed)

@@ -1,0 +1,104 @@
+"""Optimizer and clipping alone, on 2,000 small parameters, two gloo ranks of one thread each."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import fullshard
+from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
+from bench.machine import idle, table
+
+__all__ = ["figures", "report"]
+
+WORLD = 2
+WARM_UP, ROUNDS = 3, 20
+NAMES = (FSDP2, PER_PARAMETER, "per-parameter, ShardedOptimizer", RAGGED)
+BOUNDS = {RAGGED: 0.10, "per-parameter, ShardedOptimizer": 0.12}
+
+
+class Block(nn.Module):
+    """Ten small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16) to the same."""
+        return x + torch.tanh(self.layers(x))
+
+
+class Many(nn.Module):
+    """2,000 parameters in 200 units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16) to a loss."""
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def worker(rank: int, store: str, results: str) -> None:
+    """One rank; rank 0 writes median seconds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+    torch.manual_seed(0)
+    base = Many()
+    runs = {name: CONTENDERS[name].make(copy.deepcopy(base)) for name in NAMES}
+    clips: dict[str, Callable[..., Any]] = dict.fromkeys(NAMES, fullshard.optim.clip_grad_norm_)
+    clips[FSDP2] = nn.utils.clip_grad_norm_
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    x = torch.randn(4, 16)
+    for number in range(WARM_UP + ROUNDS):
+        for name, (model, optimizer) in runs.items():
+            model(x).backward()
+            params = list(model.parameters())
+            dist.barrier()
+            start = time.perf_counter()
+            clips[name](params, 1.0)
+            optimizer.step()
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+            optimizer.zero_grad()
+    if rank == 0:
+        medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+        Path(results).write_text(json.dumps(medians))
+    dist.destroy_process_group()
+
+
+def figures() -> dict[str, float]:
+    """By contender, its time as a share of FSDP2's with torch's own clipping.
+
+    Raises:
+        Loaded: the machine was not idle.
+    """
+    with tempfile.TemporaryDirectory() as folder, idle():
+        results = Path(folder) / "results.json"
+        mp.spawn(worker, (f"{folder}/store", str(results)), nprocs=WORLD)
+        seconds = json.loads(results.read_text())
+    return {name: taken / seconds[FSDP2] for name, taken in seconds.items()}
+
+
+def report(found: dict[str, float]) -> int:
+    """Print the table; how many bounds were missed."""
+    print("clipping and AdamW on 2,000 small parameters, as a share of FSDP2's\n")
+    print(table(list(NAMES), [[f"{found[name]:.2f}" for name in NAMES]]))
+    missed = [name for name, bound in BOUNDS.items() if found[name] > bound]
+    print(f"\nbounds missed: {', '.join(missed) or 'none'}")
+    return len(missed)

@@ -1,0 +1,47 @@
+"""What PyTorch's profiler knows of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+__all__ = ["MemoryTrace", "memory"]
+
+_MARK = "bench::mark"
+
+
+@dataclass
+class MemoryTrace:
+    """Bytes that the CPU allocator gave out since the block began; known when it has ended."""
+
+    peak_nbytes: int = 0
+    held_nbytes: int = 0
+
+    def mark(self) -> None:
+        """Look for the peak from here on."""
+        with record_function(_MARK):
+            pass
+
+
+@contextmanager
+def memory() -> Iterator[MemoryTrace]:
+    """Watch the CPU allocator in the block."""
+    trace = MemoryTrace()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        yield trace
+    events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    marked_ns = max((e.start_ns() for e in events if e.name() == _MARK), default=0)
+    held = 0
+    changes = (e for e in events if e.name() == "[memory]" and e.device_type() == _CPU)
+    for event in sorted(changes, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        if event.start_ns() >= marked_ns:
+            trace.peak_nbytes = max(trace.peak_nbytes, held)
+    trace.held_nbytes = held
+
+
+_CPU = torch.autograd.DeviceType.CPU

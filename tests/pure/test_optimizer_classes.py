@@ -1,0 +1,280 @@
+"""Which optimizers may step on joined tensors, and that all of those do it right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fullshard import _torch
+from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.optim import ShardedOptimizer
+from fullshard.tensors import announce_flat
+
+SHAPES = ((2, 3), (4,), (1,), (3, 2))
+STARTS = (0, 8, 12, 16)  # with padding between
+
+
+def neighbours(seed: int) -> list[Tensor]:
+    """Tensors that lie in one buffer; what is between them must not matter."""
+    flat = torch.full((24,), math.nan, dtype=torch.float64)
+    sizes = [torch.Size(shape).numel() for shape in SHAPES]
+    announce_flat(flat, zip(STARTS, sizes, strict=True))
+    parts = []
+    for start, shape in zip(STARTS, SHAPES, strict=True):
+        part = _torch.own_storage(flat.narrow(0, start, math.prod(shape)).view(shape))
+        values = torch.arange(part.numel(), dtype=torch.float64).view(shape)
+        parts.append(part.copy_(torch.sin(values + seed + 10 * start)))
+        part.flat = flat  # type: ignore[attr-defined]  # which lives as long
+    return parts
+
+
+def params(seed: int = 0) -> list[nn.Parameter]:
+    made = [(nn.Parameter(part), part) for part in neighbours(seed)]
+    for param, part in made:
+        param.part = part
+    return [param for param, _ in made]
+
+
+class Shaped(Optimizer):
+    """Its steps are made by ``change(param, group)``; what is element-wise about them varies."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        return param.grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.change(param, group), alpha=group["lr"])
+
+
+class ByNorm(Shaped):
+    """Like LARS and LAMB."""
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        return param.grad / param.grad.norm()
+
+
+class ByGlobalNorm(Shaped):
+    """The same however its parameters are joined, but not if another rank has some of them."""
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        grads = [p.grad.norm() for g in self.param_groups for p in g["params"]]
+        return param.grad / torch.stack(grads).norm()
+
+
+class ByDims(Shaped):
+    """No decay on vectors, without saying so in groups."""
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        return param.grad + (0.1 * param if param.dim() > 1 else 0)
+
+
+class ByNormIfAsked(ByNorm):
+    """Muon and AdamW in one class, say."""
+
+    def __init__(self, params: Any, by_norm: bool = False) -> None:
+        super().__init__(params, by_norm=by_norm)
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        return super().change(param, group) if group["by_norm"] else param.grad
+
+
+class ByNormAfterAWhile(ByNorm):
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        count = self.state[param]["count"] = self.state[param].get("count", 0) + 1
+        return super().change(param, group) if count > 5 else param.grad
+
+
+REFUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (torch.optim.Adafactor, {}),
+    (torch.optim.Muon, {}),
+    (torch.optim.LBFGS, {}),
+    (torch.optim.SparseAdam, {}),
+    (ByNorm, {}),
+    (ByGlobalNorm, {}),
+    (ByDims, {}),
+    (ByNormIfAsked, {"by_norm": True}),
+    (ByNormAfterAWhile, {}),
+    (ByNorm, {"lr": 0.0}),  # until a scheduler warms it up
+]
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), REFUSED)
+def test_what_looks_at_more_than_an_element_is_refused(
+    cls: type[Optimizer], kwargs: dict[str, Any]
+) -> None:
+    for _ in range(2):  # also when it was tried before
+        with pytest.raises(UnsupportedError, match=f"{cls.__name__}.*elementwise=True"):
+            ShardedOptimizer(params(), cls, **kwargs)
+    with pytest.raises(NotImplementedError):
+        ShardedOptimizer(params(), cls, **kwargs)
+
+
+def test_a_user_may_vouch_for_a_class_or_against_it() -> None:
+    optimizer = ShardedOptimizer(params(), ByNorm, elementwise=True)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(UnsupportedError, match=r"AdamW.*elementwise=False"):
+        ShardedOptimizer(params(), AdamW, elementwise=False)
+
+
+def test_options_of_a_group_are_tried_too() -> None:
+    optimizer = ShardedOptimizer(params(), ByNormIfAsked)
+    with pytest.raises(UnsupportedError, match="ByNormIfAsked"):
+        optimizer.add_param_group({"params": params(), "by_norm": True})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": params(), "lr": 0.5})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"lr": 0.0},
+        {"lr": torch.tensor(0.01)},
+        {"capturable": True, "lr": torch.tensor(0.01), "foreach": True},
+        {"fused": True},
+        {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
+    ],
+)
+def test_a_trial_copes_with_options_that_need_another_device_or_time(
+    kwargs: dict[str, Any],
+) -> None:
+    assert ShardedOptimizer(params(), Adam, **kwargs).defaults["lr"] is not None
+
+
+class Restless(Shaped):
+    """Uses random numbers, new state each step, a gradient kept for later, counts in groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr, calls=0)
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        torch.rand(3)
+        own = self.state[param]
+        last = own.get("last_grad", torch.zeros_like(param))
+        own["mean"] = own.get("mean", 0) + 0.5 * param.grad + 0.1 * last
+        own["last_grad"] = param.grad
+        own["count"] = own.get("count", 0) + 1
+        group["calls"] = max(group["calls"], own["count"])
+        own["rate"] = torch.tensor(1.0 / own["count"])
+        own["nothing"] = None
+        if own["count"] == 3:
+            own["late"] = param * 2
+        if own["count"] == 4:
+            del own["late"]
+        return own["mean"] * own["rate"]
+
+
+def steps(optimizer: Optimizer, its_params: list[nn.Parameter], numbers: Iterable[int]) -> None:
+    for number in numbers:
+        for param, grad in zip(its_params, neighbours(number + 3), strict=True):
+            param.grad = grad
+        if number % 3 == 1:
+            its_params[1].grad = None
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [Restless, SGD, Adam, torch.optim.Rprop, torch.optim.Adagrad])
+def test_any_kind_of_state_is_kept(cls: type[Optimizer]) -> None:
+    mine, its = params(), params()
+    optimizer, expected = ShardedOptimizer(mine, cls), cls(its)
+    for numbers in (range(2), range(2, 6), range(6, 9)):
+        steps(optimizer, mine, numbers)
+        steps(expected, its, numbers)
+        for a, b in zip(mine, its, strict=True):
+            assert torch.equal(a, b)
+            assert list(optimizer.state[a]) == list(expected.state[b])
+            for key, value in expected.state[b].items():
+                got = optimizer.state[a][key]
+                assert torch.equal(got, value) if isinstance(value, Tensor) else got == value
+        for group, its_group in zip(optimizer.param_groups, expected.param_groups, strict=True):
+            assert {**group, "params": 0} == {**its_group, "params": 0}
+        assert optimizer.num_runs < len(mine)
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    seen: list[object] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *args: seen.append(args)),
+        register_optimizer_step_post_hook(lambda *args: seen.append(args)),
+    ]
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    try:
+        with torch.device("meta"):
+            ShardedOptimizer(params(), Restless, lr=0.125)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not seen and torch.equal(torch.get_rng_state(), before)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ArgumentTypeError, match="optimizer_class is 'adam'"):
+        ShardedOptimizer(params(), "adam")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"ShardedOptimizer\(Adam\): params is empty"):
+        ShardedOptimizer([], Adam)
+    with pytest.raises(TypeError, match="params is a tensor"):
+        ShardedOptimizer(torch.ones(2), Adam)
+    with pytest.raises(TypeError, match="parameter 1 is a str"):
+        ShardedOptimizer([params()[0], "weight"], Adam)
+    with pytest.raises(TypeError, match="sets"):
+        ShardedOptimizer([{"params": set(params())}], Adam)
+    one = params()[0]
+    with pytest.raises(ValueError, match=r"parameter 'b', of shape \(2, 3\), is given twice"):
+        ShardedOptimizer([("a", one), ("b", one)], Adam)
+    with pytest.raises(ConfigError, match="given twice"):
+        ShardedOptimizer([{"params": [one]}, {"params": [one]}], Adam)
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        ShardedOptimizer(params(), Adam, lr=-1)
+    with pytest.raises(ValueError, match="non-leaf"):
+        ShardedOptimizer([one * 2], Adam)
+    with pytest.raises(UnsupportedError, match="differentiable=True"):
+        ShardedOptimizer(params(), Adam, differentiable=True)
+
+
+def test_it_is_an_optimizer_with_the_defaults_of_its_class() -> None:
+    named = [(str(i), param) for i, param in enumerate(params())]
+    optimizer, expected = ShardedOptimizer(iter(named), AdamW, lr=0.5), AdamW(named, lr=0.5)
+    assert optimizer.defaults == expected.defaults
+    assert optimizer.param_groups == expected.param_groups
+    assert optimizer.state_dict() == expected.state_dict()
+    assert not optimizer._step_supports_amp_scaling
+    assert ShardedOptimizer(params(), AdamW, fused=True)._step_supports_amp_scaling
+    assert "lr: 0.5" in repr(optimizer)
+
+
+def test_an_error_in_a_step_leaves_it_usable() -> None:
+    its_params = params()
+    optimizer = ShardedOptimizer(its_params, Adam)
+    steps(optimizer, its_params, range(1))
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    steps(optimizer, its_params, range(1, 2))
+    assert {float(own["step"]) for own in optimizer.state.values()} == {1.0, 2.0}
+
+
+def test_autograd_notices_a_step_between_forward_and_backward() -> None:
+    param = params()[0]
+    optimizer = ShardedOptimizer([param], SGD, foreach=False)
+    loss = param.square().sum()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,450 @@
+"""RaggedTensor: what it shows, what can be done to it, what it refuses, and how it is stored."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import swa_utils
+
+from fullshard import PerParameter, Ragged, RaggedTensor, fully_shard
+from fullshard.errors import RaggedOperationError
+from tests.ranks.models import full_parameters
+from tests.ranks.net import apart, batch, make, optimizer_of, shard, step, train_both
+from tests.ranks.pool import RankPool
+from tests.ranks.test_state import shared_folder
+
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+granularities = pytest.mark.parametrize("granularity", ["element", "row", 5, "tensor"])
+
+
+def ragged(granularity: Any = "element", **options: Any) -> nn.Module:
+    return shard(make(), layout=Ragged(granularity), **options)
+
+
+def shown(granularity: Any) -> None:
+    plain, model = make(), ragged(granularity)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for name, param in model.named_parameters():
+        want = plain.get_parameter(name)
+        assert isinstance(param, nn.Parameter)
+        assert isinstance(param, RaggedTensor)
+        assert (param.shape, param.stride(), param.dtype) == (want.shape, want.stride(), want.dtype)
+        held = param.interval
+        assert torch.equal(param.to_local(), want.detach().flatten()[held.start : held.stop])
+        (cut,) = param.placements
+        intervals = [cut.interval(r) for r in range(world)]
+        assert intervals[rank] == held
+        assert intervals[0].start == 0
+        assert intervals[-1].stop == want.numel()
+        assert all(a.stop == b.start for a, b in itertools.pairwise(intervals))
+        assert torch.equal(param.full_tensor(), want)
+        replicated = param.redistribute(placements=[Replicate()])
+        assert type(replicated) is DTensor
+        assert torch.equal(replicated.to_local(), want)
+        assert torch.equal(param.redistribute(placements=[Shard(0)]).full_tensor(), want)
+        assert f"{held.start} to {held.stop}" in repr(param)
+
+
+@worlds
+@granularities
+def test_it_shows_the_whole_tensor_and_holds_an_interval(
+    pool: RankPool, world: int, granularity: Any
+) -> None:
+    pool.run(world, shown, granularity)
+
+
+def pointwise() -> None:
+    """Each result, whole, equals that of the same operation on the whole tensor."""
+    x = ragged().blocks[1].weight.detach()
+    y = x * 2 + 1
+    a, b = x.full_tensor(), y.full_tensor()
+    cases: list[Callable[[Any, Any], Any]] = [
+        lambda x, y: x + y,
+        lambda x, y: x.add(y, alpha=3),
+        lambda x, y: x * torch.tensor(3.0),
+        lambda x, y: torch.where(x > y, x, y),
+        lambda x, y: torch.lerp(x, y, 0.25),
+        lambda x, y: x.addcdiv(y, y, value=0.5),
+        lambda x, y: x.masked_fill(x > 0, 0.0),
+        lambda x, y: x.clone().copy_(y),
+        lambda x, y: x.clone().mul_(y).sqrt_(),
+        lambda x, y: x.to(torch.bfloat16).float(),
+        lambda x, y: torch.zeros_like(x).fill_(3.0),
+        lambda x, y: torch.full_like(x, 2.0, dtype=torch.int32),
+        lambda x, y: x.isnan() | (x == y),
+        lambda x, y: x.view(x.shape),
+        lambda x, y: torch._foreach_add([x, y], [y, x])[1],
+        lambda x, y: torch.maximum(x, y, out=torch.empty_like(x)),
+    ]
+    for number, case in enumerate(cases):
+        got, want = case(x, y), case(a, b)
+        assert isinstance(got, RaggedTensor), number
+        assert got.dtype == want.dtype, number
+        assert torch.equal(got.full_tensor(), want) or want.isnan().any(), number
+
+
+@worlds
+def test_pointwise_operations_run_on_intervals(pool: RankPool, world: int) -> None:
+    pool.run(world, pointwise)
+
+
+def over_all_elements() -> None:
+    for param in ragged().parameters():
+        x, a = param.detach(), param.full_tensor().detach()
+        for order in (1, 2, 3.0, float("inf")):
+            for norm in (torch.linalg.vector_norm, torch.norm):
+                torch.testing.assert_close(norm(x, order), norm(a, order))
+            torch.testing.assert_close(
+                torch._foreach_norm([x, x * 2], order)[1], torch.linalg.vector_norm(a * 2, order)
+            )
+        torch.testing.assert_close(x.sum(), a.sum())
+        torch.testing.assert_close(x.mean(), a.mean())
+        assert x.max() == a.max()
+        assert x.min() == a.min()
+        assert bool((x > 0).any()) == bool((a > 0).any())
+        assert bool((x > 0).all()) == bool((a > 0).all())
+        assert torch.equal(x, x.clone())
+        other = x.clone()
+        if x.interval.length and dist.get_rank() == dist.get_world_size() - 1:
+            other.to_local()[-1] += 1
+        differs = (
+            dist.get_world_size() > 1
+            and not x.placements[0].interval(dist.get_world_size() - 1).length
+        )
+        assert torch.equal(x, other) == differs
+
+
+@worlds
+def test_norms_and_sums_are_those_of_the_whole_tensor(pool: RankPool, world: int) -> None:
+    pool.run(world, over_all_elements)
+
+
+REFUSED: list[Callable[[Tensor], Any]] = [
+    lambda x: x @ x,
+    lambda x: x[0],
+    lambda x: x[0, 1],
+    lambda x: x.t(),
+    lambda x: x.view(-1),
+    lambda x: x.sum(dim=0),
+    lambda x: x.norm(dim=1),
+    lambda x: x + torch.ones(6, 6),
+    lambda x: x + torch.ones(6),
+    lambda x: torch.cat([x, x]),
+    lambda x: torch.linalg.svd(x),
+]
+
+
+def refusals() -> list[str]:
+    x = ragged().blocks[0].weight.detach()
+    messages = []
+    for case in REFUSED:
+        with pytest.raises(RaggedOperationError) as caught:
+            case(x)
+        messages.append(str(caught.value))
+    with pytest.raises(RaggedOperationError, match="cut into the same intervals"):
+        x + ragged("tensor").head.weight.detach()
+    return messages
+
+
+def test_what_needs_rows_or_columns_is_refused(pool: RankPool) -> None:
+    for messages in pool.run(2, refusals):
+        assert len(messages) == len(REFUSED)
+        assert all("(6, 6)" in m or "Call full_tensor()" in m for m in messages)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "maximize": True},
+    "Adagrad": {"lr": 0.01},
+    "Adadelta": {},
+    "RMSprop": {"lr": 0.01, "centered": True, "momentum": 0.1},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "Adamax": {"lr": 0.01},
+    "ASGD": {"lr": 0.01},
+    "Rprop": {},
+}
+
+
+def optimize(name: str, options: dict[str, Any], granularity: Any) -> float:
+    def script(model: nn.Module) -> None:
+        optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name], **options)
+        for number in range(4):
+            step(model, optimizer, number)
+
+    return train_both(script, layout=Ragged(granularity))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}], ids=["loop", "foreach"]
+)
+def test_pointwise_optimizers_of_torch_work(
+    pool: RankPool, name: str, options: dict[str, Any]
+) -> None:
+    assert max(pool.run(3, optimize, name, options, "element")) <= 1e-12
+
+
+def test_a_fused_optimizer_works(pool: RankPool) -> None:
+    assert max(pool.run(2, optimize, "AdamW", {"fused": True}, "row")) <= 1e-12
+
+
+def matrix_optimizer(name: str) -> str:
+    model = ragged()
+    params = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = getattr(torch.optim, name)(params, lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch()).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RaggedOperationError) as caught:
+        optimizer.step(closure)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+def test_optimizers_of_matrices_are_refused_and_told_what_to_use(pool: RankPool, name: str) -> None:
+    for message in pool.run(2, matrix_optimizer, name):
+        assert "PerParameter()" in message
+
+
+def clipped(norm_type: float, scaler: bool) -> tuple[float, float]:
+    norms = []
+
+    def script(model: nn.Module) -> None:
+        optimizer = optimizer_of(model)
+        scale = torch.amp.GradScaler("cpu", enabled=scaler, init_scale=8.0)
+        for number in range(3):
+            scale.scale(model(batch(number)).square().mean()).backward()
+            scale.unscale_(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type))
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+
+    difference = train_both(script, layout=Ragged())
+    return difference, max(
+        abs(a.item() - b.item()) for a, b in zip(norms[:3], norms[3:], strict=True)
+    )
+
+
+@worlds
+@pytest.mark.parametrize("scaler", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_torch_clips_and_scales_its_gradients(
+    pool: RankPool, world: int, norm_type: float, scaler: bool
+) -> None:
+    for difference, norm in pool.run(world, clipped, norm_type, scaler):
+        assert difference <= 1e-12
+        assert norm <= 1e-12
+
+
+def skips_infinite() -> bool:
+    model = ragged()
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = full_parameters(model)
+    scaler.scale(model(batch()).square().mean()).backward()
+    if dist.get_rank() == 0:
+        model.blocks[0].weight.grad.to_local()[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    return all(torch.equal(before[n], p) for n, p in full_parameters(model).items())
+
+
+def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: RankPool) -> None:
+    assert pool.run(2, skips_infinite) == [True, True]
+
+
+def copies() -> None:
+    model = ragged()
+    model(batch()).sum().backward()
+    param = model.head.weight
+    for value in (param, param.detach(), param.grad):
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        saved_nbytes = buffer.tell()
+        assert saved_nbytes < 8 * model.blocks[0].weight.numel() + 4000
+        buffer.seek(0)
+        for one in (
+            copy.deepcopy(value),
+            pickle.loads(pickle.dumps(value)),
+            torch.load(buffer, weights_only=False),
+        ):
+            assert isinstance(one, RaggedTensor)
+            assert isinstance(one, nn.Parameter) == isinstance(value, nn.Parameter)
+            assert one.requires_grad == value.requires_grad
+            assert torch.equal(one, value)
+            assert one.to_local().numel() == 0 or (
+                one.to_local().data_ptr() != value.to_local().data_ptr()
+            )
+    averaged = swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    assert apart(averaged.module, model) == 0.0
+
+
+@worlds
+def test_it_can_be_copied_pickled_and_averaged(pool: RankPool, world: int) -> None:
+    pool.run(world, copies)
+
+
+def differentiated() -> None:
+    model, plain = ragged(), make()
+    for (_, param), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        weights = torch.arange(want.numel(), dtype=want.dtype).view(want.shape)
+        (param.full_tensor() * weights).sum().backward()
+        (want * weights).sum().backward()
+        assert isinstance(param.grad, RaggedTensor)
+        assert torch.equal(param.grad.full_tensor(), want.grad)
+        param.grad = None
+        (param.to_local() * 3).sum().backward()
+        assert torch.equal(param.grad.full_tensor(), torch.full_like(want, 3.0))
+
+
+@worlds
+def test_whole_and_local_tensors_are_differentiable(pool: RankPool, world: int) -> None:
+    pool.run(world, differentiated)
+
+
+def loads_full(assign: bool) -> float:
+    """A plain, whole state dict of the unsharded model is simply loaded."""
+    plain, model = make(seed_scale=0.2), ragged("row")
+    model.load_state_dict(plain.state_dict())
+    assert all(isinstance(p, RaggedTensor) for p in model.parameters())
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    if assign:
+        state = {n: v.detach().clone() for n, v in model.state_dict().items()}
+        model = ragged("row")
+        model.load_state_dict(state, assign=True)
+        model(batch())
+    return apart(model, plain)
+
+
+@worlds
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_full_state_dict_is_loaded_as_it_is(pool: RankPool, world: int, assign: bool) -> None:
+    assert max(pool.run(world, loads_full, assign)) <= 1e-12
+
+
+def from_meta() -> float:
+    plain = make()
+    with torch.device("meta"):
+        model = make()
+    shard(model, layout=Ragged())
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    step(model, optimizer_of(model))
+    step(plain, optimizer_of(plain))
+    return apart(model, plain)
+
+
+@worlds
+def test_a_model_made_on_the_meta_device_is_filled(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, from_meta)) <= 1e-12
+
+
+def random_init() -> float:
+    plain = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    fully_shard(model, layout=Ragged("row"))
+    model.to_empty(device="cpu")
+    for one in (plain, model):
+        torch.manual_seed(7)
+        for layer in one:
+            layer.reset_parameters()
+    return apart(model, plain)
+
+
+@worlds
+def test_random_initialisation_does_not_depend_on_the_cuts(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, random_init)) == 0.0
+
+
+def cast() -> float:
+    plain, model = make(), ragged()
+    for one in (plain, model):
+        one.to(torch.float32)
+        step(one, optimizer_of(one))
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    return apart(model, plain)
+
+
+@worlds
+def test_the_module_can_be_cast(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, cast)) <= 1e-6
+
+
+LAYOUTS = {
+    "per parameter": PerParameter(),
+    "element": Ragged(),
+    "row": Ragged("row"),
+    "tensor": Ragged("tensor"),
+}
+
+
+def through_a_checkpoint(source: str, target: str) -> float:
+    folder = shared_folder()
+    model, fresh = (shard(make(), layout=LAYOUTS[name]) for name in (source, target))
+    optimizer, its_optimizer = optimizer_of(model), optimizer_of(fresh)
+    for number in range(2):
+        step(model, optimizer, number)
+    states = dcp_state.get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.zero_()
+    names = ("model", "optimizer")
+    into = dict(zip(names, dcp_state.get_state_dict(fresh, its_optimizer), strict=True))
+    dcp.load(into, checkpoint_id=folder)
+    dcp_state.set_state_dict(
+        fresh, its_optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
+    )
+    for one, its in ((model, optimizer), (fresh, its_optimizer)):
+        step(one, its, 7)
+    return apart(fresh, model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_checkpoints_go_from_any_layout_to_any_other(
+    pool: RankPool, world: int, source: str, target: str
+) -> None:
+    if "per parameter" in (source, target) or source != target:
+        assert max(pool.run(world, through_a_checkpoint, source, target)) <= 1e-12
+
+
+def full_state_of() -> bool:
+    options = dcp_state.StateDictOptions(full_state_dict=True)
+    model = ragged()
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    whole, moments = dcp_state.get_state_dict(model, optimizer, options=options)
+    expected = full_parameters(model)
+    shapes = {n: m["exp_avg"].shape for n, m in moments["state"].items()}
+    assert shapes == {n: p.shape for n, p in expected.items()}
+    return all(type(v) is Tensor and torch.equal(v, expected[n]) for n, v in whole.items())
+
+
+@worlds
+def test_torch_makes_full_state_dicts_of_it(pool: RankPool, world: int) -> None:
+    assert pool.run(world, full_state_of) == [True] * world

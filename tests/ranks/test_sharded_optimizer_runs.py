@@ -1,0 +1,292 @@
+"""A ShardedOptimizer steps on few tensors, wherever parameters and gradients lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard import _torch, fully_shard
+from fullshard.optim import ShardedOptimizer
+from fullshard.tensors import flat_part_of, local_part
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_sharded_optimizer import (
+    LAYOUTS,
+    Make,
+    backward,
+    both_layouts,
+    difference,
+    same_state,
+    sharded,
+)
+
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+
+
+# How many tensors it steps on
+
+
+class Many(nn.Module):
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def many(layout: str, num_layers: int) -> nn.Module:
+    model = Many(num_layers)
+    for number, param in enumerate(model.parameters()):
+        param.data.copy_(noise(*param.shape, seed=number))
+    fully_shard(model.layers[0], **LAYOUTS[layout])
+    return fully_shard(model, **LAYOUTS[layout])
+
+
+def with_gradients(model: nn.Module, number: int = 0) -> None:
+    for param in model.parameters():
+        param.grad = None
+    model(noise(2, 4, seed=number).float()).sum().backward()
+
+
+def counts_runs(layout: str) -> None:
+    model = many(layout, 5)
+    params = list(model.parameters())
+    parts = [flat_part_of(local_part(param)) for param in params]
+    flats = {id(part.flat) for part in parts if part is not None}  # of units that hold something
+    expected = len(flats) + (None in parts)  # what is empty here steps together
+    optimizer = ShardedOptimizer(params, AdamW)
+    assert optimizer.num_runs == 0
+    for number in range(3):
+        with_gradients(model, number)
+        optimizer.step()
+        assert optimizer.num_runs == expected
+    params[4].grad = None  # in the middle of the second unit
+    optimizer.step()
+    cut = None not in parts[3:6]
+    assert optimizer.num_runs == expected + cut
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.step()
+    assert optimizer.num_runs == expected + cut  # has no gradient yet
+
+
+@both_layouts
+@worlds
+def test_one_run_for_each_unit(pool: RankPool, world: int, layout: str) -> None:
+    pool.run(world, counts_runs, layout)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations; none is on a DTensor."""
+
+    num = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        assert not any(issubclass(kind, DTensor) for kind in types), func
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(layout: str, num_layers: int, holds_gradients: bool) -> list[int]:
+    model = many(layout, num_layers)
+    optimizer = ShardedOptimizer(model.parameters(), AdamW, foreach=False)
+    found, held = [], []
+    for number in range(4):
+        with_gradients(model, number)
+        if holds_gradients:
+            held.append([param.grad for param in model.parameters()])  # so others come next time
+        with Calls() as calls:
+            optimizer.step()
+        found.append(calls.num)
+    return found[1:]
+
+
+@both_layouts
+@pytest.mark.parametrize("holds_gradients", [False, True])
+def test_a_step_costs_as_much_for_many_parameters_as_for_few(
+    pool: RankPool, layout: str, holds_gradients: bool
+) -> None:
+    few = pool.run(2, count_calls, layout, 3, holds_gradients)
+    many = pool.run(2, count_calls, layout, 30, holds_gradients)
+    assert max(map(max, many)) <= max(map(max, few)) < 80
+
+
+# Memory
+
+
+def aliases(model: nn.Module) -> list[int]:
+    """How many tensors share each buffer of parameters."""
+    places = [flat_part_of(local_part(param)) for param in model.parameters()]
+    return [_torch.num_aliases(place.flat) for place in places if place is not None]
+
+
+def holds_nothing(layout: str) -> None:
+    model = many(layout, 3)
+    optimizer = ShardedOptimizer(model.parameters(), AdamW)
+    with_gradients(model)
+    before = aliases(model)
+    addresses = [local_part(p.grad).data_ptr() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    assert aliases(model) == before
+    for number in range(3):
+        optimizer.zero_grad()
+        with_gradients(model, number)
+        optimizer.step()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert [local_part(grad).data_ptr() for grad in grads] == addresses
+        del grads
+
+
+@both_layouts
+def test_between_steps_it_holds_no_parameters_and_no_gradients(pool: RankPool, layout: str) -> None:
+    pool.run(2, holds_nothing, layout)
+
+
+def changes_memory(layout: str) -> float:
+    """Another dtype, and new memory for one parameter, as ``.to()`` and loads do."""
+
+    def script(model: Any, make_optimizer: Make) -> nn.Module:
+        optimizer = make_optimizer(model.parameters())
+        for number in range(6):
+            if number == 2:
+                model.float()
+            if number == 4:
+                model.back.weight.data = model.back.weight.data.clone()
+            backward(model, number)
+            optimizer.step()
+        return model
+
+    kwargs = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+    mine = script(sharded(layout), lambda params: ShardedOptimizer(params, SGD, **kwargs))
+    its = script(sharded(layout), lambda params: SGD(params, **kwargs))
+    return difference(mine, its)
+
+
+@both_layouts
+def test_follows_parameters_that_moved(pool: RankPool, layout: str) -> None:
+    assert pool.run(2, changes_memory, layout) == [0.0, 0.0]
+
+
+# Parameters that no unit holds
+
+
+def others() -> list[nn.Parameter]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = [distribute_tensor(noise(5, 3, seed=seed), mesh, [Shard(seed % 2)]) for seed in range(2)]
+    turned = DTensor.from_local(noise(2, 3, seed=4).t(), mesh, [Shard(0)], run_check=False)
+    whole = distribute_tensor(noise(4, seed=5), mesh, [Replicate()])
+    one_row = distribute_tensor(noise(1, 3, seed=7), mesh, [Shard(0)])
+    plain = [noise(2, 3, seed=6), torch.tensor(0.5, dtype=torch.float64), noise(3, 2, seed=8).t()]
+    return [nn.Parameter(tensor) for tensor in (*cut, turned, whole, one_row, *plain)]
+
+
+def put_gradients(params: list[nn.Parameter], step: int) -> None:
+    for number, param in enumerate(params):
+        grad: Any = torch.empty_like(param).fill_(0.1 * number + step)
+        if isinstance(param, DTensor) and isinstance(param.placements[0], Replicate):
+            part = noise(4, seed=dist.get_rank() + step)
+            grad = DTensor.from_local(part, param.device_mesh, [Partial()])
+        param.grad = grad
+
+
+def steps_on_others() -> None:
+    mine, its = others(), others()
+    optimizer, expected = ShardedOptimizer(mine, AdamW), AdamW(its)
+    for step in range(4):
+        for params, one in ((mine, optimizer), (its, expected)):
+            put_gradients(params, step)
+            one.step()
+    same_state(optimizer.state_dict(), expected.state_dict())
+    assert optimizer.num_runs == len(mine)
+    for a, b in zip(mine, its, strict=True):
+        assert torch.equal(local_part(a), local_part(b))
+
+
+def test_steps_on_any_tensor(pool: RankPool) -> None:
+    pool.run(2, steps_on_others)
+
+
+def sparse() -> float:
+    models = [nn.Embedding(5, 3, sparse=True) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    mine = ShardedOptimizer(models[0].parameters(), SGD, lr=0.1)
+    its = SGD(models[1].parameters(), lr=0.1)
+    for _ in range(3):
+        for model, optimizer in zip(models, (mine, its), strict=True):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 3])).sum().backward()
+            optimizer.step()
+    return difference(*models)
+
+
+def test_steps_on_sparse_gradients(pool: RankPool) -> None:
+    assert pool.run(1, sparse, process_group=False) == [0.0]
+
+
+def waits() -> None:
+    """Gradients whose communication is still under way, as in tensor parallelism."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mine, its = (nn.Parameter(distribute_tensor(noise(4, 2), mesh, [Replicate()])) for _ in "ab")
+    optimizer, expected = ShardedOptimizer([mine], AdamW), AdamW([its])
+    for step in range(3):
+        for param in (mine, its):
+            summed = all_reduce(noise(4, 2, seed=step), "sum", mesh)
+            grad = DTensor.from_local(summed, mesh, [Replicate()], run_check=False)
+            assert isinstance(local_part(grad), AsyncCollectiveTensor)
+            param.grad = grad
+        optimizer.step()
+        expected.step()
+    assert torch.equal(local_part(mine), local_part(its))
+
+
+def test_waits_for_gradients(pool: RankPool) -> None:
+    pool.run(2, waits)
+
+
+# Groups
+
+
+def regroups(layout: str) -> float:
+    """Parameters change their group, groups come and go."""
+
+    def script(model: Any, make_optimizer: Make) -> nn.Module:
+        params = list(model.parameters())
+        groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5}, {"params": []}]
+        optimizer = make_optimizer(groups)
+        for number in range(8):
+            if number == 2:  # in the same order as before
+                moved = optimizer.param_groups[1]["params"].pop(0)
+                optimizer.param_groups[0]["params"].append(moved)
+            if number == 3:
+                optimizer.param_groups.pop()
+            if number == 4:
+                optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][::-1]
+            if number == 5:
+                optimizer.param_groups.pop(0)
+            if number == 7:
+                optimizer.zero_grad()
+            else:
+                backward(model, number)
+            optimizer.step()
+        return model
+
+    kwargs = {"lr": 0.1, "foreach": False}
+    mine = script(sharded(layout), lambda groups: ShardedOptimizer(groups, AdamW, **kwargs))
+    its = script(sharded(layout), lambda groups: AdamW(groups, **kwargs))
+    return difference(mine, its)
+
+
+@both_layouts
+def test_groups_may_change(pool: RankPool, layout: str) -> None:
+    assert pool.run(2, regroups, layout) == [0.0, 0.0]
