@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids
 from tests.ranks.pool import RankPool, every_world
 
 STEPS = 5
+PER_PARAM = fullshard.PerParameter()
 Shard = Callable[[nn.Module], object]
 
 
@@ -88,7 +90,7 @@ def compare(kind: str, dtype: torch.dtype, reshard: bool | None, **options: Any)
     plain = make(kind, dtype)
     expected, expected_params = train(plain, steps, 0, 1)
     model = make(kind, dtype)
-    shard(model, reshard)
+    shard(model, reshard, partial(fullshard.fully_shard, layout=options.get("layout", PER_PARAM)))
     if "reentrant" in options:
         use_checkpoints(model, options["reentrant"])
     losses, params = train(model, steps, rank, world, options.get("sync_always", False))

@@ -9,13 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import FSDPModule, MixedPrecisionPolicy, Ragged, RaggedTensor, fully_shard
+from fullshard import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ParamSpec,
+    Ragged,
+    RaggedTensor,
+    fully_shard,
+)
 from fullshard.device import Kind
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import AfterForward
 from tests.ranks.models import GPT
 from tests.ranks.pool import RankPool, every_world
-from tests.ranks.test_parity import batches, make
+from tests.ranks.test_parity import batches, check, make
+from tests.ranks.test_parity import compare as compare_parity
 
 AFTER = {AfterForward.AUTO: None, AfterForward.RESHARD: True, AfterForward.KEEP: False}
 
@@ -68,6 +76,35 @@ def test_a_flat_layout_trains_as_exactly_and_copies_nothing_when_gathering(
         assert difference <= 1e-12
         assert staged == 0
         assert flat
+
+
+def mixture(spec: ParamSpec) -> str | int:
+    """A granularity of every kind."""
+    return ("row", "tensor", "element", 7)[spec.numel % 4]
+
+
+GRANULARITIES = {"row": "row", "blocks": 5, "tensor": "tensor", "mixture": mixture}
+each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+
+
+@every_world
+@each_granularity
+@pytest.mark.parametrize("kind", ["gpt", "odd"])
+def test_every_granularity_trains_as_the_unsharded_model(
+    pool: RankPool, world: int, kind: str, granularity: str
+) -> None:
+    layout = Ragged(GRANULARITIES[granularity])
+    check(pool.run(world, compare_parity, kind, torch.float64, None, layout=layout), 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sync_always", [True, False])
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_it_accumulates_as_the_unsharded_model(
+    pool: RankPool, world: int, granularity: str, sync_always: bool
+) -> None:
+    options = {"accumulate": 3, "sync_always": sync_always, "layout": Ragged(granularity)}
+    check(pool.run(world, compare_parity, "odd", torch.float64, True, **options), 1e-12, 1e-12)
 
 
 def compare_in_bf16() -> float:
