@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.autograd import profiler
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -35,6 +36,7 @@ __all__ = [
     "gradient_node",
     "handle_dtensor_op",
     "has_average",
+    "is_profiling",
     "local_of",
     "make_param",
     "node_number",
@@ -102,6 +104,11 @@ def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 # Autograd.
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch is active."""
+    return profiler._is_profiler_enabled
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:

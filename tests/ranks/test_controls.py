@@ -255,3 +255,19 @@ def several_backwards() -> float:
 @worlds
 def test_is_last_backward_ends_reductions_later(pool: RankPool, world: int) -> None:
     assert max(pool.run(world, several_backwards)) <= EXACT
+
+
+def profiled() -> list[str]:
+    model = shard(make())
+    step(model, optimizer_of(model))
+    with torch.profiler.profile() as prof:
+        step(model, optimizer_of(model), 1)
+    names = [event.name for event in prof.events() if event.name.startswith("fullshard::")]
+    return sorted(set(names))
+
+
+def test_a_profile_shows_what_the_engine_does_for_which_unit(pool: RankPool) -> None:
+    for names in pool.run(2, profiled):
+        for unit in ("(root)", "blocks.0", "blocks.1"):
+            for act in ("unshard", "wait", "reshard", "reduce_scatter", "finish_reduce"):
+                assert f"fullshard::{act} {unit}" in names

@@ -4,19 +4,21 @@
 
     sharded_params[i]   what user and optimizer see between steps; local tensors are views of
     shard               this rank's slice of every parameter, 1-D, ``layout.shard_numel`` elements
-    all_gather_input    ``shard`` in the dtype on the wire: ``shard`` itself if no cast is needed
-    gather_output       rank-major result of the all-gather, copied in one batch into ``unsharded``;
-                        does not exist where the layout is zero-copy: the gather writes in place
+    all_gather_input    ``shard``, or, in another dtype, our own slices of what will be gathered
+    gather_output       rank-major result of the all-gather for what cannot be gathered in place,
+                        copied in one batch into ``unsharded``; does not exist where the layout is
+                        zero-copy (``layout.plan_gather``)
     unsharded           all parameters, whole, 1-D; empty storage while resharded. At shard size 1
                         without a cast it does not exist: the parameters borrow ``shard``
     unsharded.params[i] nn.Parameters over ``unsharded``: what modules compute with, and the leaves
                         of autograd. The same objects as long as the bucket lives
     pending[i]          whole gradients that wait for a backward that reduces (no-sync)
-    reduce_input        gradients rank-major in layout order, in the dtype of the reduction, with
-                        one element per parameter behind each slice: 1 if it has a gradient
+    reduce_input        gradients rank-major in layout order, in the dtype on the wire, with one
+                        element per parameter behind each slice: 1 if it has a gradient
     grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views
 
-``bucket.py`` holds the first two, ``unshard.py`` the next four, ``reduce.py`` the last three.
+``bucket.py`` holds the first two, ``unshard.py`` the next four, ``reduce.py`` and
+``reduce_input.py`` the last three.
 """
 
 from __future__ import annotations

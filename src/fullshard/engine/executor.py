@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard import _torch
@@ -132,8 +133,13 @@ class Engine:
     def _act(self, action: Action) -> None:
         if action.unit is None:
             self.lanes.join(Lane.GATHER, Lane.COMPUTE)
-        else:
-            _ACTS[action.op](self, self.units[action.unit])
+            return
+        unit = self.units[action.unit]
+        if not _torch.is_profiling():
+            _ACTS[action.op](self, unit)
+            return
+        with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):
+            _ACTS[action.op](self, unit)
 
     @property
     def lanes(self) -> Lanes:
