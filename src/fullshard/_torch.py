@@ -51,7 +51,6 @@ __all__ = [
     "overrides_setattr",
     "post_accumulate_grad_hooks",
     "sequence_number",
-    "storages_of",
     "versions",
 ]
 
@@ -185,8 +184,16 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 def dtensor_from_spec(
     local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
 ) -> AnyDTensor:
-    """A DTensor of class ``cls`` around ``local``, without a check."""
-    return cls(local, spec, requires_grad=requires_grad)
+    """A DTensor of class ``cls`` around ``local``, without a check.
+
+    It would take over where ``local`` begins in its storage, and could then be neither copied nor
+    pickled, so it begins life around another tensor.
+    """
+    if not local.storage_offset():
+        return cls(local, spec, requires_grad=requires_grad)
+    tensor = cls(local.new_empty(0), spec, requires_grad=requires_grad)
+    repoint(tensor, local)
+    return tensor
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -260,20 +267,15 @@ def none_is_held(tensors: list[Tensor]) -> bool:
 _LISTED = 3
 
 
-def storages_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Handles of the tensors' storages, as long as those live."""
-    return [tensor.untyped_storage()._cdata for tensor in tensors]
-
-
-def num_owners(storages: Iterable[int]) -> list[int]:
-    """How many tensors and others share each storage."""
-    return list(map(torch._C._storage_Use_Count, storages))
+def num_owners(tensor: Tensor) -> int:
+    """How many tensors and others share the storage of ``tensor``."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def own_storage(view: Tensor) -> Tensor:
     """The memory of contiguous ``view`` as a tensor with a storage of just that part.
 
-    A DTensor around a tensor that begins in the middle of a storage cannot be pickled or copied.
+    What is pickled takes its whole storage along.
     """
     if view.is_meta:
         return torch.empty_like(view)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard import _torch, fully_shard
+from fullshard import fully_shard
 from fullshard.optim import ShardedOptimizer
 from fullshard.tensors import flat_part_of, local_part
 from tests.ranks.models import noise
@@ -85,6 +85,45 @@ def test_one_run_for_each_unit(pool: RankPool, world: int, layout: str) -> None:
     pool.run(world, counts_runs, layout)
 
 
+class Wide(nn.Module):
+    """Its gradients are too large for the engine to keep between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def counts_runs_of(model: nn.Module, num_backwards: int) -> int:
+    optimizer = ShardedOptimizer(model.parameters(), AdamW)
+    for number in range(3):
+        optimizer.zero_grad()
+        for _ in range(num_backwards):
+            model(noise(2, 4, seed=number).float()).sum().backward()
+        optimizer.step()
+    return optimizer.num_runs
+
+
+def counts_runs_of_large_gradients(layout: str) -> int:
+    return counts_runs_of(fully_shard(Wide(), **LAYOUTS[layout]), 1)
+
+
+def counts_runs_of_sums(layout: str) -> int:
+    return counts_runs_of(many(layout, 5), 2)
+
+
+@both_layouts
+def test_large_gradients_are_neighbours_too(pool: RankPool, layout: str) -> None:
+    assert max(pool.run(2, counts_runs_of_large_gradients, layout)) <= 2
+
+
+@both_layouts
+def test_gradients_that_added_up_are_neighbours_too(pool: RankPool, layout: str) -> None:
+    assert max(pool.run(2, counts_runs_of_sums, layout)) <= 3
+
+
 class Calls(TorchDispatchMode):
     """Counts operations; none is on a DTensor."""
 
@@ -128,7 +167,8 @@ def test_a_step_costs_as_much_for_many_parameters_as_for_few(
 def aliases(model: nn.Module) -> list[int]:
     """How many tensors share each buffer of parameters."""
     places = [flat_part_of(local_part(param)) for param in model.parameters()]
-    return [_torch.num_aliases(place.flat) for place in places if place is not None]
+    storages = [place.flat.untyped_storage() for place in places if place is not None]
+    return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
 
 
 def holds_nothing(layout: str) -> None:

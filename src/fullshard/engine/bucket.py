@@ -55,7 +55,7 @@ class Bucket:
         self.sharded_params = [
             nn.Parameter(spec.form.wrap(i, local), requires_grad=original.requires_grad)
             for i, (local, original) in enumerate(
-                zip(spec.local_views(self.shard), originals, strict=True)
+                zip(spec.own_views(self.shard), originals, strict=True)
             )
         ]
         # The very objects: a Parameter may wrap a view of what it was made from.
@@ -71,7 +71,7 @@ class Bucket:
         new.shard = self.shard.clone()
         new.sharded_params = []
         for i, (old, local) in enumerate(
-            zip(self.sharded_params, self.spec.local_views(new.shard), strict=True)
+            zip(self.sharded_params, self.spec.own_views(new.shard), strict=True)
         ):
             param = nn.Parameter(self.spec.form.wrap(i, local), requires_grad=old.requires_grad)
             param.__dict__.update(copy.deepcopy(vars(old), memo))  # what users put on it
@@ -179,7 +179,7 @@ class Bucket:
         ((device, dtype),) = kinds
         same_kind = (device, dtype) == (self.shard.device, self.shard.dtype)
         self.shard = torch.zeros_like(self.shard, device=device, dtype=dtype)
-        views = self.spec.local_views(self.shard)
+        views = self.spec.own_views(self.shard)
         for param, view, local in zip(self.sharded_params, views, locals_now, strict=True):
             if device.type != "meta":
                 view.copy_(local)

@@ -31,16 +31,16 @@ class _GradShard:
 
     def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
+        # Views, which keep ``flat`` itself alive: whoever has one finds its neighbours.
         self.locals = spec.local_views(flat)
         self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
-        self._storages = _torch.storages_of(self.locals)
-        self._num_owners = _torch.num_owners(self._storages)
+        self._num_owners = _torch.num_owners(flat)
 
     def is_free(self) -> bool:
         """Whether no one else refers to the gradients or to their memory."""
         return (
             _torch.none_is_held(self.shown)
-            and _torch.num_owners(self._storages) == self._num_owners
+            and _torch.num_owners(self.flat) == self._num_owners
         )
 
 

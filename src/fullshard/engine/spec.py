@@ -59,8 +59,11 @@ class BucketSpec:
         The pieces can be found as neighbours in ``flat`` by ``tensors.flat_part_of``.
         """
         announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
-        views = [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
-        return [_torch.own_storage(view) for view in views]
+        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
+
+    def own_views(self, flat: Tensor) -> list[Tensor]:
+        """``local_views``, each with a storage of just its part, as users may pickle them."""
+        return list(map(_torch.own_storage, self.local_views(flat)))
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameters of shards of ``dtype``."""

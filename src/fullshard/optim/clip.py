@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fullshard import _torch
 from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.optim.joined import joined
 from fullshard.tensors import RaggedShard
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
@@ -25,6 +28,11 @@ class _Alike:
 
     groups: tuple[dist.ProcessGroup, ...]
     locals: list[Tensor] = field(default_factory=list)
+
+    @cached_property
+    def joined(self) -> list[Tensor]:
+        """Their elements in as few tensors as can be."""
+        return joined(self.locals)
 
 
 def grad_norm(
@@ -71,7 +79,7 @@ def clip_grad_norm_(
     norm = _norm(alike, norm_type, error_if_nonfinite, foreach)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for one in alike:
-        for device_scale, grads in _by_device(one.locals, scale):
+        for device_scale, grads in _by_device(one.joined, scale):
             if foreach is False:
                 for grad in grads:
                     grad.mul_(device_scale.to(grad.dtype))
@@ -91,23 +99,26 @@ def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor,
 
 def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
     params = [parameters] if isinstance(parameters, Tensor) else parameters
-    found: dict[tuple[dist.ProcessGroup, ...], _Alike] = {}
-    for param in params:
-        grad = param.grad
-        if grad is None:
-            continue
-        groups, local = _where(grad)
-        found.setdefault(groups, _Alike(groups)).locals.append(local)
+    grads = [grad for grad in map(attrgetter("grad"), params) if grad is not None]
+    cut = [grad for grad in grads if isinstance(grad, DTensor)]
+    like: dict[tuple[int, tuple[type, ...]], list[DTensor]] = {}
+    for grad, (mesh, placements) in zip(cut, map(_where, cut), strict=True):
+        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(grad)
+    plain = [grad for grad in grads if not isinstance(grad, DTensor)]
+    found: dict[tuple[dist.ProcessGroup, ...], _Alike] = {(): _Alike((), plain)} if plain else {}
+    for those in like.values():
+        groups = _groups(those[0])
+        found.setdefault(groups, _Alike(groups)).locals.extend(map(_torch.local_of, those))
     return list(found.values())
 
 
-def _where(grad: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
-    """The groups over which ``grad`` is cut, and this rank's part of it."""
-    if not isinstance(grad, DTensor):
-        return (), grad
+_where = attrgetter("device_mesh", "placements")
+
+
+def _groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which ``grad`` is cut."""
     mesh = grad.device_mesh
-    groups = [mesh.get_group(dim) for dim, at in enumerate(grad.placements) if _is_cut(at)]
-    return tuple(groups), _torch.local_of(grad)
+    return tuple(mesh.get_group(dim) for dim, at in enumerate(grad.placements) if _is_cut(at))
 
 
 def _is_cut(placement: Placement) -> bool:
@@ -145,10 +156,10 @@ def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
     """The sum of powers (of order inf: the largest) of what these groups hold together."""
     is_max = math.isinf(norm_type)
     wide = torch.float32
-    for grad in one.locals:
-        wide = torch.promote_types(wide, grad.dtype.to_real())
+    for dtype in {grad.dtype for grad in one.locals}:
+        wide = torch.promote_types(wide, dtype.to_real())
     device = one.locals[0].device
-    grads = [grad.abs() if grad.is_complex() else grad for grad in one.locals if grad.numel()]
+    grads = [grad.abs() if grad.is_complex() else grad for grad in one.joined]
     total = torch.zeros((), dtype=wide, device=device)
     if grads:
         if foreach is False:

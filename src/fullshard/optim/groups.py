@@ -1,0 +1,38 @@
+"""Parameter groups, as torch's optimizers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Groups", "label_of", "numbered", "options_of"]
+
+Groups = Sequence[dict[str, Any]]  # an optimizer's ``param_groups``
+
+_NAMES = ("params", "param_names")
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """All of a group but its parameters."""
+    return {key: value for key, value in group.items() if key not in _NAMES}
+
+
+def numbered(groups: Groups) -> Iterator[tuple[int, Tensor]]:
+    """Each parameter with the number of its group."""
+    for number, group in enumerate(groups):
+        for param in group["params"]:
+            yield number, param
+
+
+def label_of(groups: Groups, param: Tensor) -> str:
+    """What people call ``param``: its name, if the optimizer was told, or where it stands."""
+    for number, group in enumerate(groups):
+        for index, one in enumerate(group["params"]):
+            if one is param:
+                names = group.get("param_names")
+                if names:
+                    return f"parameter {names[index]!r}"
+                return f"parameter {index} of group {number}, of shape {tuple(param.shape)}"
+    return f"a parameter of shape {tuple(param.shape)}"

@@ -1,0 +1,104 @@
+"""The optimizer that does the work: one of the user's class, which knows runs only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard.optim.groups import Groups, options_of
+from fullshard.optim.run import Run
+
+__all__ = ["Inner", "step_quietly"]
+
+_AMP = ("grad_scale", "found_inf")
+_MISSING = object()
+
+
+def step_quietly(optimizer: Optimizer) -> None:
+    """``optimizer.step()`` without global hooks, which see the optimizer that users know."""
+    step: Any = type(optimizer).step
+    if step.__code__ is _CALLS_HOOKS:
+        step = step.__wrapped__
+    step(optimizer)
+
+
+# Optimizer.__init__ wraps the step of each class into this.
+_CALLS_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
+
+
+class Inner:
+    """An optimizer of the user's class, fed with runs."""
+
+    def __init__(self, optimizer_class: type[Optimizer], kwargs: dict[str, Any]) -> None:
+        # Matrix optimizers take this one, and are refused later with a better reason.
+        stand_in = nn.Parameter(torch.zeros(2, 2, device="cpu"))
+        self._optimizer = optimizer_class([stand_in], **kwargs)
+        self._class, self._kwargs = optimizer_class, kwargs
+        self._is_eager = bool(self._optimizer.state)  # has state before the first step
+        self.defaults = dict(self._optimizer.defaults)
+        self._optimizer.param_groups.clear()
+        self._optimizer.state.clear()
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the class makes state when it is constructed."""
+        return self._is_eager
+
+    @property
+    def knows_scaling(self) -> bool:
+        """Whether it scales gradients back by itself, as fused optimizers do."""
+        return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
+
+    def set_runs(self, groups: Groups, runs: Iterable[Sequence[Run]]) -> None:
+        """Step on these from now on, one sequence for each group."""
+        mine = self._optimizer.param_groups
+        del mine[len(groups) :]
+        for group in groups[len(mine) :]:
+            self._optimizer.add_param_group({"params": [], **options_of(group)})
+        for known, its_runs in zip(mine, runs, strict=True):
+            known["params"][:] = [run.tensor for run in its_runs]
+
+    def state_of(self, run: Run) -> dict[str, Any] | None:
+        """What it has kept for the run; None if nothing."""
+        return self._optimizer.state.get(run.tensor)
+
+    def set_state(self, run: Run, values: dict[str, Any]) -> None:
+        """Replace what it has kept for the run."""
+        self._optimizer.state[run.tensor] = values
+
+    def keep_only(self, runs: Iterable[Run]) -> None:
+        """Forget the state of all other runs."""
+        kept = {id(run.tensor) for run in runs}
+        for tensor in [t for t in self._optimizer.state if id(t) not in kept]:
+            del self._optimizer.state[tensor]
+
+    def first_state(self, run: Run, group: dict[str, Any]) -> dict[str, Any]:
+        """What the class makes at construction for the run, which has its memory."""
+        made = self._class([{"params": [run.tensor], **options_of(group)}], **self._kwargs)
+        return dict(made.state.get(run.tensor, {}))
+
+    def read_again(self) -> None:
+        """Let the class look over its state, as it does after a load (of an older version's)."""
+        known = self._optimizer
+        known.__setstate__({"state": known.state, "param_groups": known.param_groups})
+
+    def step(self, groups: Groups, amp: Mapping[str, Tensor]) -> None:
+        """One step with the options of ``groups``, where what the class changes is put back.
+
+        Args:
+            groups: as the user sees them; the class may count in them.
+            amp: what a GradScaler has set, see ``knows_scaling``.
+        """
+        for mine, group in zip(self._optimizer.param_groups, groups, strict=True):
+            mine.update(options_of(group))
+        for name in _AMP:
+            vars(self._optimizer).pop(name, None)
+        vars(self._optimizer).update(amp)
+        step_quietly(self._optimizer)
+        for mine, group in zip(self._optimizer.param_groups, groups, strict=True):
+            changed = {k: v for k, v in options_of(mine).items() if group.get(k, _MISSING) is not v}
+            group.update(changed)

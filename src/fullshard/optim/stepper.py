@@ -1,0 +1,187 @@
+"""Steps the parameters of an optimizer run by run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import UnsupportedError
+from fullshard.optim.groups import Groups, label_of, numbered
+from fullshard.optim.inner import Inner
+from fullshard.optim.lineup import Candidate, Freedom, Lineup, align, gradients, line_up
+from fullshard.optim.run import Run
+from fullshard.optim.states import ages_of, check_state
+from fullshard.tensors import local_part
+
+__all__ = ["Stepper"]
+
+State = MutableMapping[Tensor, dict[str, Any]]
+
+
+class Stepper:
+    """Finds runs, lends them memory, lets the inner optimizer step and shows the state.
+
+    While parameters, gradients and state are where they were, a step looks at parameters in
+    passes over lists only. Otherwise runs are found anew, and take over the state of parameters
+    that were in others before.
+    """
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+        self._lineup: Lineup | None = None
+        self._run_of: dict[Tensor, Run] = {}  # where the state of each parameter is
+
+    @property
+    def num_runs(self) -> int:
+        """How many tensors the last step was on."""
+        return len(self._lineup.runs) if self._lineup else 0
+
+    def prepare(self, groups: Groups, state: State, *, loaded: bool) -> None:
+        """Take in state that was ``loaded``, or make what the class makes at construction.
+
+        Parameters on the meta device are left for later.
+        """
+        if loaded or self._inner.is_eager:
+            self._lineup = None
+            chosen = [(n, p) for n, p in numbered(groups) if (p in state) == loaded]
+            chosen = [(n, p) for n, p in chosen if not local_part(p).is_meta]
+            self._find_runs(groups, chosen, [None] * len(chosen), state)
+
+    def step(
+        self, groups: Groups, state: State, amp: Mapping[str, Tensor], *, was_loaded: bool
+    ) -> None:
+        """Step on all parameters that have gradients.
+
+        Args:
+            groups: the user's ``param_groups``.
+            state: the user's ``state``, which shows that of the runs afterwards.
+            amp: see ``Inner.step``.
+            was_loaded: the state may be one that an older version of the class has made.
+        """
+        params = list(chain.from_iterable(map(itemgetter("params"), groups)))
+        grads = gradients(params)
+        lineup = self._lineup
+        if not (
+            lineup
+            and lineup.stands(groups, params, grads)
+            and all(run.is_untouched(state) for run in lineup.runs)
+            and _lend(lineup, grads)
+        ):
+            self._lineup = None
+            lineup = self._new_lineup(groups, grads, state)
+        try:
+            if was_loaded:
+                self._inner.read_again()
+            self._inner.step(groups, amp)
+            self._show(lineup.runs, groups, state)
+        finally:
+            for run in lineup.runs:
+                run.take_back()
+        self._lineup = lineup
+        torch.autograd.graph.increment_version(lineup.exposed)
+
+    def _new_lineup(self, groups: Groups, grads: list[Tensor | None], state: State) -> Lineup:
+        """The runs for these gradients, which have their memory."""
+        align([param for _, param in numbered(groups)], grads)
+        pairs = zip(numbered(groups), grads, strict=True)
+        chosen = [(member, grad) for member, grad in pairs if grad is not None]
+        members, its_grads = [member for member, _ in chosen], [grad for _, grad in chosen]
+        runs, freedom = self._find_runs(groups, members, its_grads, state)
+        group_of = {id(param): number for (number, param), _ in chosen}
+        by_group: list[list[Run]] = [[] for _ in groups]
+        for run in runs:
+            by_group[group_of[id(run.params[0])]].append(run)
+        self._inner.set_runs(groups, by_group)
+        lineup = Lineup(groups, grads, runs, freedom)
+        found = _lend(lineup, grads)
+        assert found, "a run that was just found lies nowhere"
+        return lineup
+
+    def _find_runs(
+        self,
+        groups: Groups,
+        members: Sequence[tuple[int, Tensor]],
+        grads: Sequence[Tensor | None],
+        state: State,
+    ) -> tuple[list[Run], Freedom]:
+        """Runs of these parameters, with their state in place; see ``line_up``."""
+        params = [param for _, param in members]
+        for param in params:
+            _check_class(groups, param)
+            check_state(groups, param, state.get(param, {}))
+        facts = zip(members, grads, ages_of(params, state), strict=True)
+        runs, freedom = line_up(
+            [Candidate.of(param, grad, group, age) for (group, param), grad, age in facts]
+        )
+        runs = [self._known(run, state) or run for run in runs]
+        new = [run for run in runs if run is not self._run_of.get(run.params[0])]
+        self._settle(new, groups, state)
+        return runs, freedom
+
+    def _known(self, run: Run, state: State) -> Run | None:
+        """The run of old that is like this one, if its state is what users see."""
+        old = self._run_of.get(run.params[0])
+        return old if old and old.is_like(run) and old.is_untouched(state) else None
+
+    def _settle(self, new: Sequence[Run], groups: Groups, state: State) -> None:
+        """Give these runs the state of their parameters."""
+        flats = {id(flat) for run in {*self._run_of.values()} for flat in run.flats}
+        options = {id(param): groups[number] for number, param in numbered(groups)}
+        for run in new:
+            values = run.read(state, flats)
+            if not values and self._inner.is_eager:
+                values = self._first_state(run, options[id(run.params[0])])
+            if values:
+                self._inner.set_state(run, values)
+            self._run_of |= dict.fromkeys(run.params, run)
+        self._inner.keep_only(self._run_of.values())
+        self._show(new, groups, state)
+
+    def _first_state(self, run: Run, group: dict[str, Any]) -> dict[str, Any]:
+        memory = run.memory(local_part(run.params[0]))
+        assert memory is not None
+        run.lend(memory, None)
+        try:
+            return self._inner.first_state(run, group)
+        finally:
+            run.take_back()
+
+    def _show(self, runs: Sequence[Run], groups: Groups, state: State) -> None:
+        kept = [(run, values) for run in runs if (values := self._inner.state_of(run)) is not None]
+        if not all(run.is_shown for run, _ in kept):
+            # In the order of parameters, which is that of a plain optimizer and of all ranks.
+            new = {param for run, _ in kept for param in run.params if param not in state}
+            for param in (param for _, param in numbered(groups) if param in new):
+                state[param] = {}
+        for run, values in kept:
+            run.show(values, state)
+
+
+def _lend(lineup: Lineup, grads: Sequence[Tensor | None]) -> bool:
+    """Give the runs their memory; False, and none of them has it, if one lies nowhere."""
+    lent: list[Run] = []
+    for run, first in zip(lineup.runs, lineup.firsts, strict=True):
+        grad = grads[first]
+        assert grad is not None
+        memory, grad_memory = run.memory(local_part(run.params[0])), run.memory(local_part(grad))
+        if memory is None or grad_memory is None:
+            for other in lent:
+                other.take_back()
+            return False
+        run.lend(memory, grad_memory)
+        lent.append(run)
+    return True
+
+
+def _check_class(groups: Groups, param: Tensor) -> None:
+    local = local_part(param)
+    if type(local) not in (Tensor, nn.Parameter):
+        raise UnsupportedError(
+            f"ShardedOptimizer: {label_of(groups, param)} is a {type(local).__name__}, expected "
+            "plain tensors or DTensors of them; use an optimizer that knows this class"
+        )

@@ -1,0 +1,134 @@
+"""Whether an optimizer treats each element alone, found out by trying."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard.errors import UnsupportedError
+from fullshard.optim.inner import step_quietly
+
+__all__ = ["check_elementwise", "refuse"]
+
+_SHAPES = ((2, 5), (4,), (3, 1, 3))
+_STEPS = 8  # RAdam is another optimizer after six
+_LR = 0.01
+
+_passed: set[Hashable] = set()
+
+
+def check_elementwise(
+    optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Try whether joined tensors step as the same tensors do alone, each by an optimizer.
+
+    The tensors are small and of our own, on the CPU and the same on all ranks; no hook and no
+    random number of the user's is touched. What an optimizer passed with is not tried again.
+
+    Args:
+        optimizer_class: what is tried.
+        kwargs: its arguments.
+        options: those of the group.
+
+    Raises:
+        UnsupportedError: they end elsewhere, or cannot step at all.
+    """
+    key = (optimizer_class, _kind(kwargs), _kind(options))
+    if key in _passed:
+        return
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.device("cpu"):
+            warnings.simplefilter("ignore")
+            off = _try(optimizer_class, _tame(kwargs), _tame(options))
+    except Exception as error:
+        reason = f"its step on joined tensors failed: {type(error).__name__}: {error}"
+        raise _refusal(optimizer_class, reason) from error
+    if not off <= 1e-6:
+        raise _refusal(optimizer_class, "tensors that were joined stepped elsewhere")
+    _passed.add(key)
+
+
+def refuse(optimizer_class: type[Optimizer]) -> None:
+    """Raise what a failed trial raises.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise _refusal(optimizer_class, "elementwise=False says so")
+
+
+def _refusal(optimizer_class: type[Optimizer], reason: str) -> UnsupportedError:
+    name = optimizer_class.__name__
+    return UnsupportedError(
+        f"ShardedOptimizer({name}): {name} does not treat every element of a parameter by itself "
+        f"({reason}), and a rank holds only a part of them. Use {name} as it is, on DTensors, "
+        "which know whole tensors; or an optimizer such as AdamW or SGD here. If it is "
+        "element-wise all the same, say so with elementwise=True"
+    )
+
+
+def _try(
+    optimizer_class: type[Optimizer], kwargs: dict[str, Any], options: dict[str, Any]
+) -> float:
+    """How far tensors end from where they end when they are joined."""
+    alone = [nn.Parameter(_values(shape, seed)) for seed, shape in enumerate(_SHAPES)]
+    joined = nn.Parameter(_flat(alone))
+    optimizers = [
+        optimizer_class([{"params": [param], **options}], **kwargs) for param in (*alone, joined)
+    ]
+    for step in range(_STEPS):
+        for seed, param in enumerate(alone):
+            scale = 10.0 ** (seed - 1)  # norms, maxima and means of the three are far apart
+            param.grad = _values(tuple(param.shape), 10 * step + seed + 3) * scale
+        joined.grad = _flat([param.grad for param in alone if param.grad is not None])
+        for optimizer in optimizers:
+            step_quietly(optimizer)
+    return (joined.detach() - _flat(alone)).abs().max().item()
+
+
+def _flat(tensors: list[Any]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def _values(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Values in (-1, 1), the same everywhere."""
+    count = torch.Size(shape).numel()
+    return torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + seed * 78.233).view(shape)
+
+
+def _tame(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for the CPU, with a rate that moves something: it may begin at zero."""
+    tamed = {key: _plain(value) for key, value in options.items()}
+    if isinstance(tamed.get("lr"), (int, float)):
+        tamed["lr"] = _LR
+    if "capturable" in tamed:
+        tamed["capturable"] = False
+    return tamed
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
+def _kind(value: Any) -> Hashable:
+    """Equal for values that are alike in a trial: numbers are zero or not."""
+    if isinstance(value, Mapping):
+        return tuple((key, _kind(one)) for key, one in sorted(value.items()))
+    if type(value) in (tuple, list):
+        return tuple(map(_kind, value))
+    if isinstance(value, float):
+        return ("float", bool(value))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return ("tensor", value.device.type)
+    try:
+        hash(value)
+    except TypeError:
+        return object()  # like nothing else: tried anew each time
+    return (type(value), value)
