@@ -94,6 +94,15 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(
     assert_same_run(shell, "whole", "resumed")
 
 
+def test_a_run_goes_on_in_another_layout(shell: Shell, whole: Outcome, stopped: Outcome) -> None:
+    shutil.copytree(shell.folder / "stopped", shell.folder / "ragged")
+    outcome = shell.train("--out", "ragged", "--resume", "--layout", "ragged")
+    assert outcome.exitcode == 0, outcome.err
+    for expected, found in zip(shell.metrics("whole"), shell.metrics("ragged"), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
 def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     shell: Shell, whole: Outcome
 ) -> None:

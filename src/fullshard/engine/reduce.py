@@ -38,10 +38,7 @@ class _GradShard:
 
     def is_free(self) -> bool:
         """Whether no one else refers to the gradients or to their memory."""
-        return (
-            _torch.none_is_held(self.shown)
-            and _torch.num_owners(self.flat) == self._num_owners
-        )
+        return _torch.none_is_held(self.shown) and _torch.num_owners(self.flat) == self._num_owners
 
 
 @dataclass(frozen=True)

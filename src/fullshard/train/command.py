@@ -14,7 +14,7 @@ import typer
 
 from fullshard.errors import ConfigError, FullshardError
 
-from .config import HF, SIZES, Dtype, TrainConfig, default_lr
+from .config import HF, SIZES, Dtype, LayoutName, TrainConfig, default_lr
 from .launch import default_nproc, launch
 from .options import read_options
 from .rundir import RunDir
@@ -70,6 +70,9 @@ def train_command(
         float | None, typer.Option(help="Peak learning rate; default: by the size of the model.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = _DEFAULT.dtype,
+    layout: Annotated[
+        LayoutName, typer.Option(help="How parameters lie in the shards.")
+    ] = _DEFAULT.layout,
     reshard: Annotated[
         bool, typer.Option(help="Free full parameters between forward and backward.")
     ] = _DEFAULT.reshard,

@@ -13,7 +13,7 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["HF", "SIZES", "Dtype", "ModelConfig", "TrainConfig", "default_lr"]
+__all__ = ["HF", "SIZES", "Dtype", "LayoutName", "ModelConfig", "TrainConfig", "default_lr"]
 
 
 class Dtype(enum.StrEnum):
@@ -21,6 +21,13 @@ class Dtype(enum.StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+
+
+class LayoutName(enum.StrEnum):
+    """How parameters lie in the shards."""
+
+    PER_PARAMETER = "per-parameter"
+    RAGGED = "ragged"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class TrainConfig:
         accumulate: microbatches per optimizer step.
         lr: peak learning rate, reached after ``warmup`` steps; a cosine takes it down to
             ``lr_floor`` of itself.
+        layout: checkpoints of one are read by the other.
         reshard: free each block's full parameters between its forward and its backward.
         eval_sequences: how many held-out sequences, evenly spread, an evaluation reads.
         resume: continue from the newest complete checkpoint of ``out``.
@@ -92,6 +100,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     dtype: Dtype = Dtype.FP32
+    layout: LayoutName = LayoutName.PER_PARAMETER
     reshard: bool = True
     checkpoint_activations: bool = False
     seed: int = 0
@@ -126,6 +135,7 @@ class TrainConfig:
         try:
             fields: dict[str, Any] = json.loads(text)
             fields["dtype"] = Dtype(fields["dtype"])
+            fields["layout"] = LayoutName(fields.get("layout", LayoutName.PER_PARAMETER))
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"not the configuration of a run: {error}") from error

@@ -14,11 +14,11 @@ from torch.optim import AdamW, Optimizer
 
 import fullshard
 from fullshard.errors import ConfigError
-from fullshard.optim import clip_grad_norm_
+from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .checkpoint import load_checkpoint, save_checkpoint
-from .config import Dtype, TrainConfig
+from .config import Dtype, LayoutName, TrainConfig
 from .data import Order, TokenizedText, num_windows, read_windows
 from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
@@ -27,6 +27,11 @@ from .rundir import RunDir, check_continues, describe
 from .world import World
 
 __all__ = ["build_optimizer", "build_sharded_model", "learning_rate", "train"]
+
+_LAYOUTS = {
+    LayoutName.PER_PARAMETER: fullshard.PerParameter(),
+    LayoutName.RAGGED: fullshard.Ragged(),
+}
 
 
 def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
@@ -67,7 +72,9 @@ def build_sharded_model(
         )
     # None is the default policy: free a block's parameters after its forward, keep the root's.
     reshard = None if config.reshard else False
-    fullshard.shard_blocks(model, reshard_after_forward=reshard, mp_policy=policy)
+    fullshard.shard_blocks(
+        model, reshard_after_forward=reshard, mp_policy=policy, layout=_LAYOUTS[config.layout]
+    )
     return model
 
 
@@ -79,7 +86,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    return ShardedOptimizer(groups, AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
