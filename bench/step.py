@@ -26,7 +26,7 @@ from bench.models import GPT, SHAPES, Shape
 __all__ = ["figures", "one_step", "report"]
 
 WORLD = 2
-WARM_UP, ROUNDS = 5, 40
+WARM_UP, ROUNDS = 4, 20
 BOUNDS = {
     RAGGED: {"deep": 0.55, "wide": 0.58, "many tiny": 0.33},
     PER_PARAMETER: {"deep": 0.75, "wide": 0.80, "many tiny": 0.55},

@@ -198,6 +198,7 @@ def older() -> None:
         for group in state["param_groups"]:
             del group["foreach"], group["maximize"]
         optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["maximize"] is False
     for number in range(2):
         pair.step(number)
     pair.check()

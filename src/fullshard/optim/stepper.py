@@ -47,7 +47,6 @@ class Stepper:
         Parameters on the meta device are left for later.
         """
         if loaded or self._inner.is_eager:
-            self._lineup = None
             chosen = [(n, p) for n, p in numbered(groups) if (p in state) == loaded]
             chosen = [(n, p) for n, p in chosen if not local_part(p).is_meta]
             self._find_runs(groups, chosen, [None] * len(chosen), state)

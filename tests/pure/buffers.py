@@ -1,0 +1,38 @@
+"""Tensors that lie in one buffer, as those of a unit do, without a unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.tensors import announce_flat
+
+__all__ = ["NUMELS", "SHAPES", "neighbours", "parameters"]
+
+SHAPES = ((2, 3), (4,), (1,), (3, 2))
+NUMELS = tuple(math.prod(shape) for shape in SHAPES)
+
+
+def neighbours(seed: int, starts: Sequence[int] = (0, 8, 12, 16)) -> list[Tensor]:
+    """Tensors of ``SHAPES`` in a buffer that lives as long as they do, with NaN between them."""
+    flat = torch.full((24,), math.nan, dtype=torch.float64)
+    announce_flat(flat, zip(starts, NUMELS, strict=True))
+    parts = []
+    for number, (start, shape) in enumerate(zip(starts, SHAPES, strict=True)):
+        part = _torch.own_storage(flat.narrow(0, start, math.prod(shape)).view(shape))
+        values = torch.arange(part.numel(), dtype=torch.float64).view(shape)
+        parts.append(part.copy_(torch.sin(values + seed + 10 * number)))
+        part.flat = flat  # type: ignore[attr-defined]
+    return parts
+
+
+def parameters(parts: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Parameters over ``parts``."""
+    made = [nn.Parameter(part) for part in parts]
+    for param, part in zip(made, parts, strict=True):
+        param.part = part
+    return made

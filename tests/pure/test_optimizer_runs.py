@@ -1,0 +1,223 @@
+"""Runs follow memory, whatever users do to it; and any kind of state is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from fullshard.optim import ShardedOptimizer
+from fullshard.optim.joined import joined
+from fullshard.tensors import announce_flat
+from tests.pure.buffers import NUMELS, neighbours, parameters
+
+TIGHT = (0, 6, 10, 11)  # without padding
+
+
+class Both:
+    """The same parameters twice: of a ShardedOptimizer, and of the optimizer itself."""
+
+    def __init__(self, cls: type[Optimizer] = Adam, **kwargs: Any) -> None:
+        self.mine, self.its = parameters(neighbours(0)), parameters(neighbours(0))
+        self.optimizer = ShardedOptimizer(self.mine, cls, **kwargs)
+        self.expected = cls(self.its, **kwargs)
+
+    def step(self, grads: Sequence[Tensor | None], *, num_runs: int) -> None:
+        """Step both, the other one on copies, and compare."""
+        for param, other, grad in zip(self.mine, self.its, grads, strict=True):
+            param.grad, other.grad = grad, None if grad is None else grad.clone()
+        self.optimizer.step()
+        self.expected.step()
+        self.check()
+        assert self.optimizer.num_runs == num_runs
+
+    def check(self) -> None:
+        for a, b in zip(self.mine, self.its, strict=True):
+            assert torch.equal(a, b)
+            assert list(self.optimizer.state[a]) == list(self.expected.state[b])
+            for key, value in self.expected.state[b].items():
+                got = self.optimizer.state[a][key]
+                assert torch.equal(got, value) if isinstance(value, Tensor) else got == value
+        groups = (self.optimizer.param_groups, self.expected.param_groups)
+        for group, other in zip(*groups, strict=True):
+            assert {**group, "params": 0} == {**other, "params": 0}
+
+
+def test_neighbours_step_as_one_wherever_their_gradients_are() -> None:
+    both = Both()
+    for seed in range(4):
+        both.step(neighbours(seed), num_runs=1)
+    grads = neighbours(5)
+    for _ in range(2):
+        both.step(grads, num_runs=1)
+
+
+def test_gradients_that_lie_otherwise_split_a_run_as_long_as_they_do() -> None:
+    both = Both()
+    both.step(neighbours(1), num_runs=1)
+    replaced = neighbours(2)
+    replaced[1] = replaced[1] * 3  # the buffer still holds something else
+    both.step(replaced, num_runs=3)
+    both.step([grad * 2 for grad in neighbours(3)], num_runs=4)
+    both.step([grad * 2 for grad in neighbours(4)], num_runs=4)
+    both.step(neighbours(5), num_runs=1)
+    both.step(neighbours(6, starts=TIGHT), num_runs=3)  # two lie like their parameters
+    both.step(neighbours(7), num_runs=1)
+    one, other = neighbours(8), neighbours(9)
+    both.step([*one[:2], *other[2:]], num_runs=2)
+    both.step(neighbours(10), num_runs=1)
+    turned = neighbours(11)
+    turned[0] = turned[0].t().contiguous().t()
+    both.step(turned, num_runs=2)
+
+
+def move(params: Sequence[nn.Parameter], starts: Sequence[int]) -> None:
+    """To another buffer, as ``.to()`` and loads do."""
+    for param, part in zip(params, neighbours(0, starts), strict=True):
+        param.data = part.copy_(param.data)
+        param.part = part
+
+
+def test_parameters_that_moved_are_found() -> None:
+    both = Both(SGD, lr=0.1, momentum=0.9)
+    both.step(neighbours(1), num_runs=1)
+    move(both.mine, TIGHT)
+    both.step(neighbours(2, starts=TIGHT), num_runs=1)
+    move(both.mine, (1, 8, 12, 16))
+    both.mine[1].data = both.mine[1].data.clone()  # the buffer still holds what it was
+    both.step(neighbours(3, starts=(1, 8, 12, 16)), num_runs=3)
+    move(both.mine, TIGHT)
+    both.step(neighbours(4, starts=TIGHT), num_runs=1)
+
+
+def test_a_buffer_that_is_gone_is_not_used() -> None:
+    both = Both()
+    grads = neighbours(1)
+    both.step(grads, num_runs=1)
+    for grad in grads:
+        del grad.flat  # type: ignore[attr-defined]
+    both.step(grads, num_runs=4)
+
+
+def test_missing_gradients_split_a_run_for_good_if_state_has_an_age() -> None:
+    for cls, at_last in ((Adam, 3), (SGD, 1)):
+        both = Both(cls)
+        both.step(neighbours(1), num_runs=1)
+        some: list[Tensor | None] = [*neighbours(2)]
+        some[1] = None
+        both.step(some, num_runs=2)
+        both.step(neighbours(3), num_runs=at_last)
+
+
+def test_another_parameter_in_the_place_of_one() -> None:
+    both = Both()
+    for params, optimizer in ((both.mine, both.optimizer), (both.its, both.expected)):
+        params[2] = optimizer.param_groups[0]["params"][2] = nn.Parameter(torch.ones(1).double())
+    both.step(neighbours(1), num_runs=3)
+    plain = nn.Parameter(torch.ones(1).double())
+    optimizer = ShardedOptimizer([plain], SGD, lr=1.0)
+    for _ in range(2):
+        other = nn.Parameter(torch.ones(1).double())
+        other.grad = torch.ones_like(other)
+        optimizer.param_groups[0]["params"][0] = other
+        optimizer.step()
+        assert other.item() == 0
+
+
+class Restless(Optimizer):
+    """New state each step, a gradient kept for later, counts in groups, numbers, nothing."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                own = self.state[param]
+                own["mean"] = own.get("mean", 0) + param.grad + 0.1 * own.get("last_grad", 0)
+                own["last_grad"] = param.grad
+                own["count"] = own.get("count", 0) + 1
+                own["rate"] = torch.tensor(1.0 / own["count"])
+                own["nothing"] = None
+                if own["count"] == 3:
+                    own["late"] = param * 2
+                if own["count"] == 4:
+                    del own["late"]
+                param.sub_(own["mean"] * own["rate"], alpha=group["lr"])
+                group["calls"] = max(group["calls"], own["count"])
+
+
+@pytest.mark.parametrize("cls", [Restless, SGD, Adam, torch.optim.Rprop, torch.optim.Adagrad])
+def test_any_kind_of_state_is_kept(cls: type[Optimizer]) -> None:
+    both = Both(cls)
+    buffer = neighbours(0)  # used again for each step's gradients, as the engine does
+    for seed in range(1, 9):
+        for part, values in zip(buffer, neighbours(seed), strict=True):
+            part.copy_(values)
+        skips = seed % 3 == 1 and cls is not SGD
+        grads = [None if skips and at == 1 else part for at, part in enumerate(buffer)]
+        stateless = cls is SGD
+        both.step(grads, num_runs=1 if stateless else 2 if skips else 3)
+
+
+def test_what_is_held_of_the_state_follows() -> None:
+    for cls, key in ((Restless, "mean"), (Adam, "exp_avg")):
+        both = Both(cls)
+        both.step(neighbours(1), num_runs=1)
+        held = [both.optimizer.state[param][key] for param in both.mine]
+        some: list[Tensor | None] = [*neighbours(2)]
+        some[2] = None
+        both.step(neighbours(3), num_runs=1)
+        both.step(some, num_runs=2)
+        both.step(neighbours(4), num_runs=3)
+        now = [both.optimizer.state[param][key] for param in both.mine]
+        assert all(torch.equal(a, b) for a, b in zip(held, now, strict=True))
+
+
+# joined()
+
+
+def values_of(tensors: Sequence[Tensor]) -> list[float]:
+    return sorted(value for tensor in tensors for value in tensor.flatten().tolist())
+
+
+def pieces(starts: Sequence[int]) -> list[Tensor]:
+    return neighbours(0, starts)
+
+
+@pytest.mark.parametrize(
+    ("choose", "expected"),
+    [
+        (lambda: pieces(TIGHT), [17]),
+        (lambda: pieces(TIGHT)[:2], [10]),
+        (lambda: pieces(TIGHT)[::2], [6, 1]),
+        (lambda: pieces(TIGHT)[::-1], [17]),
+        (lambda: pieces((0, 8, 12, 16)), [6, 5, 6]),
+        (lambda: [*pieces(TIGHT), torch.ones(0), torch.ones(3)], [17, 3]),
+        (lambda: [*pieces(TIGHT)[:2], *pieces(TIGHT)[2:]], [10, 7]),
+        (lambda: [torch.ones(3, 2).t(), *pieces(TIGHT)], [6, *NUMELS]),
+        (lambda: [], []),
+    ],
+)
+def test_neighbours_are_joined(choose: Callable[[], list[Tensor]], expected: list[int]) -> None:
+    tensors = choose()
+    found = joined(tensors)
+    assert sorted(t.numel() for t in found) == sorted(expected)
+    assert values_of(found) == values_of(tensors)
+
+
+def test_two_buffers_one_after_the_other_are_not_joined() -> None:
+    memory = torch.arange(8.0)
+    halves = [memory[:4], memory[4:]]
+    for half in halves:
+        announce_flat(half, [(0, 2), (2, 2)])
+    parts = [half[at : at + 2] for half in halves for at in (0, 2)]
+    assert [part.tolist() for part in joined(parts)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    swapped = [*parts[2:], *parts[:2]]  # the order is theirs, not that of memory
+    assert [part.tolist() for part in joined(swapped)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    assert [tuple(part.shape) for part in joined(parts[:2])] == [(4,)]
