@@ -91,64 +91,62 @@ class _Gather:
     """From a shard to the unsharded buffer: in place, or by way of a staging buffer."""
 
     def __init__(self, spec: BucketSpec, buffer: Buffer, meter: StorageMeter) -> None:
-        flat, layout = buffer.tensor, spec.layout
-        plan = plan_gather(layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
+        flat, world = buffer.tensor, spec.layout.world
+        plan = plan_gather(spec.layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
         self._comm = spec.comm
         self._meter = meter
-        self._buffer = buffer
-        self._is_direct = bool(plan.direct)
         self._shard: Tensor | None = None  # which these are slices of
         self._sources: list[Tensor] = []
-        self._staging: Buffer | None = None
         self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
         self._outputs = [
-            flat.narrow(0, part.unsharded_offset, layout.world * part.numel) for part in plan.direct
+            flat.narrow(0, part.unsharded_offset, world * part.numel) for part in plan.direct
         ]
-        if plan.staged_numel:
-            self._staging = self._stage(spec, plan, flat, meter)
-            self._slices.append((0, plan.staged_numel))
-            self._outputs.append(self._staging.tensor)
-        # Our own slices of what is gathered.
-        self._own = [output.view(layout.world, -1)[spec.comm.rank] for output in self._outputs]
-        self._own_nbytes = sum(own.nbytes for own in self._own)
+        self._written = [buffer] if plan.direct else []  # what the gathers write
+        self._staging = _Staging(spec, plan, buffer, meter) if plan.staged_numel else None
         if self._staging is not None:
-            self._staging.free()
+            self._slices.append((0, plan.staged_numel))
+            self._outputs.append(self._staging.buffer.tensor)
+            self._written.append(self._staging.buffer)
+        # Our own slices of what is gathered.
+        self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
+        if self._staging is not None:
+            self._staging.buffer.free()
 
     def start(self, shard: Tensor) -> Pending:
         """Allocate, and start to gather what all ranks have of ``shard``.
 
         A shard of another dtype is cast to its place in the result, so that one pass does both.
         """
-        if self._is_direct:
-            self._buffer.allocate()
-        if self._staging is not None:
-            self._staging.allocate()
+        for buffer in self._written:
+            buffer.allocate()
         if shard is not self._shard:
             self._shard = shard
             self._sources = [shard.narrow(0, start, numel) for start, numel in self._slices]
         sources = self._sources
-        if shard.dtype != self._buffer.tensor.dtype:
+        if shard.dtype != self._own[0].dtype:
             torch._foreach_copy_(self._own, sources)
-            self._meter.copied(self._own_nbytes)
+            self._meter.copied(sum(own.nbytes for own in self._own))
             sources = self._own
         return self._comm.all_gather(self._outputs, sources)
 
     def finish(self) -> None:
         """Copy what was staged."""
         if self._staging is not None:
-            self._buffer.allocate()
-            torch._foreach_copy_(self._targets, self._staged)
-            self._meter.copied(self._staged_nbytes)
-            self._staging.free()
+            self._staging.empty()
 
-    def _stage(
-        self, spec: BucketSpec, plan: GatherPlan, flat: Tensor, meter: StorageMeter
-    ) -> Buffer:
-        """The staging buffer, with the copies out of it prepared."""
-        layout = spec.layout
+
+class _Staging:
+    """The staging buffer, and the copies out of it."""
+
+    def __init__(
+        self, spec: BucketSpec, plan: GatherPlan, target: Buffer, meter: StorageMeter
+    ) -> None:
+        layout, flat = spec.layout, target.tensor
         numel = layout.world * plan.staged_numel
-        staging = Buffer(numel, flat.dtype, flat.device, kind=Kind.GATHER_OUTPUT, meter=meter)
-        self._targets = [
+        self.buffer = Buffer(numel, flat.dtype, flat.device, kind=Kind.GATHER_OUTPUT, meter=meter)
+        self._target = target
+        self._meter = meter
+        self._to = [
             flat.as_strided(
                 box.sizes,
                 box.param_strides,
@@ -156,9 +154,15 @@ class _Gather:
             )
             for box in plan.copies
         ]
-        self._staged = [
-            staging.tensor.as_strided(box.sizes, box.staging_strides, box.staging_offset)
+        self._from = [
+            self.buffer.tensor.as_strided(box.sizes, box.staging_strides, box.staging_offset)
             for box in plan.copies
         ]
-        self._staged_nbytes = sum(source.nbytes for source in self._staged)
-        return staging
+        self._nbytes = sum(view.nbytes for view in self._to)
+
+    def empty(self) -> None:
+        """Copy what was gathered to where it belongs, in one batch, and give the memory back."""
+        self._target.allocate()
+        torch._foreach_copy_(self._to, self._from)
+        self._meter.copied(self._nbytes)
+        self.buffer.free()

@@ -55,20 +55,6 @@ class RaggedShard(Placement):
             start += num_ranks * length
         self._hash = hash(tuple(self._lengths))
 
-    @property
-    def max_length(self) -> int:
-        """The most that a rank holds."""
-        return max(length for _, length in self._lengths)
-
-    @property
-    def owners(self) -> list[int]:
-        """Ranks that hold something."""
-        ranks: list[int] = []
-        for alike, (num_ranks, length) in zip(self._alike, self._lengths, strict=True):
-            if length:
-                ranks += range(alike.first_rank, alike.first_rank + num_ranks)
-        return ranks
-
     def interval(self, rank: int) -> Interval:
         """What ``rank`` holds."""
         alike = self._alike[bisect_right(self._alike, rank, key=lambda a: a.first_rank) - 1]
