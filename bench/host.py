@@ -103,7 +103,7 @@ def worker(_: int, world: int, results: Any) -> None:
             with torch.no_grad():  # what passes through is not what the weights were
                 for param in model.parameters():
                     param.zero_()
-            taken = one_step(model, optimizer, tokens)
+            taken = one_step(model, optimizer, tokens).step
             if number >= WARM_UP:
                 seconds[name].append(taken)
     results.update({name: statistics.median(taken) for name, taken in seconds.items()})

@@ -29,7 +29,7 @@ class Transport(enum.Enum):
     By themselves reductions took 0.2 to 0.9 of the time of gloo's own, and gathers half of it at
     28 MB and about as long below (``python -m bench transport``, 2 and 4 ranks). In a training
     step of many small units the posting of receives waits for gloo's thread, which an all-to-all,
-    posted at once, does not; so reductions of less than ``_SMALL_NBYTES`` travel by that.
+    posted at once, does not; so what is smaller than ``_SMALL_NBYTES`` travels by that.
     """
 
 
@@ -78,9 +78,12 @@ class C10d:
             return _torch.all_gather(self._group, outputs, sources)
         works: list[dist.Work] = []
         for output, source in zip(outputs, sources, strict=True):
-            slices = output.view(self.world, -1).unbind()
-            works += self._exchange([source] * self.world, slices)
-            _put(source, slices[self.rank])
+            if 1 < self.world and output.nbytes < _SMALL_NBYTES:
+                works.append(_torch.all_to_all(self._group, output, source.repeat(self.world)))
+            else:
+                slices = output.view(self.world, -1).unbind()
+                works += self._exchange([source] * self.world, slices)
+                _put(source, slices[self.rank])
         return _Works(works)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
