@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -20,10 +21,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
     "DTensorSpec",
+    "StridedShard",
     "all_gather",
+    "all_reduce",
     "all_to_all",
     "apply",
     "backend_name",
@@ -78,6 +82,18 @@ def reduce_scatter(
 @cache
 def _reduce_options(op: dist.ReduceOp.RedOpType) -> dist.ReduceScatterOptions:
     options = dist.ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return options
+
+
+def all_reduce(group: dist.ProcessGroup, values: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+    """Start the backend's all-reduce of ``values``, in place."""
+    return group.allreduce([values], _all_reduce_options(op))
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return options
 
@@ -207,7 +223,7 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
         meta = TensorMeta(meta.shape, meta.stride, local.dtype)
-        spec = DTensorSpec(spec.mesh, spec.placements, meta)
+        spec = replace(spec, tensor_meta=meta)
     return dtensor_from_spec(local, spec, requires_grad=False, cls=type(tensor))
 
 

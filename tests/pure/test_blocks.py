@@ -151,7 +151,11 @@ def sharded_before(model: Any) -> dict[str, Any]:
     [
         (scalar, ConfigError, "layers.2.scale is a scalar"),
         (sharded_before, ConfigError, "given to fully_shard before"),
-        (lambda model: {"reshard_after_forward": "yes"}, ConfigError, "expected None or a bool"),
+        (
+            lambda model: {"reshard_after_forward": "yes"},
+            ConfigError,
+            "expected None, a bool or an int",
+        ),
         (lambda model: {"mesh": 3}, TypeError, "expected a DeviceMesh"),
         (lambda model: {"meshes": 3}, TypeError, "meshes"),
     ],

@@ -79,11 +79,14 @@ def placed(value: Any) -> Made:
 BAD_OPTIONS = [
     wrong_type("mesh_string", options(mesh="cpu"), "mesh", "str", "DeviceMesh"),
     wrong_type("mesh_group", lambda: {"mesh": dist.group.WORLD}, "ProcessGroup"),
-    not_built("mesh_2d", mesh_of(1, 1), "HSDP", "1-D"),
+    BadOption(
+        "mesh_unnamed", mesh_of(1, 1), errors.ConfigError, AssertionError, ("(1, 1)", "dim_names")
+    ),
     config("mesh_3d", mesh_of(1, 1, 1), "3 mesh dims"),
     config("reshard_string", options(reshard_after_forward="yes"), "'yes'", "str", "bool"),
     config("reshard_float", options(reshard_after_forward=0.5), "0.5", "float"),
-    not_built("reshard_int", options(reshard_after_forward=2), "reshard_after_forward=2"),
+    config("reshard_more", options(reshard_after_forward=2), "reshard_after_forward=2", "the 1"),
+    config("reshard_zero", options(reshard_after_forward=0), "reshard_after_forward=0"),
     wrong_type("policy_none", options(mp_policy=None), "NoneType", "MixedPrecisionPolicy"),
     wrong_type("policy_dtype", options(mp_policy=torch.bfloat16), "param_dtype"),
     wrong_type(

@@ -16,6 +16,7 @@ from fullshard.schedule.triggers import Follows
 from tests.pure.walk import Walk
 
 GOLDEN = Path(__file__).parent / "golden"
+SECONDARY = UnitPolicy(AfterForward.SECONDARY)
 KEEP = UnitPolicy(after_forward=AfterForward.KEEP)
 
 
@@ -23,9 +24,12 @@ def counts(actions: list[str]) -> Counter[str]:
     return Counter(action.split()[0] for action in actions)
 
 
-@pytest.mark.parametrize("name", ["two_steps", "no_sync", "reentrant_checkpoint"])
+@pytest.mark.parametrize(
+    "name", ["two_steps", "no_sync", "reentrant_checkpoint", "replicas", "secondary"]
+)
 def test_small_model_as_written_down(name: str) -> None:
-    walk = Walk(3)
+    policy = SECONDARY if name == "secondary" else UnitPolicy()
+    walk = Walk(3, policy=policy, replicated=name == "replicas")
     if name == "no_sync":
         for unit in range(4):
             policy = UnitPolicy(requires_gradient_sync=False)
@@ -95,6 +99,54 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
         "wait 1", "unshard 0", "reduce_scatter 1",
         "wait 0", "reduce_scatter 0", "reduce_scatter 4",
     ]  # fmt: skip
+
+
+def test_replicas_are_reduced_once_a_unit_after_the_shards() -> None:
+    walk = Walk(4, replicated=True)
+    for _ in range(2):
+        walk.step()
+        taken = counts(walk.take())
+        assert taken["all_reduce"] == taken["reduce_scatter"] == taken["finish_reduce"] == 5
+        assert walk.at_rest
+
+
+def test_partial_gradients_are_reduced_by_the_pass_that_asks_for_it() -> None:
+    """Those of units that it does not enter, too."""
+    walk = Walk(3, replicated=True)
+    for unit in range(4):
+        walk.say(when.SetPolicy(unit, UnitPolicy(requires_all_reduce=False)))
+    walk.step()
+    walk.step(order=[0, 1])
+    taken = counts(walk.take())
+    assert taken["keep_partial"] == taken["reduce_scatter"] == 4 + 3
+    assert not taken["all_reduce"]
+    for unit in range(4):
+        walk.say(when.SetPolicy(unit, UnitPolicy()))
+    walk.step(order=[0])
+    taken = counts(walk.take())
+    assert taken["reduce_scatter"] == 2
+    assert taken["all_reduce"] == taken["finish_reduce"] == 4
+    assert walk.at_rest
+
+
+def test_secondary_shards_last_until_backward_came_or_cannot_come() -> None:
+    walk = Walk(3, policy=SECONDARY)
+    met = walk.forward()
+    assert walk.secondary == {0, 1, 2, walk.root}
+    assert not walk.unsharded
+    walk.backward(met)
+    assert walk.at_rest
+    walk.forward(follows=Follows.NOTHING)
+    assert walk.at_rest
+    walk.forward()
+    walk.say(when.UserReshard(0))
+    assert 0 not in walk.secondary
+    walk.say(when.WeightsChanged())
+    walk.take()
+    walk.step()  # what is stale is dropped before it is gathered
+    taken = walk.take()
+    assert taken.index("reshard 1") < taken.index("unshard 1")
+    assert walk.at_rest
 
 
 def test_a_skipped_unit_costs_a_gather_and_nothing_stays() -> None:
@@ -312,12 +364,17 @@ def test_members_share_a_use_until_all_have_run() -> None:
     assert 1 not in walk.unsharded
 
 
-@given(st.lists(st.sampled_from("fgnsxwdu"), max_size=25), st.integers(0, 3), st.booleans())
+@given(
+    st.lists(st.sampled_from("fgnsxwdup"), max_size=25),
+    st.integers(0, 3),
+    st.sampled_from([KEEP, SECONDARY, UnitPolicy()]),
+    st.booleans(),
+)
 def test_whatever_happens_the_next_step_is_a_good_one(
-    happenings: list[str], budget: int, keep: bool
+    happenings: list[str], budget: int, policy: UnitPolicy, replicated: bool
 ) -> None:
     """Forwards with and without gradients, deaths, failures, steps and loads in any order."""
-    walk = Walk(3, policy=KEEP if keep else UnitPolicy())
+    walk = Walk(3, policy=policy, replicated=replicated)
     walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=100 * budget if budget else None)))
     open_uses: list[list[tuple[int, int]]] = []
     for happening in happenings:
@@ -325,8 +382,11 @@ def test_whatever_happens_the_next_step_is_a_good_one(
     for uses in reversed(open_uses):
         walk.backward(uses)
     walk.say(when.UserReshard(0))
+    for unit in range(4):
+        walk.say(when.SetPolicy(unit, policy))
     walk.step()
     assert walk.at_rest
+    assert not any(state.partial for state in walk.machine.residents.units.values())
 
 
 def happen(walk: Walk, what: str, open_uses: list[list[tuple[int, int]]]) -> None:
@@ -349,6 +409,10 @@ def happen(walk: Walk, what: str, open_uses: list[list[tuple[int, int]]]) -> Non
         uses = open_uses.pop()
         walk.root_backward(uses, task)
         walk.say(when.TaskDied(task))
+    elif what == "p":
+        state = walk.machine.residents.units[1]
+        change = replace(state.policy, requires_all_reduce=not state.policy.requires_all_reduce)
+        walk.say(when.SetPolicy(1, change))
     elif what == "u":
         walk.say(when.UserUnshard(0))
         walk.say(when.UserWait(0))

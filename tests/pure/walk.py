@@ -24,6 +24,7 @@ class Walk:
     num_blocks: int
     nbytes: int = 100
     policy: UnitPolicy = field(default_factory=UnitPolicy)
+    replicated: bool = False
     machine: Scheduler = field(default_factory=Scheduler)
     transcript: Transcript = field(default_factory=Transcript)
 
@@ -31,10 +32,17 @@ class Walk:
         self.root = self.num_blocks
         for unit in range(self.num_blocks + 1):
             encloses = unit == self.root
-            self.machine.add(unit, nbytes=self.nbytes, encloses=encloses, policy=self.policy)
+            self.machine.add(
+                unit,
+                nbytes=self.nbytes,
+                encloses=encloses,
+                replicated=self.replicated,
+                policy=self.policy,
+            )
         self._tasks = count()
         self._gathered: dict[int, str] = {}
-        self._reducing: set[int] = set()
+        self._reducing: dict[int, str] = {}
+        self._partial: set[int] = set()
         self.most_held = 0
 
     def say(self, trigger: Trigger) -> tuple[Action, ...]:
@@ -48,7 +56,7 @@ class Walk:
     def _check(self, op: Op, unit: int) -> None:
         was = self._gathered.get(unit, "sharded")
         if op is Op.UNSHARD:
-            assert was in ("sharded", "unsharded", "concealed")  # the latter two refresh
+            assert was != "gathering"  # unsharded and concealed ones are refreshed
             self._gathered[unit] = "gathering"
         elif op is Op.WAIT:
             assert was in ("gathering", "concealed")
@@ -57,23 +65,44 @@ class Walk:
             assert was == "unsharded"
             self._gathered[unit] = "concealed"
         elif op is Op.RESHARD:
-            assert was in ("unsharded", "concealed")
+            assert was in ("unsharded", "concealed", "secondary")
             self._gathered[unit] = "sharded"
-        elif op is Op.REDUCE_SCATTER:
-            assert unit not in self._reducing
-            self._reducing.add(unit)
-        elif op is Op.FINISH_REDUCE:
-            self._reducing.remove(unit)
-        held = [u for u, now in self._gathered.items() if now != "sharded" and u != self.root]
+        elif op is Op.RESHARD_TO_SECONDARY:
+            assert was == "unsharded"
+            self._gathered[unit] = "secondary"
+        else:
+            self._check_reduction(op, unit)
+        held = self.unsharded - {self.root}
         self.most_held = max(self.most_held, self.nbytes * len(held))
+
+    def _check_reduction(self, op: Op, unit: int) -> None:
+        if op is Op.REDUCE_SCATTER:
+            assert unit not in self._reducing
+            self._reducing[unit] = "over shards"
+        elif op is Op.ALL_REDUCE:
+            assert self.replicated
+            assert self._reducing.get(unit) == "over shards" or unit in self._partial
+            self._reducing[unit] = "over replicas"
+            self._partial.discard(unit)
+        elif op is Op.KEEP_PARTIAL:
+            assert self._reducing.pop(unit) == "over shards"
+            self._partial.add(unit)
+        elif op is Op.FINISH_REDUCE:
+            half = self._reducing.pop(unit)
+            assert half == ("over replicas" if self.replicated else "over shards")
 
     @property
     def unsharded(self) -> set[int]:
-        return {unit for unit, now in self._gathered.items() if now != "sharded"}
+        return {u for u, now in self._gathered.items() if now not in ("sharded", "secondary")}
+
+    @property
+    def secondary(self) -> set[int]:
+        return {unit for unit, now in self._gathered.items() if now == "secondary"}
 
     @property
     def at_rest(self) -> bool:
-        return not self.unsharded and not self._reducing and self.machine.idle
+        held = self.unsharded | self.secondary
+        return not held and not self._reducing and self.machine.idle
 
     # what a model does
 

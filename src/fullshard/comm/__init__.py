@@ -10,15 +10,17 @@ from fullshard.comm.c10d import C10d
 from fullshard.comm.mesh import (
     all_reduce,
     collectives_of,
+    collectives_of_part,
     default_mesh,
     device_types_of,
     gather_uneven,
     wrapped,
 )
-from fullshard.comm.protocol import Collectives, Done, Pending
+from fullshard.comm.protocol import Alone, Collectives, Done, Pending
 from fullshard.comm.recording import CollectiveCall, Recording
 
 __all__ = [
+    "Alone",
     "C10d",
     "CollectiveCall",
     "Collectives",
@@ -27,6 +29,7 @@ __all__ = [
     "Recording",
     "all_reduce",
     "collectives_of",
+    "collectives_of_part",
     "default_mesh",
     "device_types_of",
     "gather_uneven",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.protocol import Done, Pending
+from fullshard.comm.protocol import Pending
 from fullshard.errors import ProtocolError
 
 __all__ = ["C10d", "Transport"]
@@ -42,7 +42,7 @@ _TAGS = 1 << 29
 
 
 class C10d:
-    """Collectives of one process group, which is not kept alive.
+    """Collectives of one process group of two ranks or more, which is not kept alive.
 
     Whoever destroys a group wants its threads and connections gone, whatever still knows us.
     """
@@ -70,15 +70,15 @@ class C10d:
     @property
     def adds_wide(self) -> bool:
         """Our own sums are wide; those of a backend are made in the dtype that travels."""
-        return self.world == 1 or self._transport is Transport.PAIRS
+        return self._transport is Transport.PAIRS
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
-        if self.world > 1 and self._transport is Transport.NATIVE:
+        if self._transport is Transport.NATIVE:
             return _torch.all_gather(self._group, outputs, sources)
         works: list[dist.Work] = []
         for output, source in zip(outputs, sources, strict=True):
-            if 1 < self.world and output.nbytes < _SMALL_NBYTES:
+            if output.nbytes < _SMALL_NBYTES:
                 works.append(_torch.all_to_all(self._group, output, source.repeat(self.world)))
             else:
                 slices = output.view(self.world, -1).unbind()
@@ -88,9 +88,6 @@ class C10d:
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
-        if self.world == 1:
-            output.copy_(source)
-            return Done()
         if self._transport is Transport.NATIVE:
             return _NativeMean(self._group, output, source, self._averages)
         if source.nbytes < _SMALL_NBYTES:
@@ -104,6 +101,12 @@ class C10d:
         targets = [slices[r] if r == self.rank else next(free) for r in range(self.world)]
         works = self._exchange(slices.unbind(), targets)
         return _LocalMean(works, output, slices[self.rank], received.unbind())
+
+    def all_reduce_mean(self, values: Tensor) -> Pending:
+        """See ``Collectives.all_reduce_mean``; gloo's own is the same on all ranks as well."""
+        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        work = _torch.all_reduce(self._group, values, op)
+        return work if self._averages else _Divided(work, values, self.world)
 
     def _exchange(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[dist.Work]:
         """Send ``sources[r]`` to each other rank r while ``targets[r]`` is received from it."""
@@ -138,6 +141,19 @@ class _Works:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+class _Divided:
+    """A sum on its way, to be made a mean."""
+
+    def __init__(self, work: dist.Work, values: Tensor, world: int) -> None:
+        self._work = work
+        self._values = values
+        self._world = world
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._values.div_(self._world)
 
 
 class _LocalMean(_Works):

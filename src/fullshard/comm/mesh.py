@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
 from fullshard.comm.c10d import C10d
-from fullshard.comm.protocol import Collectives
+from fullshard.comm.protocol import Alone, Collectives
 
 __all__ = [
     "all_reduce",
     "collectives_of",
+    "collectives_of_part",
     "default_mesh",
     "device_types_of",
     "gather_uneven",
@@ -27,18 +28,41 @@ __all__ = [
 ]
 
 # One object per group: its tags must be counted once, whoever uses it.
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, C10d] = weakref.WeakKeyDictionary()
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives]
+_of_group = weakref.WeakKeyDictionary()
+_parts_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
+_parts_of_group = weakref.WeakKeyDictionary()
 
 _wrapper: ContextVar[Callable[[Collectives], Collectives] | None]
 _wrapper = ContextVar("fullshard_collectives_wrapper", default=None)
 
 
-def collectives_of(mesh: DeviceMesh) -> Collectives:
-    """The collectives of a 1-D mesh."""
-    group = mesh.get_group()
+def collectives_of(mesh: DeviceMesh, dim: int = 0) -> Collectives:
+    """The collectives along one dim of ``mesh``."""
+    return _collectives(mesh.get_group(dim), mesh.device_type)
+
+
+def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
+    """Collectives among ``size`` neighbours along one dim of ``mesh``; ``size`` divides that dim.
+
+    The first call for a mesh makes a process group, for which it meets the ranks of the part.
+    """
+    if size == 1:
+        return Alone()
+    whole = mesh.get_group(dim)
+    parts = _parts_of_group.setdefault(whole, {})
+    if size not in parts:
+        first = whole.rank() // size * size
+        ranks = dist.get_process_group_ranks(whole)[first : first + size]
+        parts[size] = dist.new_group(ranks, use_local_synchronization=True)
+    return _collectives(parts[size], mesh.device_type)
+
+
+def _collectives(group: dist.ProcessGroup, device_type: str) -> Collectives:
     collectives = _of_group.get(group)
     if collectives is None:
-        collectives = _of_group[group] = C10d(group, mesh.device_type)
+        alone = group.size() == 1
+        collectives = _of_group[group] = Alone() if alone else C10d(group, device_type)
     wrapper = _wrapper.get()
     return collectives if wrapper is None else wrapper(collectives)
 
@@ -54,8 +78,9 @@ def wrapped(wrapper: Callable[[Collectives], Collectives]) -> Iterator[None]:
 
 
 def device_types_of(mesh: DeviceMesh) -> list[str]:
-    """Types of devices on which the group of a 1-D mesh communicates."""
-    return list(_torch.device_types(mesh.get_group()))
+    """Types of devices on which the groups of ``mesh`` communicate."""
+    types = (_torch.device_types(mesh.get_group(dim)) for dim in range(mesh.ndim))
+    return sorted(set.intersection(*map(set, types)))
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:

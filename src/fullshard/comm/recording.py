@@ -54,3 +54,8 @@ class Recording:
         """Note and pass on."""
         self.calls.append(CollectiveCall("reduce_scatter", source.numel(), source.dtype))
         return self.inner.reduce_scatter_mean(output, source)
+
+    def all_reduce_mean(self, values: Tensor) -> Pending:
+        """Note and pass on."""
+        self.calls.append(CollectiveCall("all_reduce", values.numel(), values.dtype))
+        return self.inner.all_reduce_mean(values)

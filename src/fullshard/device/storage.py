@@ -15,6 +15,7 @@ class Kind(enum.StrEnum):
     """What a buffer is for; see the note in ``engine/bucket.py``."""
 
     UNSHARDED = "unsharded"
+    SECONDARY = "secondary"
     GATHER_OUTPUT = "gather_output"
     REDUCE_INPUT = "reduce_input"
 

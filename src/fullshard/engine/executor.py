@@ -67,6 +67,7 @@ class Engine:
                 nbytes=unit.nbytes,
                 num_members=unit.num_members,
                 encloses=unit.encloses,
+                replicated=unit.replicated,
                 policy=policy,
             )
         _engines.add(self)
@@ -250,6 +251,15 @@ class Engine:
     def _reshard(self, unit: Unit) -> None:
         unit.reshard()
 
+    def _reshard_to_secondary(self, unit: Unit) -> None:
+        unit.reshard_to_secondary()
+
+    def _all_reduce(self, unit: Unit) -> None:
+        unit.all_reduce()
+
+    def _keep_partial(self, unit: Unit) -> None:
+        unit.keep_partial()
+
     def _finish_reduce(self, unit: Unit) -> None:
         unit.finish_reduce()
 
@@ -259,7 +269,10 @@ _ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
     Op.WAIT: Engine._wait,
     Op.CONCEAL: Engine._conceal,
     Op.RESHARD: Engine._reshard,
+    Op.RESHARD_TO_SECONDARY: Engine._reshard_to_secondary,
     Op.REDUCE_SCATTER: Engine._reduce,
+    Op.ALL_REDUCE: Engine._all_reduce,
+    Op.KEEP_PARTIAL: Engine._keep_partial,
     Op.FINISH_REDUCE: Engine._finish_reduce,
     Op.ACCUMULATE: Engine._accumulate,
     Op.DISCARD: Engine._discard,

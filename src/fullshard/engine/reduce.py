@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.comm import Pending
+from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
@@ -41,14 +41,15 @@ class _GradShard:
         return _torch.none_is_held(self.shown) and _torch.num_owners(self.flat) == self._num_owners
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reduction:
-    """A reduce-scatter that was started."""
+    """A reduction that was started, over shards first, then over replicas if there are any."""
 
     pending: Pending
-    source: ReduceInput
-    result: _GradShard
+    row: Tensor  # 1-D, what it results in: layout.shard_numel elements and the flags
+    source: ReduceInput | None  # None: only what was kept partial is reduced
     present: list[bool]  # which parameters have a gradient on this rank
+    shown: _GradShard | None  # around ``row``, if they were made before
 
 
 class Gradients:
@@ -74,6 +75,7 @@ class Gradients:
         self._lanes = lanes
         self._in_flight: _Reduction | None = None
         self._last: _GradShard | None = None
+        self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
         self._meter = meter
         self._reduce_dtype = spec.reduce_dtype or params[0].dtype
         self._accumulated = False  # since the last reduction; the same on all ranks
@@ -87,11 +89,11 @@ class Gradients:
         source = buffer.fill(grads)
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
-            result = self._result_for(buffer.row, source.device)
-            pending = self._spec.comm.reduce_scatter_mean(result.flat, source)
+            shown, row = self._result_for(buffer.row, source.device)
+            pending = self._spec.comm.reduce_scatter_mean(row, source)
         self._accumulated = False
         present = [grad is not None for grad in grads]
-        self._in_flight = _Reduction(pending, buffer, result, present)
+        self._in_flight = _Reduction(pending, row, buffer, present, shown)
 
     def _wire_dtype(self) -> torch.dtype:
         """The dtype that gradients travel in; the same on all ranks.
@@ -112,27 +114,78 @@ class Gradients:
             buffer = self._inputs[dtype] = ReduceInput(self._spec, dtype, device, self._meter)
         return buffer
 
-    def _result_for(self, row: int, device: torch.device) -> _GradShard:
-        """Last step's result if it is free, else a new one."""
+    def _result_for(self, numel: int, device: torch.device) -> tuple[_GradShard | None, Tensor]:
+        """Where to reduce to: last step's gradients if they are free, else new memory.
+
+        What has to be reduced over replicas too, now or later, keeps the dtype of reduction.
+        """
+        if self._spec.replicas is not None:
+            return None, torch.empty(numel, dtype=self._reduce_dtype, device=device)
         last = self._last
-        if last is not None and len(last.flat) == row and last.is_free():
-            return last
+        if last is not None and len(last.flat) == numel and last.is_free():
+            return last, last.flat
         dtype = self.sharded_params[0].dtype
-        new = _GradShard(self._spec, torch.empty(row, dtype=dtype, device=device))
+        new = _GradShard(self._spec, torch.empty(numel, dtype=dtype, device=device))
         is_small = new.flat.nbytes <= _KEPT_NBYTES * len(self.params)
         self._last = new if is_small else None
-        return new
+        return new, new.flat
+
+    def all_reduce(self) -> None:
+        """Go on to the replicas, with what was kept partial; or reduce just that."""
+        replicas = self._spec.replicas
+        if replicas is None or (self._in_flight is None and self._partial is None):
+            return
+        with self._lanes.on(Lane.REDUCE):
+            row = self._end_first_half()
+            if self._in_flight is None:
+                present = [False] * len(self.params)
+                self._in_flight = _Reduction(Done(), row, None, present, None)
+            self._in_flight.row = row
+            self._in_flight.pending = replicas.all_reduce_mean(row)
+
+    def keep_partial(self) -> None:
+        """Put the reduction over replicas off."""
+        if self._spec.replicas is None:
+            self.finish()
+        elif self._in_flight is not None:
+            with self._lanes.on(Lane.REDUCE):
+                self._partial = self._end_first_half()
+            self._end(self._in_flight)
+
+    def _end_first_half(self) -> Tensor:
+        """What is reduced over shards, in this pass and in those whose result was kept partial.
+
+        Whichever parameters had gradients in which pass: all of it lies in layout order, and the
+        flags add up like the rest.
+        """
+        partial, self._partial = self._partial, None
+        reduction = self._in_flight
+        if reduction is None:
+            assert partial is not None
+            return partial
+        self._lanes.wait(reduction.pending)
+        return reduction.row if partial is None else partial.add_(reduction.row)
 
     def finish(self) -> None:
         """Put the reduced gradients on the sharded parameters."""
         if self._in_flight is None:
             return
-        reduction, self._in_flight = self._in_flight, None
+        reduction = self._in_flight
         with self._lanes.on(Lane.REDUCE):
             self._lanes.wait(reduction.pending)
-            self._assign(reduction.result, self._present_anywhere(reduction))
+            shown = reduction.shown
+            if shown is None:
+                dtype = self.sharded_params[0].dtype
+                shown = _GradShard(self._spec, reduction.row.to(dtype))
+            self._assign(shown, self._present_anywhere(reduction))
+        self._end(reduction)
+
+    def _end(self, reduction: _Reduction) -> None:
+        """Let computation go on with what is reduced, and in the memory that this needed."""
+        self._in_flight = None
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
-        reduction.source.free()
+        if reduction.source is not None:
+            reduction.source.free()
 
     def accumulate(self) -> None:
         """Keep the gradients whole until a backward that reduces.
@@ -154,6 +207,7 @@ class Gradients:
     def forget(self) -> None:
         """Forget everything that was not reduced."""
         self._accumulated = self._has_pending = False
+        self._partial = None
         self.discard()
         self.pending = [None] * len(self.params)
 
@@ -181,7 +235,7 @@ class Gradients:
             return reduction.present  # no need to ask the device, which would wait for it
         num = len(reduction.present)
         shard_numel = self._spec.layout.shard_numel
-        flags = reduction.result.flat[shard_numel : shard_numel + num]
+        flags = reduction.row[shard_numel : shard_numel + num]
         return [flag > 0 for flag in flags.tolist()]
 
     def _assign(self, result: _GradShard, present: Sequence[bool]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fullshard.device import Buffer, Kind, StorageMeter
 from fullshard.engine.spec import BucketSpec
-from fullshard.layout import StridedCopy
+from fullshard.layout import StridedCopy, round_up
 
 __all__ = ["ReduceInput"]
 
@@ -19,14 +19,14 @@ class ReduceInput:
     """The buffer that gradients are copied to, in one batch that casts, to be reduced.
 
     Behind the slice of each rank it has one element per parameter, 1 where it got a gradient, up
-    to a whole number of 16-byte words.
+    to a multiple of 8, which are at least 16 bytes.
     """
 
     def __init__(
         self, spec: BucketSpec, dtype: torch.dtype, device: torch.device, meter: StorageMeter
     ) -> None:
         layout = spec.layout
-        self.row = row_numel(spec, dtype)
+        self.row = row_numel(spec)
         self._spec = spec
         self._meter = meter
         self._numel = sum(param.numel for param in layout.params)
@@ -89,10 +89,9 @@ class ReduceInput:
         self._buffer.free()
 
 
-def row_numel(spec: BucketSpec, dtype: torch.dtype) -> int:
-    """Elements of one rank's slice, the flags included."""
-    word = max(1, 16 // dtype.itemsize)
-    return spec.layout.shard_numel + -(-len(spec.layout.params) // word) * word
+def row_numel(spec: BucketSpec) -> int:
+    """Elements of one rank's slice, the flags included; the same in every dtype on the wire."""
+    return spec.layout.shard_numel + round_up(len(spec.layout.params), 8)
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:

@@ -27,16 +27,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Layout, wire and dtypes of a bucket.
+    """Layout, wires and dtypes of a bucket.
 
-    ``param_dtype`` and ``reduce_dtype`` are None where the parameters' own dtype, or that of the
-    unsharded parameters, is used.
+    ``comm`` is the wire among the ranks that share one copy of the parameters, ``replicas`` the one
+    among ranks with equal shards of several copies, and ``secondary`` the one among those that
+    gather again what is resharded to a smaller group. ``param_dtype`` and ``reduce_dtype`` are None
+    where the parameters' own dtype, or that of the unsharded parameters, is used.
     """
 
     layout: Layout
     comm: Collectives
     form: ShardForm
     device: torch.device
+    replicas: Collectives | None = None
+    secondary: Collectives | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 

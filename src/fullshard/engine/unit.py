@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ProtocolError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ class Unit:
         return sum(bucket.unsharded_nbytes for bucket in self.buckets)
 
     @property
+    def replicated(self) -> bool:
+        """Whether other ranks hold the same shard of some bucket."""
+        return any(bucket.spec.replicas is not None for bucket in self.buckets)
+
+    @property
     def num_params(self) -> int:
         """Number of parameters, frozen ones included."""
         return sum(len(bucket.sharded_params) for bucket in self.buckets)
@@ -99,9 +105,10 @@ class Unit:
         numel = sum(param.numel for spec in specs for param in spec.layout.params)
         shards = sum(bucket.shard.nbytes for bucket in self.buckets)
         forms = " and ".join(dict.fromkeys(str(spec.form) for spec in specs))
+        ranks = " and ".join(dict.fromkeys(map(_ranks, specs)))
         return (
             f"a unit: {self.num_params} parameters, {numel:,} elements, {forms} over "
-            f"{specs[0].layout.world} rank(s), {shards:,} bytes a rank, {self.nbytes:,} unsharded"
+            f"{ranks} rank(s), {shards:,} bytes a rank, {self.nbytes:,} unsharded"
         )
 
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> list[nn.Parameter]:
@@ -135,11 +142,30 @@ class Unit:
             if bucket.unsharded is not None:
                 bucket.unsharded.free()
 
+    def reshard_to_secondary(self) -> None:
+        """The same, but keep the secondary shards of the buckets that have any."""
+        self.conceal()
+        for bucket in self.buckets:
+            if bucket.unsharded is not None:
+                bucket.unsharded.free(to_secondary=True)
+
     def reduce(self) -> None:
         """Start the reductions of the buckets in which something is trainable."""
         for bucket in self.buckets:
             if bucket.trainable and bucket.gradients is not None:
                 bucket.gradients.start()
+
+    def all_reduce(self) -> None:
+        """Go on to reduce over replicas, in the buckets that have any."""
+        for bucket in self.buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.all_reduce()
+
+    def keep_partial(self) -> None:
+        """End reductions: those over replicas are put off, the others are complete."""
+        for bucket in self.buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.keep_partial()
 
     def finish_reduce(self) -> None:
         """Put reduced gradients where the optimizer looks."""
@@ -219,3 +245,9 @@ class Unit:
         """Freeze and unfreeze the unsharded parameters as the user did the sharded ones."""
         for bucket in self.buckets:
             bucket.sync_requires_grad()
+
+
+def _ranks(spec: BucketSpec) -> str:
+    """The number of ranks, for people."""
+    world = str(spec.layout.world)
+    return world if spec.replicas is None else f"{spec.replicas.world} x {world}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fullshard.comm import Pending
+from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.engine.spec import BucketSpec
-from fullshard.layout import GatherPlan, plan_gather
+from fullshard.layout import GatherPlan, plan_gather, round_up
 
 __all__ = ["Unsharded"]
 
@@ -22,8 +22,9 @@ Each travels by itself then. Below, a copy of what came with others takes less t
 class Unsharded:
     """Whole parameters whose memory comes and goes.
 
-    ``start`` and ``finish`` gather, ``free`` gives the memory back; the scheduler sees to it that
-    they are called in turn. Each parameter is made from ``.data`` of the buffer, so that it has a
+    ``start`` and ``finish`` gather, ``free`` gives the memory back, all of it or all but a
+    secondary shard, from which the next ``start`` gathers; the scheduler sees to it that they are
+    called in turn. Each parameter is made from ``.data`` of the buffer, so that it has a
     version counter of its own and no base: what the engine writes through the buffer is no
     modification in the eyes of autograd.
     """
@@ -36,13 +37,15 @@ class Unsharded:
         layout = spec.layout
         self.borrows = layout.world == 1 and layout.zero_copy and dtype == shard.dtype
         with torch.inference_mode(False), torch.no_grad():
+            numel = layout.unsharded_numel
+            if spec.secondary is not None:
+                numel = round_up(numel, spec.secondary.world)
             self._buffer = (
                 None
                 if self.borrows
-                else Buffer(
-                    layout.unsharded_numel, dtype, shard.device, kind=Kind.UNSHARDED, meter=meter
-                )
+                else Buffer(numel, dtype, shard.device, kind=Kind.UNSHARDED, meter=meter)
             )
+            self._secondary: _Secondary | None = None
             flat = shard if self._buffer is None else self._buffer.tensor
             self.params = [
                 nn.Parameter(
@@ -53,6 +56,8 @@ class Unsharded:
             ]
             if self._buffer is not None:
                 self._gather = _Gather(spec, self._buffer, meter)
+                if spec.secondary is not None:
+                    self._secondary = _Secondary(spec.secondary, self._buffer, meter)
                 self._buffer.free()
 
     def owns(self, param: nn.Parameter) -> bool:
@@ -65,7 +70,10 @@ class Unsharded:
         if self._buffer is None:
             return
         with self._lanes.on(Lane.GATHER):
-            self._in_flight = self._gather.start(self.shard)
+            if self._secondary is not None and self._secondary.kept:
+                self._in_flight = self._secondary.start()
+            else:
+                self._in_flight = self._gather.start(self.shard)
 
     def finish(self) -> None:
         """Make the parameters whole on the compute lane."""
@@ -73,16 +81,62 @@ class Unsharded:
             return
         with self._lanes.on(Lane.GATHER):
             self._lanes.wait(self._in_flight)
-            self._gather.finish()
+            if self._secondary is not None and self._secondary.kept:
+                self._secondary.free()
+            else:
+                self._gather.finish()
         self._in_flight = None
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
+    def free(self, *, to_secondary: bool = False) -> None:
+        """Give the memory back once compute is done with it, but for a secondary shard if asked."""
+        if self._buffer is None:
+            return
+        self._lanes.join(Lane.GATHER, Lane.COMPUTE)
+        with self._lanes.on(Lane.GATHER):
+            if self._secondary is not None:
+                if to_secondary:
+                    self._secondary.keep()
+                else:
+                    self._secondary.free()
+            self._buffer.free()
+
+
+class _Secondary:
+    """A slice of the unsharded buffer, kept by each rank of a small group instead of all of it.
+
+    It cuts the buffer without regard to the parameters in it, so that it is gathered in place,
+    whatever their layout and sizes.
+    """
+
+    def __init__(self, comm: Collectives, whole: Buffer, meter: StorageMeter) -> None:
+        flat = whole.tensor
+        numel = flat.numel() // comm.world
+        self.kept = False
+        self._comm = comm
+        self._whole = whole
+        self._meter = meter
+        self._own = flat.narrow(0, comm.rank * numel, numel)
+        self._slice = Buffer(numel, flat.dtype, flat.device, kind=Kind.SECONDARY, meter=meter)
+        self._slice.free()
+
+    def keep(self) -> None:
+        """Copy our slice of the buffer, which is about to be freed."""
+        self._slice.allocate()
+        self._slice.tensor.copy_(self._own)
+        self._meter.copied(self._own.nbytes)
+        self.kept = True
+
+    def start(self) -> Pending:
+        """Start to gather the slices into the buffer."""
+        self._whole.allocate()
+        return self._comm.all_gather([self._whole.tensor], [self._slice.tensor])
+
     def free(self) -> None:
-        """Give the memory back once compute is done with it."""
-        if self._buffer is not None:
-            self._lanes.join(Lane.GATHER, Lane.COMPUTE)
-            with self._lanes.on(Lane.GATHER):
-                self._buffer.free()
+        """Give up the slice."""
+        if self.kept:
+            self._slice.free()
+            self.kept = False
 
 
 class _Gather:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 
-from fullshard.comm import collectives_of
 from fullshard.engine import Bucket, BucketSpec, Engine, MixedPrecisionPolicy, Unit
 from fullshard.frontend.checks import check_params, shard_dim
 from fullshard.frontend.explain import check_optimizers_again
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
+from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import sharded_class
 from fullshard.frontend.ownership import (
     OwnedParam,
@@ -43,8 +43,10 @@ _ALIGN_NBYTES = 16
 class Choices:
     """What the user chose in a call, checked."""
 
-    mesh: DeviceMesh
+    mesh: DataMesh
     after_forward: AfterForward
+    secondary: int | None
+    """Ranks that gather again in backward, if fewer than all."""
     policy: MixedPrecisionPolicy
     ignored: set[nn.Parameter]
     placement_fn: Callable[[nn.Parameter], Any] | None
@@ -65,14 +67,14 @@ def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
         engine_of(unit).check_idle("fully_shard")
     owned = collect(modules, choices.ignored)
     check_params(owned, choices.layout)
-    return _plan(owned, choices, device_of(choices.mesh))
+    return _plan(owned, choices, device_of(choices.mesh.mesh))
 
 
 def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make ``modules`` one unit."""
     plan = plan_unit(modules, choices)
     below = units_below(modules)
-    device = device_of(choices.mesh)
+    device = device_of(choices.mesh.mesh)
     buckets = [
         Bucket(spec, [p.param for p in params])
         for spec, params in zip(plan.specs, plan.params, strict=True)
@@ -89,7 +91,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     _move_buffers(modules, device)
     Engine.join((engine_of(u) for u in below), unit, UnitPolicy(choices.after_forward))
     places.show_sharded(buckets)
-    draw_whole_on(choices.mesh)
+    draw_whole_on(choices.mesh.mesh)
     install_forward_hooks(unit, modules, choices.policy)
     install_state_dict_hooks(unit, places)
     for module in modules:
@@ -133,7 +135,8 @@ def _bucket_spec(
     specs: Sequence[ParamSpec], dtype: torch.dtype, choices: Choices, device: torch.device
 ) -> BucketSpec:
     policy = choices.policy if dtype.is_floating_point else MixedPrecisionPolicy()
-    comm = collectives_of(choices.mesh)
+    mesh = choices.mesh
+    comm = mesh.shards
     narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
     layout = choices.layout.build(specs, comm.world, max(1, _ALIGN_NBYTES // narrowest))
     return BucketSpec(
@@ -141,6 +144,8 @@ def _bucket_spec(
         comm=comm,
         form=_form(layout, choices),
         device=device,
+        replicas=mesh.replicas,
+        secondary=mesh.secondary(choices.secondary) if choices.secondary else None,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
     )
@@ -149,14 +154,15 @@ def _bucket_spec(
 def _form(layout: Layout, choices: Choices) -> ShardForm:
     """How users see the pieces."""
     shapes = [torch.Size(spec.shape) for spec in layout.params]
+    mesh = choices.mesh
     if isinstance(choices.layout, PerParameter):
-        placements: list[Placement] = [Shard(spec.shard_dim) for spec in layout.params]
-        return DTensorForm(choices.mesh, shapes, [(placement,) for placement in placements])
+        placements = [mesh.placements(Shard(spec.shard_dim)) for spec in layout.params]
+        return DTensorForm(mesh.mesh, shapes, placements)
     cuts = [
         RaggedShard((band.num_ranks, band.segment.length) for band in bands)
         for bands in layout.bands
     ]
-    return DTensorForm(choices.mesh, shapes, [(cut,) for cut in cuts], RaggedTensor)
+    return DTensorForm(mesh.mesh, shapes, list(map(mesh.placements, cuts)), RaggedTensor)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

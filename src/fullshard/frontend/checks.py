@@ -7,12 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fullshard.comm import default_mesh, device_types_of
 from fullshard.engine import MixedPrecisionPolicy
 from fullshard.errors import (
     AlreadyShardedError,
@@ -31,7 +29,6 @@ __all__ = [
     "checked_after_forward",
     "checked_ignored",
     "checked_layout",
-    "checked_mesh",
     "checked_policy",
     "shard_dim",
 ]
@@ -88,21 +85,27 @@ def _check_kind(module: nn.Module, inner: nn.Module) -> None:
         raise UnsupportedError(f"fully_shard: {name}{where} is sharded by torch's FSDP already")
 
 
-def checked_after_forward(value: Any) -> AfterForward:
-    """``reshard_after_forward`` as a value of the schedule."""
+def checked_after_forward(value: Any, num_shards: int) -> tuple[AfterForward, int | None]:
+    """``reshard_after_forward`` as a value of the schedule, and the size of a smaller group."""
     if value is None:
-        return AfterForward.AUTO
+        return AfterForward.AUTO, None
     if isinstance(value, bool):
-        return AfterForward.RESHARD if value else AfterForward.KEEP
-    if isinstance(value, int):
-        raise NotBuiltError(
-            f"fully_shard(reshard_after_forward={value}): resharding to a smaller group is not "
-            "built yet; expected None, True or False"
+        return AfterForward.RESHARD if value else AfterForward.KEEP, None
+    if not isinstance(value, int):
+        raise ConfigError(
+            f"fully_shard(reshard_after_forward={value!r}): expected None, a bool or an int, got "
+            f"{type(value).__name__}"
         )
-    raise ConfigError(
-        f"fully_shard(reshard_after_forward={value!r}): expected None or a bool, got "
-        f"{type(value).__name__}"
-    )
+    if value < 1 or num_shards % value:
+        raise ConfigError(
+            f"fully_shard(reshard_after_forward={value}): expected a number of ranks that divides "
+            f"the {num_shards} over which parameters are sharded"
+        )
+    if value == num_shards:
+        return AfterForward.RESHARD, None
+    if value == 1:
+        return AfterForward.KEEP, None
+    return AfterForward.SECONDARY, value
 
 
 def checked_policy(policy: Any) -> MixedPrecisionPolicy:
@@ -148,27 +151,6 @@ def checked_layout(layout: Any, placement_fn: Any) -> LayoutStrategy:
             "leave it out, or use PerParameter()"
         )
     return cast("LayoutStrategy", layout)
-
-
-def checked_mesh(mesh: Any) -> DeviceMesh:
-    """The mesh, or the default one."""
-    if mesh is None:
-        mesh = default_mesh()
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentTypeError(
-            f"fully_shard(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh or None"
-        )
-    if mesh.ndim == 2:
-        raise NotBuiltError("fully_shard on a 2-D mesh (HSDP) is not built yet: pass a 1-D mesh")
-    if mesh.ndim != 1:
-        raise ConfigError(f"fully_shard(mesh=...): got {mesh.ndim} mesh dims, expected 1 or 2")
-    served = device_types_of(mesh)
-    if mesh.device_type not in served:
-        raise ConfigError(
-            f"fully_shard: the mesh is on {mesh.device_type}, its process group communicates on "
-            f"{', '.join(served)} only; init_process_group('cpu:gloo,cuda:nccl') serves both"
-        )
-    return mesh
 
 
 def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:

@@ -17,9 +17,9 @@ from fullshard.frontend.checks import (
     checked_after_forward,
     checked_ignored,
     checked_layout,
-    checked_mesh,
     checked_policy,
 )
+from fullshard.frontend.meshes import checked_mesh
 from fullshard.layout import LayoutStrategy, PerParameter
 
 __all__ = ["checked_choices", "fully_shard"]
@@ -49,11 +49,15 @@ def fully_shard(
     Args:
         module: the module, or several that form one unit; parameters must be contiguous, of at
             least one dimension.
-        mesh: a 1-D mesh of the data-parallel ranks. None: all ranks, on the accelerator if the
-            default process group serves it, else on the CPU; without a process group one is made.
+        mesh: a 1-D mesh of the data-parallel ranks, or a named 2-D one: then ranks along the first
+            dim hold copies, over which gradients are reduced too (HSDP), and parameters are cut
+            along the second. None: all ranks, on the accelerator if the default process group
+            serves it, else on the CPU; without a process group one is made.
         reshard_after_forward: free the parameters after forward and gather them again in backward
             (True), or keep them in between (False). None: True, but False for whatever module is
-            the root of a forward.
+            the root of a forward. An int k, which divides the number of shards: keep a k-th of
+            them, and gather in backward among groups of k neighbours; k equal to the number of
+            shards is True, 1 is False.
         mp_policy: dtypes, see ``MixedPrecisionPolicy``.
         offload_policy: only ``OffloadPolicy()`` is built, which offloads nothing.
         ignored_params: parameters to leave alone.
@@ -105,17 +109,22 @@ def checked_choices(
 ) -> Choices:
     """The options of a call, or the error that one of them deserves."""
     if dp_mesh_dims is not None:
-        raise NotBuiltError("fully_shard(dp_mesh_dims=...) is not built yet: pass a 1-D mesh")
+        raise NotBuiltError(
+            "fully_shard(dp_mesh_dims=...) is not built yet: pass a mesh of data-parallel ranks"
+        )
     if type(offload_policy).__name__ != "OffloadPolicy":
         raise NotBuiltError(
             f"fully_shard(offload_policy={offload_policy!r}) is not built yet: expected "
             "OffloadPolicy()"
         )
+    data_mesh = checked_mesh(mesh)
+    after_forward, secondary = checked_after_forward(reshard_after_forward, data_mesh.num_shards)
     return Choices(
-        after_forward=checked_after_forward(reshard_after_forward),
+        after_forward=after_forward,
+        secondary=secondary,
         policy=checked_policy(mp_policy),
         ignored=checked_ignored(ignored_params),
         placement_fn=shard_placement_fn,
         layout=checked_layout(layout, shard_placement_fn),
-        mesh=checked_mesh(mesh),
+        mesh=data_mesh,
     )

@@ -92,8 +92,23 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; if not, they add up unsharded until one does."""
-        self._set(recurse, requires_gradient_sync=requires_gradient_sync)
+        """Whether backward reduces gradients; if not, they add up unsharded until one does.
+
+        On a mesh with replicas this also sets what ``set_requires_all_reduce`` does.
+        """
+        self._set(
+            recurse,
+            requires_gradient_sync=requires_gradient_sync,
+            requires_all_reduce=requires_gradient_sync,
+        )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over replicas, too.
+
+        If not, they are reduced over the shards, and that adds up out of sight, ``grad`` staying
+        as it was, until a backward that reduces over both. Without replicas it has no effect.
+        """
+        self._set(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``, also for a root that had it chosen by default.

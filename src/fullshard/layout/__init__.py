@@ -34,7 +34,7 @@ from fullshard.layout.per_param import PerParameter
 from fullshard.layout.ragged import Granularity, Ragged
 from fullshard.layout.remap import Move, remap
 from fullshard.layout.segment import Band, Run, Segment, StridedCopy
-from fullshard.layout.spec import ParamSpec
+from fullshard.layout.spec import ParamSpec, round_up
 
 __all__ = [
     "Band",
@@ -52,4 +52,5 @@ __all__ = [
     "StridedCopy",
     "plan_gather",
     "remap",
+    "round_up",
 ]

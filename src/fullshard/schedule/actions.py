@@ -23,8 +23,14 @@ class Op(enum.StrEnum):
     """Show the sharded parameters; a graph still reads the unsharded storage."""
     RESHARD = "reshard"
     """Show the sharded parameters and free the unsharded storage."""
+    RESHARD_TO_SECONDARY = "reshard_to_secondary"
+    """The same, but keep a slice from which fewer ranks can gather again in backward."""
     REDUCE_SCATTER = "reduce_scatter"
-    """Start the reduction of a unit's gradients, pending ones included."""
+    """Start the reduction of a unit's gradients, pending ones included, over the shards."""
+    ALL_REDUCE = "all_reduce"
+    """Go on to reduce over the replicas, what was kept partial included."""
+    KEEP_PARTIAL = "keep_partial"
+    """End a reduction without that: keep what is reduced over the shards only."""
     FINISH_REDUCE = "finish_reduce"
     """Put the reduced gradients where the optimizer looks."""
     ACCUMULATE = "accumulate"
@@ -64,7 +70,10 @@ class UnitActions(NamedTuple):
     wait: Action
     conceal: Action
     reshard: Action
+    reshard_to_secondary: Action
     reduce_scatter: Action
+    all_reduce: Action
+    keep_partial: Action
     finish_reduce: Action
     accumulate: Action
     discard: Action

@@ -100,7 +100,7 @@ class Prefetcher:
         free_nbytes = budget - self._residents.held_nbytes()
         for position in range(order.next, len(order.units)):
             unit = order.units[position]
-            if states[unit].residency:
+            if states[unit].is_held:
                 continue
             free_nbytes -= states[unit].nbytes
             if free_nbytes < 0:
@@ -109,7 +109,7 @@ class Prefetcher:
 
     def _guess(self, position: int, unit: int, out: Actions) -> None:
         state = self._residents.units[unit]
-        if not state.residency:
+        if not state.is_held:
             self._residents.gather(state, out)
             state.holds |= Hold.GUESS
             self._guesses[unit] = position

@@ -10,7 +10,7 @@ __all__ = ["Actions", "Residents"]
 Actions = list[Action]
 
 # To look up a member of an enum takes longer than what is done with it.
-_SHARDED, _GATHERING, _UNSHARDED, _CONCEALED = Residency
+_SHARDED, _SECONDARY, _GATHERING, _UNSHARDED, _CONCEALED = Residency
 
 
 class Residents:
@@ -29,14 +29,14 @@ class Residents:
 
     def held_nbytes(self) -> int:
         """Unsharded bytes, those on their way included, the root's apart."""
-        if self.root is not None and self.root.residency:
+        if self.root is not None and self.root.is_held:
             return self._held_nbytes - self.root.nbytes
         return self._held_nbytes
 
     def need(self, state: UnitState, out: Actions) -> None:
         """Make the unit unsharded from here on."""
         state.holds &= ~Hold.GUESS
-        if state.residency is _SHARDED:
+        if state.residency <= _SECONDARY:
             self.gather(state, out)
         if state.residency is not _UNSHARDED:
             self.wait(state, out)
@@ -47,7 +47,7 @@ class Residents:
         Not in the middle of a forward or backward that reads the copy: its gradients belong to
         the weights that it started with.
         """
-        if not state.residency or state.generation == self.generation or (state.holds & IN_USE):
+        if not state.is_held or state.generation == self.generation or (state.holds & IN_USE):
             return
         if state.residency is _GATHERING:
             self.wait(state, out)
@@ -55,7 +55,9 @@ class Residents:
 
     def gather(self, state: UnitState, out: Actions) -> None:
         """Start to unshard."""
-        if state.residency is _SHARDED:
+        if state.residency is _SECONDARY and state.generation != self.generation:
+            self._drop_secondary(state, out)
+        if state.residency <= _SECONDARY:
             self._held_nbytes += state.nbytes
         state.move(_GATHERING)
         state.generation = self.generation
@@ -79,9 +81,13 @@ class Residents:
                 self.hidden.discard(state.key)
                 self.settle(state, out)
 
-    def settle(self, state: UnitState, out: Actions) -> None:
+    def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
         """Reshard the unit if nothing holds it; let only an unseen backward read it."""
         if not state.residency or state.holds & ~Hold.HIDDEN:
+            return
+        if state.residency is _SECONDARY:
+            if not to_secondary:
+                self._drop_secondary(state, out)
             return
         if state.residency is _GATHERING:
             self.wait(state, out)  # a buffer cannot be freed while the wire writes into it
@@ -91,5 +97,9 @@ class Residents:
                 out.append(state.do.conceal)
             return
         self._held_nbytes -= state.nbytes
+        state.move(_SECONDARY if to_secondary else _SHARDED)
+        out.append(state.do.reshard_to_secondary if to_secondary else state.do.reshard)
+
+    def _drop_secondary(self, state: UnitState, out: Actions) -> None:
         state.move(_SHARDED)
         out.append(state.do.reshard)

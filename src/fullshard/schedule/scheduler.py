@@ -66,10 +66,12 @@ class Scheduler:
         nbytes: int,
         num_members: int = 1,
         encloses: bool = False,
+        replicated: bool = False,
         policy: UnitPolicy | None = None,
     ) -> UnitState:
         """Make a unit known, see ``UnitState``."""
-        state = UnitState(unit, nbytes, num_members, encloses, policy or UnitPolicy())
+        policy = policy or UnitPolicy()
+        state = UnitState(unit, nbytes, num_members, encloses, replicated, policy)
         self._units[unit] = state
         return state
 
@@ -157,7 +159,8 @@ class Scheduler:
         if state.use is None:
             return
         state.use = None
-        if event.task != NO_TASK:
+        outside = event.task == NO_TASK
+        if not outside:
             self._task(event.task).recomputed.add(state.key)
             state.holds |= Hold.RECOMPUTE
         elif not event.failed and (event.follows is _READS or self._keeps(state)):
@@ -165,7 +168,9 @@ class Scheduler:
         else:
             state.holds &= ~Hold.USER
         state.holds &= ~Hold.FORWARD
-        self.residents.settle(state, out)
+        returns = outside and event.follows >= _BACKWARD and not event.failed
+        to_secondary = returns and state.policy.after_forward is AfterForward.SECONDARY
+        self.residents.settle(state, out, to_secondary=to_secondary)
 
     def _keeps(self, state: UnitState) -> bool:
         """Whether the unit stays unsharded after its forward."""
@@ -283,6 +288,7 @@ class Scheduler:
             for state in self._units.values():
                 if state.pending and state.policy.requires_gradient_sync:
                     self._reduce(state, task, out)  # skipped in the pass that reduces
+                self._reductions.end_partial(state, out)
             self._end_backward(out)
 
     def _end_backward(self, out: Actions) -> None:
@@ -338,7 +344,7 @@ class Scheduler:
         gathers: Actions = []
         self.residents.refresh(state, gathers)
         state.holds |= Hold.USER
-        if state.residency is Residency.SHARDED:
+        if not state.is_held:
             self.residents.gather(state, gathers)
         if gathers and self.idle:
             out.append(FENCE)
@@ -376,7 +382,7 @@ class Scheduler:
             state.use = None
             state.graph_uses.clear()
             state.holds = 0
-            state.pending = False
+            state.pending = state.partial = False
             self.residents.settle(state, out)
             out.append(state.do.forget)
 

@@ -25,19 +25,26 @@ class Residency(enum.IntEnum):
 
     SHARDED = 0
     """Nowhere: only the shard exists."""
-    GATHERING = 1
+    SECONDARY = 1
+    """Nowhere, but a few ranks have all of them in slices."""
+    GATHERING = 2
     """On their way: the all-gather was started."""
-    UNSHARDED = 2
+    UNSHARDED = 3
     """In memory, shown by the modules."""
-    CONCEALED = 3
+    CONCEALED = 4
     """In memory for a backward that may come; the modules show the sharded parameters."""
 
+
+_GATHERING = Residency.GATHERING
 
 MOVES = frozenset(
     {
         (Residency.SHARDED, Residency.GATHERING),
         (Residency.GATHERING, Residency.UNSHARDED),
         (Residency.UNSHARDED, Residency.SHARDED),
+        (Residency.UNSHARDED, Residency.SECONDARY),
+        (Residency.SECONDARY, Residency.GATHERING),
+        (Residency.SECONDARY, Residency.SHARDED),
         (Residency.UNSHARDED, Residency.GATHERING),  # refresh of a stale copy, in place
         (Residency.UNSHARDED, Residency.CONCEALED),
         (Residency.CONCEALED, Residency.UNSHARDED),
@@ -82,6 +89,8 @@ class AfterForward(enum.Enum):
     """Kept if the unit is the root of the forward, else freed."""
     RESHARD = "reshard"
     """Freed, gathered again in backward."""
+    SECONDARY = "secondary"
+    """Freed but for a slice, from which a smaller group gathers them again in backward."""
     KEEP = "keep"
     """Kept until after backward."""
 
@@ -93,6 +102,8 @@ class UnitPolicy:
     after_forward: AfterForward = AfterForward.AUTO
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    """Whether gradients are reduced over replicas, or, where there are any, kept partial."""
     unshard_in_backward: bool = True
     """False promises that no backward of the unit reads its parameters, as an embedding's."""
     forward_prefetch: tuple[int, ...] = ()
@@ -124,18 +135,22 @@ class UnitState:
     """One unit in the machine.
 
     ``nbytes`` are the unsharded bytes, ``num_members`` the modules that share the unit;
-    ``encloses``: there are units inside of its modules.
+    ``encloses``: there are units inside of its modules; ``replicated``: other ranks hold the same
+    shards, and gradients are reduced over them too.
     """
 
     key: int
     nbytes: int
     num_members: int = 1
     encloses: bool = False
+    replicated: bool = False
     policy: UnitPolicy = UnitPolicy()
     residency: Residency = Residency.SHARDED
     holds: int = 0
     pending: bool = False
     """Whether gradients wait, unsharded, for a backward that reduces."""
+    partial: bool = False
+    """Whether gradients wait, reduced over shards, to be reduced over replicas."""
     generation: int = 0
     """The generation of the weights in the unsharded copy."""
     use: int | None = None
@@ -149,6 +164,11 @@ class UnitState:
 
     def __post_init__(self) -> None:
         self.do = actions_of(self.key)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the unsharded parameters are in memory, or on their way there."""
+        return self.residency >= _GATHERING
 
     def move(self, to: Residency) -> None:
         """Change the residency; the one place where that happens."""

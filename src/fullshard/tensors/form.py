@@ -77,5 +77,5 @@ class DTensorForm:
     def __str__(self) -> str:
         if self.cls is not DTensor:
             return f"{self.cls.__name__}s"
-        kinds = dict.fromkeys(str(placement) for placement, *_ in self.placements)
+        kinds = dict.fromkeys(", ".join(map(str, placements)) for placements in self.placements)
         return " and ".join(kinds)

@@ -1,0 +1,337 @@
+"""Meshes of more than one dim: replicas (HSDP), and resharding to a smaller group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fullshard
+from fullshard.tensors import RaggedShard
+from tests.ranks.models import GPT, full_parameters, ids
+from tests.ranks.pool import RankPool
+from tests.ranks.test_counts import recordings
+from tests.ranks.test_parity import batches, check, make, shard, train, vocab
+
+PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()
+LAYOUTS = [PER_PARAM, RAGGED, fullshard.Ragged("row")]
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    names = ("replicas", "shards")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def compare(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype, reshard: Any, **options: Any
+) -> dict[str, Any]:
+    """On one rank: the largest differences from the unsharded model."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    partial_until_last = options.pop("partial_until_last", False)
+    accumulate = options.pop("accumulate", 1)
+    steps = batches(kind, world, accumulate)
+    expected, expected_params = train(make(kind, dtype), steps, 0, 1)
+    model = make(kind, dtype)
+    shard(model, reshard, partial(fullshard.fully_shard, mesh=mesh_of(*shape), **options))
+    if partial_until_last:
+        keep_partial_until_last(model, accumulate)
+    losses, params = train(model, steps, rank, world, sync_always=True)
+    return {
+        "loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
+        "param": max((params[n] - expected_params[n]).abs().max().item() for n in params),
+        "fell": losses[-1] < losses[0],
+    }
+
+
+def keep_partial_until_last(model: Any, accumulate: int) -> None:
+    """Every forward says for its backward whether replicas are reduced."""
+    number = [0]
+
+    def before(*_: Any) -> None:
+        number[0] += 1
+        model.set_requires_all_reduce(number[0] % accumulate == 0)
+
+    model.register_forward_pre_hook(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("kind", ["gpt", "odd"])
+def test_replicas_equal_the_unsharded_model(
+    pool: RankPool, kind: str, reshard: bool | None, layout: Any
+) -> None:
+    check(pool.run(4, compare, (2, 2), kind, torch.float64, reshard, layout=layout), 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (3, 1), (1, 3), (4, 1)])
+def test_equal_it_with_one_replica_or_one_shard(pool: RankPool, shape: tuple[int, int]) -> None:
+    world = shape[0] * shape[1]
+    check(pool.run(world, compare, shape, "odd", torch.float64, True), 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("kind", ["gpt", "odd"])
+def test_equal_it_with_the_reduction_over_replicas_put_off(
+    pool: RankPool, kind: str, layout: Any
+) -> None:
+    results = pool.run(
+        4,
+        compare,
+        (2, 2),
+        kind,
+        torch.float64,
+        True,
+        accumulate=3,
+        partial_until_last=True,
+        layout=layout,
+    )
+    check(results, 1e-12, 1e-12)
+
+
+def beside_torch(shape: tuple[int, ...], reshard: Any) -> float:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = batches("gpt", world, 1)
+    found = []
+    for fully_shard in (fullshard.fully_shard, torch_fully_shard):
+        model = make("gpt", torch.float64)
+        shard(model, reshard, partial(fully_shard, mesh=mesh_of(*shape)))
+        found.append(train(model, steps, rank, world, sync_always=True)[1])
+    ours, theirs = found
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+@pytest.mark.parametrize(("shape", "reshard"), [((2, 2), None), ((2, 2), False), ((4,), 2)])
+def test_equals_torch(pool: RankPool, shape: tuple[int, ...], reshard: Any) -> None:
+    assert max(pool.run(4, beside_torch, shape, reshard)) <= 1e-12
+
+
+def placements_on_two_dims() -> list[tuple[Any, Any]]:
+    model = nn.Linear(5, 3)
+    mesh = mesh_of(2, 2)
+    fullshard.fully_shard(model, mesh=mesh)
+    ragged = nn.Linear(5, 3)
+    fullshard.fully_shard(ragged, mesh=mesh, layout=RAGGED)
+    model(torch.ones(2, 5)).sum().backward()
+    shown = [model.weight, model.weight.grad, ragged.weight]
+    assert all(isinstance(tensor, DTensor) and tensor.device_mesh is mesh for tensor in shown)
+    return [tensor.placements for tensor in shown if isinstance(tensor, DTensor)]
+
+
+def test_parameters_are_placed_on_both_dims(pool: RankPool) -> None:
+    for param, grad, ragged in pool.run(4, placements_on_two_dims):
+        assert param == grad == (Replicate(), Shard(0))
+        assert ragged[0] == Replicate()
+        assert isinstance(ragged[1], RaggedShard)
+
+
+class Branches(nn.Module):
+    """Each microbatch uses one of two parameters of the same size, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((3, 2), 2.0))
+        self.b = nn.Parameter(torch.full((3, 2), 5.0))
+
+    def forward(self, which: str) -> Tensor:
+        total = torch.zeros((), requires_grad=True) * 1
+        for name in which:
+            total = total + getattr(self, name).sum() * (1 + dist.get_rank())
+        return total
+
+
+def grads_after(microbatches: list[str], layout: Any) -> list[Tensor | None]:
+    model: Any = Branches()
+    fullshard.fully_shard(model, mesh=mesh_of(2, 2), layout=layout)
+    for number, which in enumerate(microbatches):
+        model.set_requires_all_reduce(number == len(microbatches) - 1)
+        model(which).backward()
+        if number < len(microbatches) - 1:
+            assert model.a.grad is None
+            assert model.b.grad is None
+    return [None if p.grad is None else p.grad.full_tensor() for p in (model.a, model.b)]
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize(
+    ("microbatches", "expected"),
+    [(["a", "b"], (1, 1)), (["a", "a"], (2, 0)), (["a", "", "ab"], (2, 1)), (["b", ""], (0, 1))],
+)
+def test_partial_gradients_stay_with_their_parameters(
+    pool: RankPool, microbatches: list[str], expected: tuple[int, int], layout: Any
+) -> None:
+    """PyTorch adds up what lies in the same place of a buffer whose parameters differ."""
+    mean = sum(range(1, 5)) / 4
+    for grads in pool.run(4, grads_after, microbatches, layout):
+        for grad, times in zip(grads, expected, strict=True):
+            if times == 0:
+                assert grad is None
+            else:
+                assert grad is not None
+                torch.testing.assert_close(grad, torch.full((3, 2), mean * times))
+
+
+def skipped_in_the_last_pass() -> list[float]:
+    """The second block has a partial gradient only, and its unit is not run again."""
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor, names: str) -> Tensor:
+            for name in names:
+                x = self.parts[name](x)
+            return x
+
+    root: Any = Either()
+    mesh = mesh_of(2, 2)
+    for part in model.values():
+        fullshard.fully_shard(part, mesh=mesh)
+    fullshard.fully_shard(root, mesh=mesh)
+    x = torch.ones(1, 2) * (1 + dist.get_rank())
+    root.set_requires_all_reduce(False)
+    root(x, "ab").sum().backward()
+    root.set_requires_all_reduce(True)
+    root(x, "a").sum().backward()
+    grads = [model[name].bias.grad for name in "ab"]
+    assert all(grad is not None for grad in grads)
+    return [grad.full_tensor().sum().item() for grad in grads]
+
+
+def test_partial_gradients_of_a_unit_that_the_last_pass_skips(pool: RankPool) -> None:
+    results = pool.run(4, skipped_in_the_last_pass)
+    assert all(result == results[0] for result in results)
+    assert results[0][1] == 2.0
+
+
+def no_partial_gradients_after_reset() -> float:
+    model: Any = Branches()
+    fullshard.fully_shard(model, mesh=mesh_of(2, 2))
+    model.set_requires_all_reduce(False)
+    model("a").backward()
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    model("a").backward()
+    grad: Any = model.a.grad
+    return grad.full_tensor().mean().item()
+
+
+def test_reset_forgets_partial_gradients(pool: RankPool) -> None:
+    assert pool.run(4, no_partial_gradients_after_reset) == [2.5] * 4
+
+
+def partial_in_bf16() -> float:
+    """256 + 1 + 1: sums of what waits are made in the dtype of reduction."""
+    model: Any = nn.Linear(1, 4, bias=False)
+    policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    fullshard.fully_shard(model, mesh=mesh_of(2, 2), mp_policy=policy)
+    for number, factor in enumerate((256.0, 1.0, 1.0)):
+        model.set_requires_all_reduce(number == 2)
+        model(torch.full((1, 1), factor)).sum().backward()
+    return model.weight.grad.full_tensor().max().item()
+
+
+def test_partial_gradients_add_up_in_the_dtype_of_reduction(pool: RankPool) -> None:
+    assert pool.run(4, partial_in_bf16) == [258.0] * 4
+
+
+# resharding to a smaller group
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("kind", ["gpt", "odd"])
+def test_secondary_shards_equal_the_unsharded_model(pool: RankPool, kind: str, layout: Any) -> None:
+    check(pool.run(4, compare, (4,), kind, torch.float64, 2, layout=layout), 1e-12, 1e-12)
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+def test_secondary_shards_of_what_is_cut_on_other_dims(pool: RankPool) -> None:
+    """PyTorch fails here in backward."""
+    results = pool.run(4, compare, (4,), "odd", torch.float64, 2, shard_placement_fn=last_dim)
+    check(results, 1e-12, 1e-12)
+
+
+def shown_after_forward() -> bool:
+    """Sizes that divide by nothing; what modules show between forward and backward is right."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+    expected = [param.detach().clone() for param in model.parameters()]
+    for part in model:
+        fullshard.fully_shard(part, mesh=mesh_of(4), reshard_after_forward=2)
+    loss = model(torch.ones(1, 3)).sum()
+    shown: Any = list(model.parameters())
+    right = all(torch.equal(p.full_tensor(), e) for p, e in zip(shown, expected, strict=True))
+    loss.backward()
+    return right and all(p.grad is not None for p in model.parameters())
+
+
+def test_full_tensor_is_right_between_forward_and_backward(pool: RankPool) -> None:
+    """PyTorch puts uneven ones together wrongly."""
+    assert all(pool.run(4, shown_after_forward))
+
+
+def stepped_between() -> tuple[bool, bool]:
+    """The weights change while slices of the old ones are kept."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for part in model:
+        fullshard.fully_shard(part, mesh=mesh_of(4), reshard_after_forward=2)
+    fullshard.fully_shard(model, mesh=mesh_of(4), reshard_after_forward=2)
+    model(torch.ones(1, 4))  # no backward comes by
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)
+    first = model(torch.ones(1, 4)).sum().item()
+    model(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    second = model(torch.ones(1, 4)).sum().item()
+    return first == 84.0, second == 84.0
+
+
+def test_secondary_shards_are_never_stale(pool: RankPool) -> None:
+    assert pool.run(4, stepped_between) == [(True, True)] * 4
+
+
+def counts(shape: tuple[int, ...], reshard: Any, all_reduce: bool = True) -> list[dict[str, Any]]:
+    """Calls of a step, by unit, and, over all units, numbers of elements by kind."""
+    with recordings() as made:
+        model: Any = make("gpt", torch.float32)
+        shard(model, reshard, partial(fullshard.fully_shard, mesh=mesh_of(*shape)))
+    model.set_requires_all_reduce(all_reduce)
+    tokens = ids(2, 8, vocab=vocab("gpt"), seed=dist.get_rank())
+    for _ in range(2):
+        for recording in made:
+            recording.calls.clear()
+        GPT.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    full_parameters(model)
+    return [dict(Counter(call.kind for call in recording.calls)) for recording in made]
+
+
+def test_replicas_cost_one_all_reduce_a_unit_and_step(pool: RankPool) -> None:
+    shards, replicas = {"all_gather": 2, "reduce_scatter": 1}, {"all_reduce": 1}
+    root = {"all_gather": 1, "reduce_scatter": 1}
+    for result in pool.run(4, counts, (2, 2), None):
+        assert result == [shards, replicas] * 3 + [root, replicas]
+
+
+def test_putting_it_off_costs_none(pool: RankPool) -> None:
+    for result in pool.run(4, counts, (2, 2), True, False):
+        assert result == [{"all_gather": 2, "reduce_scatter": 1}, {}] * 4
+
+
+def test_backward_gathers_among_the_smaller_group(pool: RankPool) -> None:
+    for result in pool.run(4, counts, (4,), 2):
+        assert result == [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}] * 4
