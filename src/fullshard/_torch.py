@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
@@ -37,10 +38,14 @@ __all__ = [
     "dtensor_from_spec",
     "dtensor_like",
     "dtensor_spec",
+    "flattened_mesh",
     "gradient_node",
     "handle_dtensor_op",
     "has_average",
     "is_profiling",
+    "is_mean",
+    "is_sum",
+    "joined_mesh",
     "local_of",
     "make_param",
     "node_number",
@@ -54,8 +59,11 @@ __all__ = [
     "never_compiled",
     "overrides_setattr",
     "post_accumulate_grad_hooks",
+    "root_ranks",
     "sequence_number",
+    "sharded_dim",
     "versions",
+    "waited",
 ]
 
 
@@ -250,6 +258,57 @@ def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return cast("object", op(*args, **kwargs))
     finally:
         handlers[op] = handler
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dim that ``placement`` cuts, strided or not."""
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+
+
+def is_sum(placement: Placement) -> bool:
+    """Whether ranks hold terms of a sum or a mean, and nothing more is to it.
+
+    Subclasses, such as that of an embedding's output, mask or scale what they hold.
+    """
+    return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
+
+
+def is_mean(placement: Placement) -> bool:
+    """Whether it is a mean."""
+    return type(placement) is Partial and placement.reduce_op == "avg"
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """``tensor``, or the result of the collective that it stands for, once that is there."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return cast("Tensor", tensor.trigger_wait())
+    return tensor
+
+
+# Meshes. The dims of a mesh and of its slices are cuts of one list of ranks, their root's.
+
+
+def root_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of the mesh that ``mesh`` is a slice of, in order; equal for equal roots."""
+    return mesh._flatten_rank_map
+
+
+def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """All dims of named slices of one root, as one mesh with their groups.
+
+    Raises:
+        RuntimeError: they have different roots, or overlap.
+    """
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """``mesh`` as a 1-D mesh; its group is made the first time, by a collective of all ranks.
+
+    Raises:
+        ValueError: the name is that of other dims.
+    """
+    return mesh._flatten(name)
 
 
 def overrides_setattr(module: nn.Module) -> bool:

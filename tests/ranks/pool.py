@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from tests.ranks import worker
 
-MAX_WORLD = 4
+MAX_WORLD = 8
 START_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 10.0
 GRACE_S = 2.0  # how long the others may take to answer once one rank has failed

@@ -335,3 +335,143 @@ def test_putting_it_off_costs_none(pool: RankPool) -> None:
 def test_backward_gathers_among_the_smaller_group(pool: RankPool) -> None:
     for result in pool.run(4, counts, (4,), 2):
         assert result == [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}] * 4
+
+
+# other ways to name a mesh
+
+
+def meshes_of_groups() -> float:
+    """Groups that the user made; and one equal mesh for each unit, none of them the same object."""
+    rank = dist.get_rank()
+    ranks = torch.arange(4).view(2, 2)
+    columns = [dist.new_group(column.tolist()) for column in ranks.T]
+    rows = [dist.new_group(row.tolist()) for row in ranks]
+    groups = [columns[rank % 2], rows[rank // 2]]
+    steps = batches("gpt", 4, 1)
+    expected = train(make("gpt", torch.float64), steps, 0, 1)[1]
+    model = make("gpt", torch.float64)
+
+    def fully_shard(module: nn.Module, **options: Any) -> None:
+        mesh = DeviceMesh.from_group(
+            groups, "cpu", mesh=ranks, mesh_dim_names=("replicas", "shards")
+        )
+        fullshard.fully_shard(module, mesh=mesh, **options)
+
+    shard(model, None, fully_shard)
+    optimizer_and_norm = train(model, steps, rank, 4, sync_always=True)[1]
+    norm = fullshard.optim.grad_norm(model.parameters())
+    assert norm == 0  # no gradients are left, and no mesh is in the way
+    return max((optimizer_and_norm[n] - expected[n]).abs().max().item() for n in expected)
+
+
+def test_meshes_from_groups_and_equal_but_distinct_ones(pool: RankPool) -> None:
+    assert max(pool.run(4, meshes_of_groups)) <= 1e-12
+
+
+def replicated_only(policy: Any, reshard: Any) -> tuple[float, list[Any]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = batches("odd", world, 1)
+    expected = train(make("odd", torch.float64), steps, 0, 1)[1]
+    model = make("odd", torch.float64)
+    dims = fullshard.DataParallelMeshDims(replicate="shards")
+    with recordings() as made:
+        shard(
+            model,
+            reshard,
+            partial(
+                fullshard.fully_shard, mesh=mesh_of(world), dp_mesh_dims=dims, mp_policy=policy
+            ),
+        )
+    found = train(model, steps, rank, world, sync_always=True)[1]
+    placed = {placement for p in model.parameters() for placement in p.placements}  # type: ignore[union-attr]
+    kinds = {call.kind for recording in made for call in recording.calls if recording.world > 1}
+    difference = max((found[n] - expected[n]).abs().max().item() for n in expected)
+    return difference, [placed, kinds]
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_replicas_alone_are_data_parallel_training(
+    pool: RankPool, world: int, reshard: Any
+) -> None:
+    policy = fullshard.MixedPrecisionPolicy()
+    for difference, (placed, kinds) in pool.run(world, replicated_only, policy, reshard):
+        assert difference <= 1e-12
+        assert placed == {Replicate()}
+        assert kinds == {"all_reduce"}
+
+
+def test_replicas_alone_with_casts(pool: RankPool) -> None:
+    policy = fullshard.MixedPrecisionPolicy(torch.float32, reduce_dtype=torch.float64)
+    for difference, (_, kinds) in pool.run(2, replicated_only, policy, True):
+        assert 0 < difference < 1e-2
+        assert kinds == {"all_reduce"}
+
+
+# single parameters on other meshes
+
+
+class Experts(nn.Module):
+    """``experts`` holds one matrix each; all of them are used."""
+
+    def __init__(self, num_experts: int = 5, dim: int = 3) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, num_experts)
+        self.experts = nn.Parameter(torch.zeros(num_experts, dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return torch.einsum("bd,edf,be->bf", x, self.experts.tanh(), weights) + x
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train_mixture(model: nn.Module, rank: int, world: int) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(3):
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3).roll(step, 0)
+        model(x.chunk(world)[rank]).square().mean().backward()
+        norms.append(fullshard.optim.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*norms, *full_parameters(model).values()]
+
+
+def experts_elsewhere(layout: Any, torch_info: bool) -> float:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    torch.manual_seed(0)
+    reference = Mixture().double()
+    model = Mixture().double()
+    model.load_state_dict(reference.state_dict())
+    expected = train_mixture(reference, 0, 1)
+    dense, flat = mesh_of(2, 2), mesh_of(4)
+    elsewhere = FSDPMeshInfo(flat, shard_mesh_dim=0) if torch_info else flat
+
+    def place(param: nn.Parameter) -> Any:
+        return fullshard.ShardPlacementResult(None, elsewhere) if param.dim() == 3 else None
+
+    for block in model.blocks:
+        fullshard.fully_shard(block, mesh=dense, shard_placement_fn=place, layout=layout)
+    fullshard.fully_shard(model, mesh=dense, layout=layout)
+    found = train_mixture(model, dist.get_rank(), 4)
+    assert model.blocks[0].experts.device_mesh == flat
+    assert model.blocks[0].router.weight.device_mesh == dense
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("torch_info", [False, True])
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_experts_on_another_mesh(pool: RankPool, layout: Any, torch_info: bool) -> None:
+    assert max(pool.run(4, experts_elsewhere, layout, torch_info)) <= 1e-12

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 from _pytest.config import apply_warning_filters
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.ranks.strict import strict
 
@@ -86,6 +87,9 @@ class GroupKeeper:
         self._number = None
         if dist.is_initialized():
             dist.destroy_process_group()
+            # Keyed by meshes, and all meshes of a shape are equal: what DTensor remembers would
+            # hand later jobs the meshes of this one, with groups that are gone, or now are others.
+            _clear_sharding_prop_cache()
 
     def is_unchanged(self) -> bool:
         """Whether the job made no further groups and left the default one alone."""

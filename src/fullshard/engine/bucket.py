@@ -37,6 +37,7 @@ from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError
 from fullshard.layout import Segment
+from fullshard.tensors import local_part
 
 __all__ = ["Bucket"]
 
@@ -45,13 +46,16 @@ class Bucket:
     """One layout, one shard, one unsharded buffer. See [Note: the tensors of a bucket]."""
 
     def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
-        """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces."""
+        """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces.
+
+        Of tensor-parallel ones their local tensors are cut.
+        """
         self.spec = spec
         first = originals[0]
         device = first.device if first.device.type == "meta" else spec.device
         self.shard = torch.zeros(spec.layout.shard_numel, dtype=first.dtype, device=device)
         for segment, original in zip(spec.segments, originals, strict=True):
-            _cut(original.detach(), segment, self.shard)
+            _cut(local_part(original).detach(), segment, self.shard)
         self.sharded_params = [
             nn.Parameter(spec.form.wrap(i, local), requires_grad=original.requires_grad)
             for i, (local, original) in enumerate(

@@ -13,6 +13,7 @@ from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
+from fullshard.tensors import local_gradients
 
 __all__ = ["Gradients"]
 
@@ -215,6 +216,8 @@ class Gradients:
         """Take off each parameter's gradient, with what is pending for it added."""
         grads = [param.grad for param in self.params]
         self.discard()
+        if self._spec.parallel:
+            grads = local_gradients(grads, self._spec.parallel)
         if not self._has_pending:
             return grads
         pending, self.pending = self.pending, [None] * len(grads)

@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.comm import Collectives
 from fullshard.layout import Layout, Segment
-from fullshard.tensors import ShardForm, announce_flat
+from fullshard.tensors import ParallelSpec, ShardForm, announce_flat
 
 __all__ = ["BucketSpec", "Piece"]
 
@@ -41,6 +41,8 @@ class BucketSpec:
     device: torch.device
     replicas: Collectives | None = None
     secondary: Collectives | None = None
+    parallel: tuple[ParallelSpec | None, ...] | None = None
+    """How each parameter lies over other than data-parallel ranks; None: none of them does."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -68,6 +70,13 @@ class BucketSpec:
     def own_views(self, flat: Tensor) -> list[Tensor]:
         """``local_views``, each with a storage of just its part, as users may pickle them."""
         return list(map(_torch.own_storage, self.local_views(flat)))
+
+    def whole_param(self, index: int, whole: Tensor) -> nn.Parameter:
+        """A parameter as modules compute with it, frozen as yet, around the memory it is in."""
+        parallel = self.parallel[index] if self.parallel else None
+        if parallel is None:
+            return nn.Parameter(whole, requires_grad=False)
+        return parallel.parameter(whole, requires_grad=False)
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameters of shards of ``dtype``."""

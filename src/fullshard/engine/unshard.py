@@ -9,6 +9,7 @@ from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.engine.spec import BucketSpec
 from fullshard.layout import GatherPlan, plan_gather, round_up
+from fullshard.tensors import local_part
 
 __all__ = ["Unsharded"]
 
@@ -47,13 +48,11 @@ class Unsharded:
             )
             self._secondary: _Secondary | None = None
             flat = shard if self._buffer is None else self._buffer.tensor
-            self.params = [
-                nn.Parameter(
-                    flat.narrow(0, offset, param.numel).view(param.shape).data,
-                    requires_grad=False,
-                )
+            wholes = (
+                flat.narrow(0, offset, param.numel).view(param.shape).data
                 for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
-            ]
+            )
+            self.params = [spec.whole_param(i, whole) for i, whole in enumerate(wholes)]
             if self._buffer is not None:
                 self._gather = _Gather(spec, self._buffer, meter)
                 if spec.secondary is not None:
@@ -63,7 +62,8 @@ class Unsharded:
     def owns(self, param: nn.Parameter) -> bool:
         """Whether ``param``, one of ours, still lies in our memory."""
         flat = self.shard if self._buffer is None else self._buffer.tensor
-        return param.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        storage = local_part(param).untyped_storage()
+        return storage.data_ptr() == flat.untyped_storage().data_ptr()
 
     def start(self) -> None:
         """Start the all-gather; into memory that is there already if this is a refresh."""

@@ -1,6 +1,7 @@
 """torch.nn faces of the engine.
 
 ``ownership`` says which parameters a call owns and where they stand, ``checks`` what it refuses,
+``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie together;
 ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine, ``module`` is what
 users call afterwards, ``copying`` its deep copies; ``explain`` puts torch's errors into our words.
 """
@@ -9,16 +10,20 @@ from __future__ import annotations
 
 from fullshard.frontend.blocks import ChosenUnit, ChosenUnits, shard_blocks
 from fullshard.frontend.fully_shard import fully_shard
+from fullshard.frontend.meshes import DataParallelMeshDims
 from fullshard.frontend.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
 )
+from fullshard.frontend.placement import ShardPlacementResult
 
 __all__ = [
     "ChosenUnit",
     "ChosenUnits",
+    "DataParallelMeshDims",
     "FSDPModule",
+    "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -16,7 +15,6 @@ from fullshard.errors import (
     AlreadyShardedError,
     ArgumentTypeError,
     ConfigError,
-    NotBuiltError,
     UnsupportedError,
 )
 from fullshard.frontend.ownership import OwnedParam, owner_of, twin_of, unit_of
@@ -30,7 +28,6 @@ __all__ = [
     "checked_ignored",
     "checked_layout",
     "checked_policy",
-    "shard_dim",
 ]
 
 
@@ -138,17 +135,12 @@ def checked_ignored(params: Any) -> set[nn.Parameter]:
     return ignored
 
 
-def checked_layout(layout: Any, placement_fn: Any) -> LayoutStrategy:
-    """The layout, which must be one, and leave a choice to ``shard_placement_fn`` if there is."""
+def checked_layout(layout: Any) -> LayoutStrategy:
+    """The layout, which must be one."""
     if not callable(getattr(layout, "build", None)) or isinstance(layout, type):
         hint = f"{layout.__name__}()" if isinstance(layout, type) else "PerParameter() or Ragged()"
         raise ArgumentTypeError(
             f"fully_shard(layout={layout!r}): expected a layout, such as {hint}"
-        )
-    if placement_fn is not None and not isinstance(layout, PerParameter):
-        raise ConfigError(
-            f"fully_shard: got shard_placement_fn with layout={layout!r}, which cuts on no dim; "
-            "leave it out, or use PerParameter()"
         )
     return cast("LayoutStrategy", layout)
 
@@ -168,17 +160,13 @@ def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:
             raise ConfigError(
                 f"fully_shard: parameter {name} is tied to {twin[0]} of unit "
                 f"{twin[1].name or '(root)'}, which was sharded before; tied parameters must be in "
-                "one unit: give both modules to one call, as a list, or shard only their parent"
+                "one unit: give both modules to one call, as a list, or pass the parameter in "
+                "ignored_params of that earlier call, so that this one shards it for both"
             )
         if is_lazy(param):
             raise UnsupportedError(
                 f"fully_shard: parameter {name} is lazy and has no shape yet; run a forward "
                 "before sharding"
-            )
-        if isinstance(param, DTensor):
-            raise NotBuiltError(
-                f"fully_shard: parameter {name} is a DTensor; tensor parallelism under "
-                "fully_shard is not built yet"
             )
         if param.dim() == 0 and isinstance(layout, PerParameter):
             raise ConfigError(
@@ -190,27 +178,3 @@ def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:
                 f"fully_shard: parameter {name} is not contiguous (shape {tuple(param.shape)}, "
                 f"stride {param.stride()}); make it contiguous first"
             )
-
-
-def shard_dim(owned: OwnedParam, placement: Any) -> int:
-    """The dim on which a parameter is cut, from what ``shard_placement_fn`` returned."""
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        if hasattr(placement, "mesh_info"):
-            raise NotBuiltError("shard_placement_fn: a mesh per parameter is not built yet")
-        raise ConfigError(
-            f"shard_placement_fn: got {placement!r} for parameter {owned.name}, expected "
-            "Shard(dim) or None"
-        )
-    num_dims = owned.param.dim()
-    if not -num_dims <= placement.dim < num_dims:
-        raise _BadDim(
-            f"shard_placement_fn: got {placement} for parameter {owned.name} of shape "
-            f"{tuple(owned.param.shape)}, expected a dim below {num_dims}"
-        )
-    return placement.dim % num_dims
-
-
-class _BadDim(ConfigError, AssertionError):
-    """PyTorch asserts here."""

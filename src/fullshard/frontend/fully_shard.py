@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy
 from fullshard.errors import NotBuiltError
-from fullshard.frontend.build import Choices, shard_modules
+from fullshard.frontend.buckets import Choices
+from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import (
     as_modules,
     checked_after_forward,
@@ -21,6 +21,7 @@ from fullshard.frontend.checks import (
 )
 from fullshard.frontend.meshes import checked_mesh
 from fullshard.layout import LayoutStrategy, PerParameter
+from fullshard.schedule import AfterForward
 
 __all__ = ["checked_choices", "fully_shard"]
 
@@ -35,7 +36,7 @@ def fully_shard(
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
 ) -> Modules:
@@ -62,8 +63,10 @@ def fully_shard(
         offload_policy: only ``OffloadPolicy()`` is built, which offloads nothing.
         ignored_params: parameters to leave alone.
         shard_placement_fn: the tensor dim on which a parameter is cut, as ``Shard(dim)``; it need
-            not divide evenly. None, or None returned: dim 0.
-        dp_mesh_dims: not built yet.
+            not divide evenly. None, or None returned: dim 0. A ``ShardPlacementResult`` names
+            another mesh as well, such as that of experts.
+        dp_mesh_dims: which dims of ``mesh`` are data-parallel, as ``DataParallelMeshDims``, where
+            ``mesh`` is the one that the parameters lie on already, replicated over those dims.
         layout: how parameters lie in the shards. ``PerParameter()`` cuts each on one dim, as
             ``DTensor`` does; ``Ragged()`` lays them end to end and cuts that into equal shards,
             which gathers without a copy and shows ``RaggedTensor`` s. Give ``shard_placement_fn``
@@ -103,28 +106,26 @@ def checked_choices(
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
 ) -> Choices:
     """The options of a call, or the error that one of them deserves."""
-    if dp_mesh_dims is not None:
-        raise NotBuiltError(
-            "fully_shard(dp_mesh_dims=...) is not built yet: pass a mesh of data-parallel ranks"
-        )
     if type(offload_policy).__name__ != "OffloadPolicy":
         raise NotBuiltError(
             f"fully_shard(offload_policy={offload_policy!r}) is not built yet: expected "
             "OffloadPolicy()"
         )
-    data_mesh = checked_mesh(mesh)
+    data_mesh = checked_mesh(mesh, dp_mesh_dims)
     after_forward, secondary = checked_after_forward(reshard_after_forward, data_mesh.num_shards)
+    if data_mesh.shard_dim is None and after_forward is AfterForward.AUTO:
+        after_forward = AfterForward.KEEP  # nothing to gather, at most casts to make again
     return Choices(
         after_forward=after_forward,
         secondary=secondary,
         policy=checked_policy(mp_policy),
         ignored=checked_ignored(ignored_params),
         placement_fn=shard_placement_fn,
-        layout=checked_layout(layout, shard_placement_fn),
+        layout=checked_layout(layout),
         mesh=data_mesh,
     )

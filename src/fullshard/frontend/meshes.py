@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.comm import (
     Alone,
@@ -17,19 +19,68 @@ from fullshard.comm import (
     device_types_of,
 )
 from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.tensors import (
+    ParallelSpec,
+    RaggedShard,
+    ShardPlace,
+    SpmdMesh,
+    joint_mesh,
+    parallel_spec_of,
+    shard_place,
+    spmd_shard_place,
+)
 
-__all__ = ["DataMesh", "checked_mesh"]
+__all__ = ["DataMesh", "DataParallelMeshDims", "checked_mesh", "data_mesh"]
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names of the data-parallel dims of a mesh that parameters lie on, with others, already.
+
+    Each is one name, or several, which are taken as one flattened dim.
+
+    Raises:
+        ConfigError: neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    """Parameters are cut over these; None: they are only replicated, as by DDP."""
+    replicate: str | tuple[str, ...] | None = None
+    """Ranks along these hold copies."""
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ConfigError(
+                "DataParallelMeshDims: got neither, expected names of mesh dims as shard=, "
+                "replicate= or both"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names to shard over, perhaps none."""
+        return _as_tuple(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names to replicate over, perhaps none."""
+        return _as_tuple(self.replicate)
+
+
+def _as_tuple(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 @dataclass(frozen=True)
 class DataMesh:
-    """A mesh, and what its dims are for; at least one of them is for something."""
+    """A mesh of data-parallel ranks, and what its dims are for; at least one is for something."""
 
     mesh: DeviceMesh
     shard_dim: int | None = 0
     """Parameters are cut over the ranks along it; None: every rank keeps all of them."""
     replicate_dim: int | None = None
     """Ranks along it hold the same; None: there is one copy."""
+    spmd: SpmdMesh | None = None
+    """The full mesh that parameters lie on already, with dims that are not data-parallel."""
 
     @property
     def shards(self) -> Collectives:
@@ -48,29 +99,86 @@ class DataMesh:
         """Ranks that share a copy."""
         return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
 
-    def secondary(self, size: int) -> Collectives:
-        """Groups of ``size`` neighbours among those that share a copy."""
-        assert self.shard_dim is not None
+    def secondary(self, size: int) -> Collectives | None:
+        """Groups of ``size`` neighbours among those that share a copy, if it falls into such."""
+        num_shards = self.num_shards
+        if self.shard_dim is None or size >= num_shards or num_shards % size:
+            return None
         return collectives_of_part(self.mesh, self.shard_dim, size)
 
-    def placements(self, cut: Placement) -> tuple[Placement, ...]:
-        """Of a tensor that is cut as ``cut`` says."""
-        return tuple(cut if dim == self.shard_dim else Replicate() for dim in range(self.mesh.ndim))
+    def parallel_spec(self, param: Tensor, name: str) -> ParallelSpec | None:
+        """How ``param`` lies over other than data-parallel ranks; None if it does not.
+
+        Raises:
+            ConfigError: it does not lie on the full mesh as it must.
+        """
+        spmd = self.spmd
+        if spmd is not None and len(spmd.dp_dims) == spmd.full.ndim:
+            spmd = spmd if isinstance(param, DTensor) else None  # a plain one can lie in one way
+        return parallel_spec_of(param, name=name, spmd=spmd)
+
+    def place(self, spec: ParallelSpec | None, cut: int | RaggedShard) -> ShardPlace:
+        """Where a parameter lies that is cut on a tensor dim, or into intervals.
+
+        Raises:
+            ConfigError, UnsupportedError: its mesh does not fit to ours.
+        """
+        if spec is None:
+            placement = cut if isinstance(cut, RaggedShard) else Shard(cut)
+            return ShardPlace(self.mesh, self._placements(placement))
+        if isinstance(cut, RaggedShard):
+            return self._place_ragged(spec, cut)
+        if self.spmd is not None:
+            return spmd_shard_place(spec, self.spmd, cut)
+        return shard_place(spec, self.mesh, None if self.shard_dim is None else cut)
+
+    def _place_ragged(self, spec: ParallelSpec, cut: RaggedShard) -> ShardPlace:
+        """Intervals are cut from the local tensors, so their dim stands left of the others."""
+        others = [dim for dim in range(spec.mesh.ndim) if dim not in spec.dp_dims]
+        own = self._placements(cut)
+        if not others:
+            return ShardPlace(self.mesh, own)
+        names = spec.mesh.mesh_dim_names
+        tp = spec.mesh[tuple(names[dim] for dim in others)] if names and spec.dp_dims else spec.mesh
+        mesh = joint_mesh(self.mesh, tp)
+        return ShardPlace(mesh, (*own, *(spec.placements[dim] for dim in others)))
+
+    def _placements(self, cut: Placement) -> tuple[Placement, ...]:
+        dims = range(self.mesh.ndim)
+        return tuple(cut if dim == self.shard_dim else Replicate() for dim in dims)
 
 
-def checked_mesh(mesh: Any) -> DataMesh:
+def checked_mesh(mesh: Any, dp_mesh_dims: Any = None) -> DataMesh:
     """What the user gave, or the default: shard, or, with two dims, replicate and shard.
 
     Raises:
         ArgumentTypeError: it is no mesh.
-        ConfigError: it has more dims, or two without names, or cannot communicate.
+        ConfigError: it has more dims, or two without names, or cannot communicate; or names in
+            ``dp_mesh_dims`` are not its own.
     """
-    if mesh is None:
+    if mesh is None and dp_mesh_dims is None:
         mesh = default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
-            f"fully_shard(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh or None"
+            f"fully_shard(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh"
+            f"{'' if dp_mesh_dims else ' or None'}"
         )
+    found = _named(mesh, dp_mesh_dims) if dp_mesh_dims is not None else data_mesh(mesh)
+    served = device_types_of(found.mesh)
+    if mesh.device_type not in served:
+        raise ConfigError(
+            f"fully_shard: the mesh is on {mesh.device_type}, its process group communicates on "
+            f"{', '.join(served)} only; init_process_group('cpu:gloo,cuda:nccl') serves both"
+        )
+    return found
+
+
+def data_mesh(mesh: DeviceMesh) -> DataMesh:
+    """A mesh that has none but data-parallel dims.
+
+    Raises:
+        ConfigError: it has more than two dims, or two without names.
+    """
     if mesh.ndim not in (1, 2):
         raise ConfigError(f"fully_shard(mesh=...): got {mesh.ndim} mesh dims, expected 1 or 2")
     if mesh.ndim == 2 and not mesh.mesh_dim_names:
@@ -79,13 +187,23 @@ def checked_mesh(mesh: Any) -> DataMesh:
             "expected mesh_dim_names=(...), so that it is plain which dim replicates (the first) "
             "and which one shards"
         )
-    served = device_types_of(mesh)
-    if mesh.device_type not in served:
-        raise ConfigError(
-            f"fully_shard: the mesh is on {mesh.device_type}, its process group communicates on "
-            f"{', '.join(served)} only; init_process_group('cpu:gloo,cuda:nccl') serves both"
-        )
     return DataMesh(mesh) if mesh.ndim == 1 else DataMesh(mesh, shard_dim=1, replicate_dim=0)
+
+
+def _named(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
+        raise ArgumentTypeError(
+            f"fully_shard(dp_mesh_dims=...): got {type(dims).__name__}, expected a "
+            "DataParallelMeshDims"
+        )
+    spmd = SpmdMesh.of(mesh, shard=dims.shard, replicate=dims.replicate)
+    both = bool(spmd.shard_names and spmd.replicate_names)
+    return DataMesh(
+        spmd.data_parallel,
+        shard_dim=int(both) if spmd.shard_names else None,
+        replicate_dim=0 if spmd.replicate_names else None,
+        spmd=spmd,
+    )
 
 
 class _Unnamed(ConfigError, AssertionError):

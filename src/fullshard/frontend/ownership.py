@@ -119,7 +119,8 @@ class OwnedParam:
 def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[OwnedParam]:
     """Parameters below ``modules`` that no inner unit owns and the call does not ignore.
 
-    Tied ones come once, with all their places. The order is that of ``named_parameters``.
+    Tied ones come once, with all their places; also with those inside of inner units, whose calls
+    ignored them. The order is that of ``named_parameters``.
     """
     ignored_ids = {id(param) for param in ignored}
     owned: dict[int, OwnedParam] = {}
@@ -129,7 +130,18 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ow
                 continue
             entry = owned.setdefault(id(param), OwnedParam(param, prefix + name))
             entry.places.append(Place(module, name))
+    for module in _inside_inner_units(modules):
+        for name, param in module._parameters.items():
+            if id(param) in owned:
+                owned[id(param)].places.append(Place(module, name))
     return list(owned.values())
+
+
+def _inside_inner_units(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules below ``modules`` that are not ``managed``."""
+    own = set(managed(modules))
+    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
+    return [module for module in inner if module not in own]
 
 
 def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
 from fullshard.tensors.form import DTensorForm, ShardForm, local_part, shown_like
+from fullshard.tensors.parallel import (
+    ParallelSpec,
+    ShardPlace,
+    parallel_spec_of,
+    shard_place,
+    spmd_shard_place,
+)
+from fullshard.tensors.parallel_grads import local_gradients
+from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.random import draw_whole_on
+from fullshard.tensors.strided import reads_alike
 from fullshard.tensors.tree import find_tensors, map_tensors
 
 __all__ = [
     "DTensorForm",
     "FlatPart",
+    "ParallelSpec",
     "RaggedShard",
     "RaggedTensor",
     "ShardForm",
+    "ShardPlace",
+    "SpmdMesh",
     "announce_flat",
     "draw_whole_on",
     "find_tensors",
     "flat_part_of",
+    "joint_mesh",
+    "local_gradients",
     "local_part",
     "map_tensors",
+    "parallel_spec_of",
+    "reads_alike",
+    "shard_place",
     "shown_like",
+    "spmd_shard_place",
 ]

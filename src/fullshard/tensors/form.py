@@ -8,10 +8,10 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.tensors.parallel import ShardPlace
 
 __all__ = ["DTensorForm", "ShardForm", "local_part", "shown_like"]
 
@@ -44,11 +44,10 @@ class ShardForm(Protocol):
 
 @dataclass(frozen=True)
 class DTensorForm:
-    """DTensors of class ``cls`` on ``mesh``, with the parameters' ``shapes`` and ``placements``."""
+    """DTensors of class ``cls`` with the parameters' global ``shapes``, at these ``places``."""
 
-    mesh: DeviceMesh
     shapes: Sequence[torch.Size]
-    placements: Sequence[tuple[Placement, ...]]
+    places: Sequence[ShardPlace]
     cls: type[DTensor] = DTensor
     _specs: dict[tuple[int, torch.dtype], _torch.DTensorSpec] = field(default_factory=dict)
 
@@ -56,10 +55,10 @@ class DTensorForm:
         """A DTensor with global shape and the stride of a contiguous tensor."""
         spec = self._specs.get((index, local.dtype))
         if spec is None:
-            shape = self.shapes[index]
+            shape, place = self.shapes[index], self.places[index]
             spec = self._specs[index, local.dtype] = _torch.dtensor_spec(
-                self.mesh,
-                tuple(self.placements[index]),
+                place.mesh,
+                tuple(place.placements),
                 shape=shape,
                 stride=torch.empty(shape, device="meta").stride(),
                 dtype=local.dtype,
@@ -77,5 +76,5 @@ class DTensorForm:
     def __str__(self) -> str:
         if self.cls is not DTensor:
             return f"{self.cls.__name__}s"
-        kinds = dict.fromkeys(", ".join(map(str, placements)) for placements in self.placements)
+        kinds = dict.fromkeys(", ".join(map(str, place.placements)) for place in self.places)
         return " and ".join(kinds)

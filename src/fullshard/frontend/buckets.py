@@ -1,0 +1,130 @@
+"""Which parameters of a unit share a bucket, and how they lie in it; nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine import BucketSpec, MixedPrecisionPolicy
+from fullshard.errors import ConfigError
+from fullshard.frontend.meshes import DataMesh
+from fullshard.frontend.ownership import OwnedParam
+from fullshard.frontend.placement import placed
+from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
+from fullshard.schedule import AfterForward
+from fullshard.tensors import DTensorForm, ParallelSpec, RaggedShard, RaggedTensor, ShardForm
+
+__all__ = ["Choices", "Plan", "device_of", "plan_buckets"]
+
+_ALIGN_NBYTES = 16
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user chose in a call, checked."""
+
+    mesh: DataMesh
+    after_forward: AfterForward
+    secondary: int | None
+    """Ranks that gather again in backward, if fewer than all."""
+    policy: MixedPrecisionPolicy
+    ignored: set[nn.Parameter]
+    placement_fn: Callable[[nn.Parameter], Any] | None
+    layout: LayoutStrategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets of a unit, before anything is made."""
+
+    specs: list[BucketSpec]
+    params: list[list[OwnedParam]]
+
+
+class _Member(NamedTuple):
+    """A parameter on its way into a bucket; ``spec`` is what data-parallel ranks share of it."""
+
+    owned: OwnedParam
+    spec: ParamSpec
+    parallel: ParallelSpec | None
+
+
+def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
+    """Parameters of one mesh, dtype and trainability share a bucket.
+
+    Raises:
+        ConfigError, UnsupportedError: a parameter cannot lie where it was sent.
+    """
+    groups: dict[tuple[DataMesh, torch.dtype, bool], list[_Member]] = {}
+    for one in owned:
+        mesh, member = _member(one, choices)
+        groups.setdefault((mesh, one.param.dtype, one.param.requires_grad), []).append(member)
+    plan = Plan([], [])
+    for (mesh, dtype, _), members in groups.items():
+        plan.params.append([member.owned for member in members])
+        plan.specs.append(_bucket_spec(members, dtype, mesh, choices))
+    return plan
+
+
+def device_of(mesh: DataMesh) -> torch.device:
+    """This rank's device."""
+    kind = mesh.mesh.device_type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _member(owned: OwnedParam, choices: Choices) -> tuple[DataMesh, _Member]:
+    answer = choices.placement_fn(owned.param) if choices.placement_fn else None
+    dim, mesh = placed(owned, answer, choices.mesh)
+    if dim is not None and not isinstance(choices.layout, PerParameter):
+        raise ConfigError(
+            f"shard_placement_fn: got Shard({dim}) for parameter {owned.name} with "
+            f"layout={choices.layout!r}, which cuts on no dim; return None, or use PerParameter()"
+        )
+    parallel = mesh.parallel_spec(owned.param, owned.name)
+    shape = owned.param.shape if parallel is None else parallel.local_shape
+    return mesh, _Member(owned, ParamSpec(owned.name, tuple(shape), dim or 0), parallel)
+
+
+def _bucket_spec(
+    members: Sequence[_Member], dtype: torch.dtype, mesh: DataMesh, choices: Choices
+) -> BucketSpec:
+    policy = choices.policy if dtype.is_floating_point else MixedPrecisionPolicy()
+    narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
+    # Where nothing is cut, layouts do not differ.
+    strategy = PerParameter() if mesh.shard_dim is None else choices.layout
+    layout = strategy.build(
+        [member.spec for member in members], mesh.num_shards, max(1, _ALIGN_NBYTES // narrowest)
+    )
+    parallel = tuple(member.parallel for member in members)
+    return BucketSpec(
+        layout=layout,
+        comm=mesh.shards,
+        form=_form(members, layout, mesh, ragged=not isinstance(strategy, PerParameter)),
+        device=device_of(mesh),
+        replicas=mesh.replicas,
+        secondary=mesh.secondary(choices.secondary) if choices.secondary else None,
+        parallel=parallel if any(parallel) else None,
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+    )
+
+
+def _form(members: Sequence[_Member], layout: Layout, mesh: DataMesh, *, ragged: bool) -> ShardForm:
+    """How users see the pieces."""
+    cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
+    return DTensorForm(
+        [member.owned.param.shape for member in members],
+        [mesh.place(member.parallel, cut) for member, cut in zip(members, cuts, strict=True)],
+        RaggedTensor if ragged else DTensor,
+    )
+
+
+def _ragged_cut(layout: Layout, param: int) -> RaggedShard:
+    return RaggedShard((band.num_ranks, band.segment.length) for band in layout.bands[param])

@@ -1,0 +1,89 @@
+"""``shard_placement_fn``: on which dim, and over which ranks, single parameters are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fullshard.errors import ConfigError
+from fullshard.frontend.meshes import DataMesh, data_mesh
+from fullshard.frontend.ownership import OwnedParam
+
+__all__ = ["Placed", "ShardPlacementResult", "placed"]
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` returns to send a parameter, such as an expert's, elsewhere."""
+
+    placement: Shard | None
+    """The tensor dim to cut; None: dim 0, or whatever the layout does."""
+    mesh_info: Any
+    """A mesh, 1-D to shard over or 2-D to replicate and shard over. One of PyTorch's own mesh
+    infos, which name the dims of their mesh, is accepted as well."""
+
+
+class Placed(NamedTuple):
+    """What was chosen for one parameter."""
+
+    dim: int | None
+    """Tensor dim to cut, not negative; None: nothing was said."""
+    mesh: DataMesh
+
+
+def placed(owned: OwnedParam, answer: Any, default: DataMesh) -> Placed:
+    """What ``shard_placement_fn`` means by ``answer``.
+
+    Raises:
+        ConfigError: it is none of what it may be, or a dim that the parameter does not have.
+    """
+    mesh = default
+    if hasattr(answer, "mesh_info") and hasattr(answer, "placement"):
+        mesh = _mesh_of(owned, answer.mesh_info, default)
+        answer = answer.placement
+    if answer is None:
+        return Placed(None, mesh)
+    if not isinstance(answer, Shard):
+        raise ConfigError(
+            f"shard_placement_fn: got {answer!r} for parameter {owned.name}, expected "
+            "Shard(dim), a ShardPlacementResult or None"
+        )
+    if mesh.shard_dim is None:
+        raise ConfigError(
+            f"shard_placement_fn: got {answer!r} for parameter {owned.name}, but parameters are "
+            "only replicated over this mesh; return None"
+        )
+    num_dims = owned.param.dim()
+    if not -num_dims <= answer.dim < num_dims:
+        raise _BadDim(
+            f"shard_placement_fn: got {answer} for parameter {owned.name} of shape "
+            f"{tuple(owned.param.shape)}, expected a dim below {num_dims}"
+        )
+    return Placed(answer.dim % num_dims, mesh)
+
+
+def _mesh_of(owned: OwnedParam, info: Any, default: DataMesh) -> DataMesh:
+    mesh = getattr(info, "mesh", None)
+    if isinstance(info, DeviceMesh):
+        found = data_mesh(info)
+    elif isinstance(mesh, DeviceMesh) and hasattr(info, "shard_mesh_dim"):
+        replicate_dim = getattr(info, "replicate_mesh_dim", None)
+        found = DataMesh(mesh, info.shard_mesh_dim, replicate_dim)
+    else:
+        raise ConfigError(
+            f"shard_placement_fn: got mesh_info={info!r} for parameter {owned.name}, expected a "
+            "DeviceMesh"
+        )
+    if found.mesh.device_type != default.mesh.device_type:
+        raise ConfigError(
+            f"shard_placement_fn: got a mesh on {found.mesh.device_type} for parameter "
+            f"{owned.name}, the unit is on {default.mesh.device_type}"
+        )
+    return found
+
+
+class _BadDim(ConfigError, AssertionError):
+    """PyTorch asserts here."""

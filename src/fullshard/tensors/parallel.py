@@ -1,0 +1,205 @@
+"""How parameters that are DTensors already are shown whole, and where their shards lie.
+
+See [Note: two ways to a tensor-parallel parameter].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fullshard import _torch
+from fullshard.errors import ConfigError
+from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh
+from fullshard.tensors.strided import cut_sizes, reads_alike
+
+__all__ = [
+    "ParallelSpec",
+    "ShardPlace",
+    "parallel_spec_of",
+    "shard_place",
+    "spmd_shard_place",
+]
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """How one parameter, whole for the data-parallel ranks, lies over the other ranks.
+
+    Attributes:
+        mesh: of the parameter as modules see it: tensor-parallel, or the full mesh.
+        placements: on ``mesh``; Replicate on the data-parallel dims of a full mesh.
+        shape, stride: of the global tensor.
+        local_shape: of this rank's part, which may be empty, and differs over ranks where the
+            tensor-parallel cut is uneven: decide nothing by it that ranks must agree on.
+        dp_dims: the data-parallel dims of ``mesh``, none of a tensor-parallel mesh.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    local_shape: torch.Size
+    dp_dims: tuple[int, ...] = ()
+    _specs: dict[torch.dtype, _torch.DTensorSpec] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The parameter around ``local``, a plain tensor of shape ``local_shape``.
+
+        They share storage, which may be empty and be filled later. No communication, no autograd.
+        """
+        spec = self.spec_for(self.placements, local.dtype)
+        return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=DTensor)
+
+    def parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """``wrap`` as a leaf of autograd, whose gradients are DTensors.
+
+        ``nn.Parameter(wrap(local))`` could not be copied where ``local`` begins within its
+        storage: it is made anew from the DTensor, and takes over where that begins.
+        """
+        param = nn.Parameter(self.wrap(local.new_empty(0)), requires_grad=requires_grad)
+        _torch.repoint(cast("DTensor", param), local)
+        return param
+
+    def spec_for(self, placements: tuple[Placement, ...], dtype: torch.dtype) -> _torch.DTensorSpec:
+        """That of a tensor of the same global shape, placed like this on ``mesh``."""
+        spec = self._specs.get(dtype) if placements is self.placements else None
+        if spec is None:
+            spec = _torch.dtensor_spec(
+                self.mesh, placements, shape=self.shape, stride=self.stride, dtype=dtype
+            )
+            if placements is self.placements:
+                self._specs[dtype] = spec
+        return spec
+
+
+def parallel_spec_of(
+    param: Tensor, *, name: str = "", spmd: SpmdMesh | None = None
+) -> ParallelSpec | None:
+    """How ``param`` lies over other than data-parallel ranks; None for a plain tensor.
+
+    Args:
+        param: as the user made it; its values are not looked at, it may be on ``meta``.
+        name: fully qualified, for messages.
+        spmd: the full mesh that parameters must be on, where the user named its dims.
+
+    Raises:
+        ConfigError: with ``spmd``, a parameter that is no DTensor, is on a mesh that is not equal
+            to ``spmd.full``, or is not replicated over the data-parallel dims.
+    """
+    if spmd is not None:
+        _check_spmd(param, name, spmd)
+    if not isinstance(param, DTensor):
+        return None
+    return ParallelSpec(
+        mesh=spmd.full if spmd else param.device_mesh,
+        placements=tuple(param.placements),
+        shape=param.shape,
+        stride=param.stride(),
+        local_shape=_torch.local_of(param).shape,
+        dp_dims=spmd.dp_dims if spmd else (),
+    )
+
+
+def _check_spmd(param: Tensor, name: str, spmd: SpmdMesh) -> None:
+    what = f"parameter {name!r}" if name else "a parameter"
+    if not isinstance(param, DTensor):
+        raise ConfigError(
+            f"{what} is a plain tensor; with dp_mesh_dims all parameters must be DTensors on the "
+            "full mesh: use distribute_tensor or distribute_module"
+        )
+    if param.device_mesh != spmd.full:
+        raise ConfigError(
+            f"{what} lies on {param.device_mesh}, not on {spmd.full}, which was given with "
+            "dp_mesh_dims; distribute it on that mesh"
+        )
+    for dim in spmd.dp_dims:
+        if not isinstance(param.placements[dim], Replicate):
+            raise ConfigError(
+                f"{what} is placed {param.placements}; on the data-parallel dim "
+                f"{(spmd.full.mesh_dim_names or ())[dim]!r} it must be Replicate()"
+            )
+
+
+class ShardPlace(NamedTuple):
+    """Where the shards of a parameter, as DTensors, lie."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def is_read_alike(self, shape: torch.Size) -> bool:
+        """Whether DTensor takes each rank to have the elements that it has; see ``reads_alike``.
+
+        ``full_tensor()`` is right in any case. The answer is the same on all ranks.
+        """
+        for i, placement in enumerate(self.placements):
+            if isinstance(placement, _torch.StridedShard):
+                alike = [
+                    j
+                    for j, p in enumerate(self.placements)
+                    if _torch.sharded_dim(p) == placement.dim
+                ]
+                left = [self.mesh.size(j) for j in alike if j < i]
+                right = tuple(self.mesh.size(j) for j in alike if j > i)
+                sizes = cut_sizes(shape[placement.dim], left)
+                return all(reads_alike(size, self.mesh.size(i), right) for size in sizes)
+        return True
+
+
+def shard_place(spec: ParallelSpec, dp: DeviceMesh, dim: int | None) -> ShardPlace:
+    """Where local tensors, cut as ``torch.chunk`` does on ``dim`` over ``dp``, lie.
+
+    Args:
+        spec: of a parameter on a tensor-parallel mesh.
+        dp: shards over its last dim; a dim before that replicates.
+        dim: tensor dim, not negative; None if ``dp`` only replicates.
+
+    Raises:
+        ConfigError, UnsupportedError: the meshes do not fit, see ``joint_mesh``.
+    """
+    mesh = joint_mesh(dp, spec.mesh)
+    cut = Replicate() if dim is None else _cut(dim, spec.mesh, spec.placements)
+    return ShardPlace(mesh, (*([Replicate()] * (dp.ndim - 1)), cut, *spec.placements))
+
+
+def spmd_shard_place(spec: ParallelSpec, spmd: SpmdMesh, dim: int) -> ShardPlace:
+    """The same for a parameter on a full mesh.
+
+    One shard dim takes the cut where it stands in the mesh; several are one flattened dim.
+    """
+    names = spmd.full.mesh_dim_names or ()
+    placed = dict(zip(names, spec.placements, strict=True))
+    if not spmd.shard_names:
+        return ShardPlace(spmd.full, spec.placements)
+    first = names.index(spmd.shard_names[0]) + 1
+    # Dims to the left have cut the tensor before, in DTensor's order as in ours.
+    cut = _cut(dim, spec.mesh, spec.placements, first)
+    if len(spmd.shard_names) == 1:
+        placed[spmd.shard_names[0]] = cut
+        return ShardPlace(spmd.full, tuple(placed.values()))
+    flattened = [Replicate(), cut] if spmd.replicate_names else [cut]
+    along = spmd.across(lambda name: [placed[name]], flattened)
+    return ShardPlace(spmd.sharded, tuple(one for some in along for one in some))
+
+
+def _cut(dim: int, mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> Placement:
+    """The placement of a data-parallel cut made after those of mesh dims from ``first`` on.
+
+    DTensor applies placements from left to right. Where a dim to the right has cut the same
+    tensor dim before us, each of its pieces is cut, which DTensor calls strided.
+    """
+    factor = math.prod(
+        mesh.size(i)
+        for i, placement in enumerate(placements)
+        if i >= first and _torch.sharded_dim(placement) == dim
+    )
+    return _torch.StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)

@@ -1,0 +1,260 @@
+"""Meshes of parameters that are tensor-parallel and data-parallel at once.
+
+[Note: two ways to a tensor-parallel parameter]
+
+Users hand us parameters that are DTensors already, in one of two ways:
+
+    a tensor-parallel mesh      the parameter is a DTensor on ("tp",) or ("ep", "tp"); we are told
+                                of data-parallel dims by a mesh of their own. Sharded, it lies on
+                                the joint mesh ("dp", "tp"), see ``joint_mesh``
+    a full mesh                 the parameter is a DTensor on ("dp", "tp"), Replicate on "dp"; we
+                                are told which names are data-parallel. Sharded, it lies on the
+                                same mesh, see ``SpmdMesh``
+
+Either way a rank's local tensor is a plain tensor that the engine shards, gathers and reduces
+over data-parallel ranks as if there were no others: ranks of one data-parallel group have the
+same tensor-parallel coordinate, hence local tensors of the same shape.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import _torch
+from fullshard.errors import ConfigError, UnsupportedError
+
+__all__ = ["SpmdMesh", "joint_mesh"]
+
+_MAX_PARALLEL_DIMS = 2
+_MAX_DIMS = 4
+
+
+class _Apart(ConfigError, RuntimeError):
+    """Two meshes that do not belong together."""
+
+
+class _TooManyDims(ConfigError, AssertionError):
+    """A mesh of more dims than torch takes."""
+
+
+def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
+    """The mesh (*dp dims, *tp dims) on which sharded tensor-parallel parameters lie.
+
+    Uses the process groups of ``dp`` and ``tp``; makes none and communicates nothing. Equal
+    inputs give the same object as long as somebody holds it.
+
+    Args:
+        dp: shards over its last dim; a dim before that replicates.
+        tp: one or two tensor- or expert-parallel dims.
+
+    Raises:
+        UnsupportedError: ``tp`` has more than two dims.
+        ConfigError: the meshes are for other types of devices, share ranks in other ways than at
+            right angles, or are not slices of one mesh, or of equal ones.
+    """
+    if tp.ndim > _MAX_PARALLEL_DIMS:
+        raise UnsupportedError(
+            f"a parameter lies on a tensor-parallel mesh of {tp.ndim} dims, {tp}; at most "
+            f"{_MAX_PARALLEL_DIMS} can be sharded further: flatten some of them"
+        )
+    if dp.ndim + tp.ndim > _MAX_DIMS:
+        raise _TooManyDims(
+            f"data-parallel mesh {dp} and tensor-parallel mesh {tp} have {dp.ndim + tp.ndim} dims "
+            f"together, at most {_MAX_DIMS} are possible"
+        )
+    if dp.device_type != tp.device_type:
+        raise ConfigError(
+            f"parameters lie on a mesh for {tp.device_type!r}, {tp}, but are to be sharded over "
+            f"one for {dp.device_type!r}, {dp}; make both from one mesh"
+        )
+    return _joined((dp, tp))
+
+
+# Weak: a mesh keeps process groups. Whatever lies on a joint mesh holds it.
+_joints: weakref.WeakValueDictionary[tuple[Any, ...], DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def _joined(meshes: tuple[DeviceMesh, ...]) -> DeviceMesh:
+    """One mesh with all dims of ``meshes``, in their order; the same object for equal meshes."""
+    world = dist.group.WORLD
+    assert world is not None
+    # Equal meshes of a process group that was destroyed have dead groups.
+    key = (meshes, weakref.ref(world))
+    joint = _joints.get(key)
+    if joint is None:
+        _check_joinable(meshes)
+        try:
+            joint = _torch.joined_mesh(meshes)
+        except RuntimeError as error:
+            raise _Apart(
+                f"{_listed(meshes)} overlap: some ranks would be met twice; each must have dims "
+                "of its own of one mesh"
+            ) from error
+        if not _is_ascending(joint):
+            joint = _of_its_own(joint, meshes)
+        _joints[key] = joint
+    return joint
+
+
+def _check_joinable(meshes: Sequence[DeviceMesh]) -> None:
+    """Refuse meshes without a common root or without names of their own."""
+    if len({_torch.root_ranks(mesh) for mesh in meshes}) > 1:
+        raise _Apart(
+            f"{_listed(meshes)} are not slices of one mesh, so that nothing is known about the "
+            'ranks of both; make one with init_device_mesh(..., mesh_dim_names=("dp", "tp")) and '
+            'take mesh["dp"] and mesh["tp"]'
+        )
+    names = [name for mesh in meshes for name in mesh.mesh_dim_names or [None]]
+    if None in names or len(set(names)) < len(names):
+        raise _Apart(
+            f"{_listed(meshes)} have dims without a name or with the same; pass mesh_dim_names "
+            "to init_device_mesh"
+        )
+
+
+def _is_ascending(mesh: DeviceMesh) -> bool:
+    """Whether the dims of ``mesh`` come in the order in which they do in its root."""
+    places = {rank: i for i, rank in enumerate(_torch.root_ranks(mesh))}
+    where = [places[rank] for rank in mesh.mesh.flatten().tolist()]
+    return where == sorted(where)
+
+
+def _of_its_own(joint: DeviceMesh, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """``joint`` as a mesh that is no part of another, around the same process groups.
+
+    To redistribute a DTensor, torch takes slices of the root of its mesh, which it refuses where
+    dims are in another order than in the root: tp left of dp, or a flattened dim around others.
+    """
+    return DeviceMesh.from_group(
+        [group for mesh in meshes for group in mesh.get_all_groups()],
+        joint.device_type,
+        mesh=joint.mesh.contiguous(),
+        mesh_dim_names=joint.mesh_dim_names,
+    )
+
+
+def _listed(meshes: Sequence[DeviceMesh]) -> str:
+    return " and ".join(map(str, meshes))
+
+
+@dataclass(frozen=True)
+class SpmdMesh:
+    """A full mesh on which whole parameters are replicated over the data-parallel dims.
+
+    Attributes:
+        full: the mesh of the parameters that users bring.
+        shard_names: dims that parameters are sharded over, none to replicate them only.
+        replicate_names: dims over which copies of the shards are kept.
+        shard: 1-D, several dims flattened into one; None without ``shard_names``.
+        replicate: the same for ``replicate_names``.
+    """
+
+    full: DeviceMesh
+    shard_names: tuple[str, ...]
+    replicate_names: tuple[str, ...]
+    shard: DeviceMesh | None
+    replicate: DeviceMesh | None
+
+    @classmethod
+    def of(
+        cls,
+        full: DeviceMesh,
+        *,
+        shard: str | Sequence[str] | None = None,
+        replicate: str | Sequence[str] | None = None,
+    ) -> SpmdMesh:
+        """Find the data-parallel dims of ``full`` by name.
+
+        Several names make one flattened dim. Its process group is made the first time, with a
+        collective of all ranks: call this alike everywhere.
+
+        Raises:
+            ConfigError: no name at all, a mesh without names, a name that it does not have or
+                that is given twice, or names in another order than the mesh's.
+        """
+        names = (_as_tuple(shard), _as_tuple(replicate))
+        _check_names(full, names[0] + names[1])
+        return cls(full, *names, *(_flattened(full, some) for some in names))
+
+    @cached_property
+    def data_parallel(self) -> DeviceMesh:
+        """The mesh that the engine works on: (replicate, shard), or the one that there is."""
+        if self.shard is not None and self.replicate is not None:
+            return _joined((self.replicate, self.shard))
+        one = self.shard or self.replicate
+        assert one is not None
+        return one
+
+    @cached_property
+    def dp_dims(self) -> tuple[int, ...]:
+        """Which dims of ``full`` are data-parallel."""
+        return tuple(
+            i
+            for i, name in enumerate(self.full.mesh_dim_names or ())
+            if name in self.shard_names or name in self.replicate_names
+        )
+
+    @cached_property
+    def sharded(self) -> DeviceMesh:
+        """The mesh of sharded parameters: ``full``, but several shard dims flattened into one."""
+        if len(self.shard_names) < 2:
+            return self.full
+        return _joined(self.across(lambda dim: self.full[dim], self.data_parallel))
+
+    def across(self, other: Callable[[str], Any], flattened: Any) -> tuple[Any, ...]:
+        """Go along ``full`` as ``sharded`` does: ``flattened`` for the first shard dim.
+
+        ``other(name)`` for dims that are not data-parallel. Replicate dims stand left of the
+        flattened one, wherever they were, as in torch.
+        """
+        along: list[Any] = []
+        for name in self.full.mesh_dim_names or ():
+            if name == self.shard_names[0]:
+                along.append(flattened)
+            elif name not in self.shard_names and name not in self.replicate_names:
+                along.append(other(name))
+        return tuple(along)
+
+
+def _as_tuple(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def _check_names(full: DeviceMesh, names: tuple[str, ...]) -> None:
+    if not names:
+        raise ConfigError(
+            "dp_mesh_dims names no dim; give the data-parallel dims as shard=, replicate= or both"
+        )
+    if full.mesh_dim_names is None:
+        raise ConfigError(
+            f"dp_mesh_dims needs a mesh with names, not {full}; pass mesh_dim_names to "
+            "init_device_mesh"
+        )
+    unknown = [name for name in names if name not in full.mesh_dim_names]
+    if unknown:
+        raise ConfigError(
+            f"dp_mesh_dims names {unknown}, but the mesh's dims are {full.mesh_dim_names}"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"dp_mesh_dims names a dim twice: {names}")
+
+
+def _flattened(full: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """The dims of these names as a 1-D mesh."""
+    if not names:
+        return None
+    try:
+        part = full[names]
+        return part if len(names) == 1 else _torch.flattened_mesh(part, "_".join(names))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"dims {names} of {full} cannot be made one dim {'_'.join(names)!r}: they must be in "
+            "the mesh's order, and the name not taken"
+        ) from error

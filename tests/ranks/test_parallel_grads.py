@@ -1,0 +1,283 @@
+"""Gradients of tensor-parallel parameters: what autograd leaves, as plain local tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as distribute
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fullshard.errors import ProtocolError
+from fullshard.tensors import (
+    ParallelSpec,
+    SpmdMesh,
+    joint_mesh,
+    local_gradients,
+    parallel_spec_of,
+)
+from tests.ranks.pool import RankPool
+from tests.ranks.test_parallel import mesh_of, rows, spec_of
+
+
+def same(got: Tensor | None, want: Tensor) -> None:
+    assert got is not None and type(got) is Tensor
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def pending(mesh: DeviceMesh, *placements: Placement, base: Tensor) -> DTensor:
+    """Each rank adds its number to ``base``, its local tensor."""
+    return DTensor.from_local(
+        base + dist.get_rank(), mesh, placements, run_check=False, shape=None, stride=None
+    )
+
+
+# Gradients of real models.
+
+
+class Block(nn.Module):
+    """A norm and two layers of odd sizes, as in a transformer's MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def tensor_parallel(block: Block, mesh: DeviceMesh) -> None:
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(block, mesh, plan)
+
+
+def own_part(whole: Tensor, spec: ParallelSpec) -> Tensor:
+    """What of ``whole`` this rank has."""
+    return distribute(whole, spec.mesh, spec.placements, src_data_rank=None).to_local()
+
+
+def of_a_model() -> None:
+    """The parameters stand in the module as the engine's would: leaves over one buffer."""
+    torch.manual_seed(0)
+    plain, block = Block().double(), Block().double()
+    block.load_state_dict(plain.state_dict())
+    tp = mesh_of()["tp"]
+    tensor_parallel(block, tp)
+    specs = []
+    for module in (block.norm, block.up, block.down):
+        for name, param in list(module.named_parameters()):
+            spec = spec_of(param)
+            local = param.detach().to_local().flatten()  # type: ignore[attr-defined]
+            flat = torch.cat([local.new_zeros(2), local])
+            view = flat[2:].view(spec.local_shape).data
+            setattr(module, name, spec.parameter(view, requires_grad=True))
+            specs.append(spec)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    part = x.chunk(2)[tp.get_local_rank()]
+    for _ in range(2):
+        block.zero_grad()
+        plain.zero_grad()
+        (plain(x) ** 2).sum().backward()
+        (block(part) ** 2).sum().backward()
+        grads = [param.grad for param in block.parameters()]
+        with CommDebugMode() as comm:
+            locals_ = local_gradients(grads, specs)
+        # Of norm.weight and norm.bias.
+        assert sum(grad.placements[0].is_partial() for grad in grads) == 2  # type: ignore[union-attr]
+        assert comm.get_total_counts() == 1
+        for got, spec, param in zip(locals_, specs, plain.parameters(), strict=True):
+            assert param.grad is not None
+            same(got, own_part(param.grad, spec))
+
+
+def test_gradients_of_a_tensor_parallel_model(pool: RankPool) -> None:
+    pool.run(4, of_a_model)
+
+
+# Where gradients may lie.
+
+
+def moves() -> None:
+    """From any placement to that of the parameter, on uneven pieces, against DTensor's own."""
+    tp = mesh_of()["tp"]
+    whole = rows(5)
+    placements = [Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max")]
+    for target in placements[:3]:
+        spec = spec_of(distribute(whole, tp, [target]))
+        for source in placements:
+            if source.is_partial():
+                grad = DTensor.from_local(
+                    whole * (tp.get_local_rank() + 1), tp, [source], run_check=False
+                )
+            else:
+                grad = distribute(whole, tp, [source])
+            want = grad.redistribute(placements=[target]).to_local()
+            kept = grad.to_local().clone()
+            with CommDebugMode() as comm:
+                (got,) = local_gradients([grad], [spec])
+            same(got, want)
+            assert torch.equal(grad.to_local(), kept)
+            if source == target or source == Replicate():
+                assert comm.get_total_counts() == 0
+            else:
+                assert comm.get_total_counts() == 1
+
+
+def test_gradients_are_placed_as_their_parameters(pool: RankPool) -> None:
+    pool.run(4, moves)
+
+
+def batches() -> None:
+    """One all-reduce for each group and dtype, whatever the number of parameters."""
+    mesh = mesh_of("ep tp", 2, 2)
+    rank = dist.get_rank()
+    grads: list[Tensor | None] = []
+    specs: list[ParallelSpec | None] = []
+    want: list[Tensor | None] = []
+    for size in (1, 3, 5):
+        # Sums and means over both dims, on one of which another is cut.
+        for dtype in (torch.float64, torch.float32):
+            base = rows(size).to(dtype)
+            whole = [Replicate(), Replicate()]
+            spec = spec_of(distribute(base, mesh, whole))
+            grads.append(pending(mesh, Partial(), Partial("avg"), base=base))
+            want.append(2 * base + 0.5 * (0 + 1 + 2 + 3))
+            specs.append(spec)
+            grads.append(pending(mesh, Replicate(), Partial(), base=base))
+            want.append(2 * base + (0 + 1 if rank < 2 else 2 + 3))
+            specs.append(spec)
+        grads += [None, rows(size)]
+        want += [None, rows(size)]
+        specs += [spec, None]
+    with CommDebugMode() as comm:
+        got = local_gradients(grads, specs)
+    assert comm.get_total_counts() == 4
+    for one, other in zip(got, want, strict=True):
+        if other is None:
+            assert one is None
+        else:
+            same(one, other.to(one.dtype))  # type: ignore[union-attr]
+    assert got[5] is grads[5]
+    empty = rows(0)
+    spec = spec_of(distribute(empty, mesh, [Replicate(), Replicate()]))
+    with CommDebugMode() as comm:
+        assert local_gradients([], []) == []
+        (none,) = local_gradients([pending(mesh, Replicate(), Partial(), base=empty)], [spec])
+        same(none, empty)
+    assert comm.get_total_counts() == 0
+
+
+def test_pending_sums_are_made_in_one_batch(pool: RankPool) -> None:
+    pool.run(4, batches)
+
+
+def awaits() -> None:
+    """Results of collectives that nobody has waited for, around and inside of a DTensor."""
+    mesh = mesh_of()
+    tp, group = mesh["tp"], mesh.get_group("tp")
+    spec = spec_of(distribute(rows(3), tp, [Replicate()]))
+    want = 2 * rows(3)
+
+    def late() -> Tensor:
+        result = funcol.all_reduce(rows(3), "sum", group)
+        assert isinstance(result, funcol.AsyncCollectiveTensor)
+        return result
+
+    inside = DTensor.from_local(late(), tp, [Replicate()], run_check=False)
+    same(local_gradients([inside], [spec])[0], want)
+    inside = DTensor.from_local(late(), tp, [Partial()], run_check=False)
+    same(local_gradients([inside], [spec])[0], 2 * want)
+    summed = DTensor.from_local(rows(3), tp, [Partial()], run_check=False)
+    same(local_gradients([summed.redistribute(placements=[Replicate()])], [spec])[0], want)
+
+
+def test_results_of_collectives_are_awaited(pool: RankPool) -> None:
+    pool.run(4, awaits)
+
+
+def on_a_full_mesh() -> None:
+    """Sums over data-parallel dims are left to the engine; all else is made."""
+    mesh = mesh_of()
+    spmd = SpmdMesh.of(mesh, shard="dp")
+    base = rows(3)
+    spec = spec_of(distribute(base, mesh, [Replicate(), Replicate()]), spmd=spmd)
+    rank = dist.get_rank()
+    for on_dp in (Partial(), Partial("avg"), Replicate()):
+        with CommDebugMode() as comm:
+            (got,) = local_gradients([pending(mesh, on_dp, Partial(), base=base)], [spec])
+        same(got, 2 * base + (1 if rank < 2 else 5))
+        assert comm.get_total_counts() == 1
+        with CommDebugMode() as comm:
+            (got,) = local_gradients([pending(mesh, on_dp, Replicate(), base=base)], [spec])
+        same(got, base + rank)
+        assert comm.get_total_counts() == 0
+    # A cut or a maximum over data-parallel dims is nothing that a mean makes whole.
+    cut = distribute(base, mesh, [Shard(0), Replicate()])
+    same(local_gradients([cut], [spec])[0], base)
+    most = pending(mesh, Partial("max"), Replicate(), base=base)
+    same(local_gradients([most], [spec])[0], base + 2 + rank % 2)
+
+
+def test_sums_over_data_parallel_dims_are_left_pending(pool: RankPool) -> None:
+    pool.run(4, on_a_full_mesh)
+
+
+def means_of_a_model() -> None:
+    """[Note: pending sums over data-parallel dims] in numbers: the mean is a part of the sum."""
+    mesh = mesh_of()
+    spmd = SpmdMesh.of(mesh, shard="dp")
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 6).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    (plain(x) ** 2).sum().backward()
+    params = [
+        nn.Parameter(distribute(param.detach(), mesh, [Replicate(), Shard(0)]))
+        for param in plain.parameters()
+    ]
+    specs = [parallel_spec_of(param, spmd=spmd) for param in params]
+    for on_dp, factor in ((Shard(0), 2), (Replicate(), 1)):
+        inputs = distribute(x, mesh, [on_dp, Replicate()])
+        loss = (torch.nn.functional.linear(inputs, *params) ** 2).sum()
+        grads = torch.autograd.grad(loss, params)
+        for got, spec, param in zip(
+            local_gradients(grads, specs), specs, plain.parameters(), strict=True
+        ):
+            assert got is not None and spec is not None and param.grad is not None
+            mean = got.clone()
+            dist.all_reduce(mean, group=mesh.get_group("dp"))
+            same(mean / 2 * factor, own_part(param.grad, spec))
+
+
+def test_the_mean_over_data_parallel_ranks(pool: RankPool) -> None:
+    pool.run(4, means_of_a_model)
+
+
+def refuses() -> None:
+    mesh = mesh_of()
+    spec = spec_of(distribute(rows(3), mesh["tp"], [Shard(0)]))
+    other = distribute(rows(3), mesh["dp"], [Shard(0)])
+    for grad, text in ((rows(3), "plain tensor"), (other, "lies on")):
+        for kind in (ProtocolError, AssertionError):
+            with pytest.raises(kind, match=text):
+                local_gradients([None, grad], [None, spec])
+    assert joint_mesh(mesh["dp"], mesh["tp"]) == mesh
+
+
+def test_a_gradient_that_is_no_dtensor_is_refused(pool: RankPool) -> None:
+    pool.run(4, refuses)

@@ -1,0 +1,283 @@
+"""Parameters that are DTensors already: tensor parallelism under data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import fullshard
+from tests.ranks.models import fill, full_parameters, ids
+from tests.ranks.pool import RankPool
+
+PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()
+STEPS, LENGTH, VOCAB = 4, 4, 13
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """``gain`` is no DTensor whatever the plan; one block is frozen; sizes divide by little."""
+
+    def __init__(self, dim: int = 6, hidden: int = 10, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB + 1, dim)
+        self.gain = nn.Parameter(torch.ones(dim))
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.head = nn.Linear(dim, VOCAB + 1, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * 1.0) * self.scale()
+
+    def scale(self) -> Tensor:
+        return self.gain.mean()
+
+
+BLOCK_PLAN = {
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),  # or torch miscounts
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def parallelize(model: Net, tp: DeviceMesh) -> None:
+    """Sequence parallelism between the linear layers: norms get partial gradients."""
+    is_tied = model.head.weight is model.embed.weight
+    parallelize_module(
+        model,
+        tp,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    if is_tied:
+        model.head.weight = model.embed.weight
+    for block in model.blocks:
+        parallelize_module(block, tp, BLOCK_PLAN)
+    model.blocks[1].requires_grad_(False)  # SequenceParallel forgets it
+
+
+def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def train(model: nn.Module, part: int, num_parts: int, *, accumulate: int = 1) -> list[Tensor]:
+    """Trains on a part of each batch; the gradients of the first step, and all parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    grads: list[Tensor] = []
+    for step in range(STEPS):
+        for micro in range(accumulate):
+            if isinstance(model, fullshard.FSDPModule):
+                model.set_requires_gradient_sync(micro == accumulate - 1)
+            tokens = ids(2 * num_parts * 1, LENGTH, vocab=VOCAB, seed=10 * step + micro)
+            whole = ids(4, LENGTH, vocab=VOCAB, seed=10 * step + micro)
+            tokens = whole.chunk(num_parts)[part]
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+            (loss / accumulate).backward()
+        if step == 0:
+            grads = [whole_of(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads + list(full_parameters(model).values())
+
+
+def whole_of(tensor: Any) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.clone()
+
+
+def compare(shape: tuple[int, ...], sizes: dict[str, Any], **options: Any) -> float:
+    """The largest difference to the unsharded model; the last mesh dim is tensor-parallel."""
+    accumulate = options.pop("accumulate", 1)
+    reference = fill(Net(**sizes).double())
+    expected = train(reference, 0, 1, accumulate=accumulate)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
+    model = fill(Net(**sizes).double())
+    parallelize(model, mesh["tp"])
+    data = mesh[mesh.mesh_dim_names[:-1]]
+    shard(model, fullshard.fully_shard, mesh=data, **options)
+    num_parts = data.size()
+    part = dist.get_rank() // mesh["tp"].size()
+    found = train(model, part, num_parts, accumulate=accumulate)
+    assert len(found) == len(expected)
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+SIZES = [{}, {"dim": 5, "hidden": 7}, {"tied": True}]
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_equals_the_unsharded_model(pool: RankPool, sizes: dict[str, Any], layout: Any) -> None:
+    assert max(pool.run(4, compare, (2, 2), sizes, layout=layout)) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize("reshard", [False, True])
+def test_equals_it_when_accumulating(pool: RankPool, reshard: bool, layout: Any) -> None:
+    results = pool.run(
+        4, compare, (2, 2), {}, layout=layout, accumulate=2, reshard_after_forward=reshard
+    )
+    assert max(results) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_secondary_shards_of_tensor_parallel_parameters(pool: RankPool, layout: Any) -> None:
+    """PyTorch refuses these in forward."""
+    results = pool.run(4, compare, (4, 1), {}, layout=layout, reshard_after_forward=2)
+    assert max(results) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_replicas_of_tensor_parallel_parameters(pool: RankPool, layout: Any) -> None:
+    assert max(pool.run(4, compare, (2, 1, 2), {}, layout=layout)) <= 1e-12
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[RankPool]:
+    """Eight processes, for the tests that cannot do with fewer; they end with this module."""
+    with RankPool() as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_replicas_and_shards_of_tensor_parallel_parameters(eight: RankPool, layout: Any) -> None:
+    assert max(eight.run(8, compare, (2, 2, 2), {}, layout=layout, timeout_s=120)) <= 1e-12
+
+
+# the mesh of the parameters has data-parallel dims itself
+
+
+def place_on(mesh: DeviceMesh) -> Callable[[str, nn.Module, DeviceMesh], None]:
+    """A partition function: weights of linear layers are cut on the tensor-parallel dim."""
+
+    def partition(name: str, module: nn.Module, _: DeviceMesh) -> None:
+        for key, param in list(module.named_parameters(recurse=False)):
+            placements: list[Any] = [Replicate()] * mesh.ndim
+            if name.endswith("up") or (name.endswith("down") and key == "weight"):
+                placements[mesh.mesh_dim_names.index("tp")] = Shard(int(name.endswith("down")))
+            whole = distribute_tensor(param.detach(), mesh, placements)
+            setattr(module, key, nn.Parameter(whole, requires_grad=param.requires_grad))
+
+    return partition
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6, 10) for _ in range(2))
+        self.blocks[0].norm.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train_mlp(model: nn.Module, mesh: DeviceMesh | None, dp: tuple[str, ...]) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6).roll(step, 0)
+        if mesh is not None:
+            coordinate = mesh[dp].get_local_rank() if len(dp) == 1 else None
+            number = coordinate if coordinate is not None else dp_number(mesh, dp)
+            size = mesh[dp].size()
+            x = distribute_tensor(
+                x.chunk(size)[number], mesh, [Replicate()] * mesh.ndim, src_data_rank=None
+            )
+        out = model(x).square().mean()
+        (out.full_tensor() if isinstance(out, DTensor) else out).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(full_parameters(model).values())
+
+
+def dp_number(mesh: DeviceMesh, dp: tuple[str, ...]) -> int:
+    """This rank's number among the data-parallel ones."""
+    number = 0
+    for name in dp:
+        number = number * mesh[name].size() + mesh[name].get_local_rank()
+    return number
+
+
+def on_a_full_mesh(
+    shape: tuple[int, ...], names: tuple[str, ...], dims: Any, layout: Any, reshard: Any
+) -> float:
+    torch.manual_seed(0)
+    reference = Mlp().double()
+    model = Mlp().double()
+    model.load_state_dict(reference.state_dict())
+    dp = tuple(name for name in names if name != "tp")
+    expected = train_mlp(reference, None, dp)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if "tp" in names:
+        distribute_module(model, mesh, place_on(mesh))
+    for block in model.blocks:
+        fullshard.fully_shard(
+            block,
+            mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),  # equal, another object
+            dp_mesh_dims=dims,
+            layout=layout,
+            reshard_after_forward=reshard,
+        )
+    found = train_mlp(model, mesh if "tp" in names else None, dp)
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+DIMS = fullshard.DataParallelMeshDims
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize(
+    ("shape", "names", "dims"),
+    [
+        ((2, 2), ("dp", "tp"), DIMS(shard="dp")),
+        ((2, 2), ("dp", "tp"), DIMS(replicate="dp")),
+        ((2, 2), ("tp", "dp"), DIMS(shard="dp")),
+        ((2, 1, 2), ("dp", "cp", "tp"), DIMS(shard=("dp", "cp"))),
+        ((2, 1, 2), ("rep", "dp", "tp"), DIMS(shard="dp", replicate="rep")),
+        ((1, 2, 2), ("rep", "dp", "tp"), DIMS(shard="dp", replicate="rep")),
+    ],
+    ids=str,
+)
+def test_parameters_on_a_full_mesh(
+    pool: RankPool, shape: tuple[int, ...], names: tuple[str, ...], dims: Any, layout: Any
+) -> None:
+    assert max(pool.run(4, on_a_full_mesh, shape, names, dims, layout, None)) <= 1e-12
