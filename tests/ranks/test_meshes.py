@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -12,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
+from fullshard import comm, errors
+from fullshard.comm.c10d import C10d, Transport
 from fullshard.tensors import RaggedShard
-from tests.ranks.models import GPT, full_parameters, ids
+from tests.ranks.models import GPT, fill, full_parameters, ids
 from tests.ranks.pool import RankPool
 from tests.ranks.test_counts import recordings
 from tests.ranks.test_parity import batches, check, make, shard, train, vocab
@@ -245,6 +250,34 @@ def test_partial_gradients_add_up_in_the_dtype_of_reduction(pool: RankPool) -> N
     assert pool.run(4, partial_in_bf16) == [258.0] * 4
 
 
+def divided(shape: tuple[int, ...], factor: float, reduce_dtype: Any, put_off: bool) -> float:
+    """Every rank's gradient is 8."""
+    model: Any = nn.Linear(1, 3, bias=False)
+    policy = fullshard.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    fullshard.fully_shard(model, mesh=mesh_of(*shape), mp_policy=policy)
+    model.set_gradient_divide_factor(factor)
+    if put_off:
+        model.set_requires_all_reduce(False)
+        model(torch.full((1, 1), 3.0)).sum().backward()
+        model.set_requires_all_reduce(True)
+    model(torch.full((1, 1), 5.0 if put_off else 8.0)).sum().backward()
+    grad: Tensor = model.weight.grad.full_tensor()
+    assert grad.unique().numel() == 1
+    return grad[0].item()
+
+
+@pytest.mark.parametrize("put_off", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 2), (2, 1), (2, 2), (4,)])
+def test_gradients_are_divided_once_by_the_factor(
+    pool: RankPool, shape: tuple[int, ...], reduce_dtype: Any, put_off: bool
+) -> None:
+    """On one rank and in fp16 PyTorch divides twice."""
+    world = math.prod(shape)
+    results = pool.run(world, divided, shape, 2.0, reduce_dtype, put_off)
+    assert results == [8.0 * world / 2] * world
+
+
 # resharding to a smaller group
 
 
@@ -335,6 +368,33 @@ def test_putting_it_off_costs_none(pool: RankPool) -> None:
 def test_backward_gathers_among_the_smaller_group(pool: RankPool) -> None:
     for result in pool.run(4, counts, (4,), 2):
         assert result == [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}] * 4
+
+
+def compare_with_comm_debug_mode(shape: tuple[int, int]) -> tuple[Counter[str], Counter[str]]:
+    """What we recorded, and what PyTorch's own observer saw."""
+    made: list[comm.Recording] = []
+
+    def record(inner: comm.Collectives) -> comm.Collectives:
+        assert isinstance(inner, C10d)
+        made.append(comm.Recording(C10d(inner._group, "cpu", Transport.NATIVE)))
+        return made[-1]
+
+    with comm.wrapped(record):
+        model = make("gpt", torch.float32)
+        shard(model, None, partial(fullshard.fully_shard, mesh=mesh_of(*shape)))
+    tokens = ids(2, 8, vocab=vocab("gpt"), seed=dist.get_rank())
+    with CommDebugMode() as observer, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook")  # the observer's own
+        GPT.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    ours = Counter(call.kind for recording in made for call in recording.calls)
+    seen = {str(op).split(".")[-1]: times for op, times in observer.get_comm_counts().items()}
+    return ours, Counter(seen)
+
+
+def test_counts_agree_with_comm_debug_mode(pool: RankPool) -> None:
+    for ours, seen in pool.run(4, compare_with_comm_debug_mode, (2, 2)):
+        assert ours == {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 4}
+        assert seen == {"_allgather_base_": 7, "_reduce_scatter_base_": 4, "allreduce_": 4}
 
 
 # other ways to name a mesh
@@ -475,3 +535,59 @@ def experts_elsewhere(layout: Any, torch_info: bool) -> float:
 @pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
 def test_experts_on_another_mesh(pool: RankPool, layout: Any, torch_info: bool) -> None:
     assert max(pool.run(4, experts_elsewhere, layout, torch_info)) <= 1e-12
+
+
+# tied across units
+
+
+class TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.embed(tokens))))
+
+
+def hoisted(layout: Any) -> float:
+    """The unit of the head leaves the weight to the root, which stands around it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = batches("odd", world, 1)
+    expected = train(fill(TiedEnds().double()), steps, 0, 1)[1]
+    model: Any = fill(TiedEnds().double())
+    fullshard.fully_shard(model.head, ignored_params={model.head.weight}, layout=layout)
+    fullshard.fully_shard(model.body, layout=layout)
+    fullshard.fully_shard(model, layout=layout)
+    assert model.head.weight is model.embed.weight
+    found = train(model, steps, rank, world, sync_always=True)[1]
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.head.weight, DTensor)
+    return max((found[n] - expected[n]).abs().max().item() for n in expected)
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_tied_parameter_that_inner_calls_ignore_is_hoisted(
+    pool: RankPool, world: int, layout: Any
+) -> None:
+    assert max(pool.run(world, hoisted, layout)) <= 1e-12
+
+
+def tied_without_asking() -> str:
+    model = TiedEnds()
+    fullshard.fully_shard(model.head)
+    before = dict(model.named_parameters())
+    with pytest.raises(errors.ConfigError) as caught:
+        fullshard.fully_shard(model)
+    assert dict(model.named_parameters()) == before
+    return str(caught.value)
+
+
+def test_a_tie_across_units_is_explained_at_the_call(pool: RankPool) -> None:
+    """PyTorch notices at the first forward."""
+    for message in pool.run(2, tied_without_asking):
+        assert "embed.weight" in message
+        assert "ignored_params" in message

@@ -66,6 +66,7 @@ class Bucket:
         self._locals = [spec.form.local(param) for param in self.sharded_params]
         self.unsharded: Unsharded | None = None
         self.gradients: Gradients | None = None
+        self._divide_by: float | None = None
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
 
     def copy(self, memo: dict[Any, Any]) -> Bucket:
@@ -107,8 +108,15 @@ class Bucket:
             self.gradients = Gradients(
                 self.spec, self.unsharded.params, self.sharded_params, lanes, meter
             )
+            self.gradients.divide_by = self._divide_by
             self._requires_grad = None
         return self.unsharded
+
+    def divide_gradients_by(self, factor: float | None) -> None:
+        """Make gradients sums over all ranks divided by this; None: by the number of ranks."""
+        self._divide_by = factor
+        if self.gradients is not None:
+            self.gradients.divide_by = factor
 
     @property
     def whole(self) -> Unsharded:

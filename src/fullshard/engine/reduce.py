@@ -79,6 +79,7 @@ class Gradients:
         self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
         self._meter = meter
         self._reduce_dtype = spec.reduce_dtype or params[0].dtype
+        self.divide_by: float | None = None  # instead of the number of ranks
         self._accumulated = False  # since the last reduction; the same on all ranks
         self._has_pending = False
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
@@ -174,12 +175,20 @@ class Gradients:
         reduction = self._in_flight
         with self._lanes.on(Lane.REDUCE):
             self._lanes.wait(reduction.pending)
+            if self.divide_by is not None:
+                reduction.row.mul_(self._num_ranks / self.divide_by)
             shown = reduction.shown
             if shown is None:
                 dtype = self.sharded_params[0].dtype
                 shown = _GradShard(self._spec, reduction.row.to(dtype))
             self._assign(shown, self._present_anywhere(reduction))
         self._end(reduction)
+
+    @property
+    def _num_ranks(self) -> int:
+        """Over how many the mean is taken."""
+        replicas = self._spec.replicas
+        return self._spec.comm.world * (1 if replicas is None else replicas.world)
 
     def _end(self, reduction: _Reduction) -> None:
         """Let computation go on with what is reduced, and in the memory that this needed."""

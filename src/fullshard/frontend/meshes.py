@@ -26,6 +26,7 @@ from fullshard.tensors import (
     SpmdMesh,
     joint_mesh,
     parallel_spec_of,
+    place_in_order_of_cuts,
     shard_place,
     spmd_shard_place,
 )
@@ -129,19 +130,26 @@ class DataMesh:
         if isinstance(cut, RaggedShard):
             return self._place_ragged(spec, cut)
         if self.spmd is not None:
-            return spmd_shard_place(spec, self.spmd, cut)
-        return shard_place(spec, self.mesh, None if self.shard_dim is None else cut)
+            usual = spmd_shard_place(spec, self.spmd, cut)
+        else:
+            usual = shard_place(spec, self.mesh, None if self.shard_dim is None else cut)
+        if self.shard_dim is None or usual.is_read_alike(spec.shape):
+            return usual
+        replicate = self._part(self.replicate_dim) if self.replicate_dim is not None else None
+        return place_in_order_of_cuts(spec, replicate, self._part(self.shard_dim), cut)
 
     def _place_ragged(self, spec: ParallelSpec, cut: RaggedShard) -> ShardPlace:
         """Intervals are cut from the local tensors, so their dim stands left of the others."""
-        others = [dim for dim in range(spec.mesh.ndim) if dim not in spec.dp_dims]
         own = self._placements(cut)
-        if not others:
+        if len(spec.dp_dims) == spec.mesh.ndim:
             return ShardPlace(self.mesh, own)
-        names = spec.mesh.mesh_dim_names
-        tp = spec.mesh[tuple(names[dim] for dim in others)] if names and spec.dp_dims else spec.mesh
-        mesh = joint_mesh(self.mesh, tp)
-        return ShardPlace(mesh, (*own, *(spec.placements[dim] for dim in others)))
+        others = spec.over_others
+        return ShardPlace(joint_mesh(self.mesh, others.mesh), (*own, *others.placements))
+
+    def _part(self, dim: int) -> DeviceMesh:
+        """One dim as a mesh."""
+        names = self.mesh.mesh_dim_names or ()
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[names[dim]]
 
     def _placements(self, cut: Placement) -> tuple[Placement, ...]:
         dims = range(self.mesh.ndim)

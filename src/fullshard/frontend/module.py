@@ -110,6 +110,21 @@ class FSDPModule:
         """
         self._set(recurse, requires_all_reduce=requires_all_reduce)
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Make the gradients of this unit the sum over all ranks divided by ``factor``.
+
+        By default that is the number of ranks, replicas included. The choice is this unit's alone.
+
+        Raises:
+            ConfigError: the factor is not above 0.
+        """
+        if not factor > 0:
+            raise ConfigError(
+                f"set_gradient_divide_factor: got {factor!r}, expected a number above 0"
+            )
+        for bucket in _unit(self)[0].buckets:
+            bucket.divide_gradients_by(float(factor))
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``, also for a root that had it chosen by default.
 

@@ -8,6 +8,7 @@ from fullshard.tensors.parallel import (
     ParallelSpec,
     ShardPlace,
     parallel_spec_of,
+    place_in_order_of_cuts,
     shard_place,
     spmd_shard_place,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "local_part",
     "map_tensors",
     "parallel_spec_of",
+    "place_in_order_of_cuts",
     "reads_alike",
     "shard_place",
     "shown_like",

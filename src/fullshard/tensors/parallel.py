@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard import _torch
 from fullshard.errors import ConfigError
-from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh
+from fullshard.tensors.parallel_mesh import SpmdMesh, joined_in_order, joint_mesh
 from fullshard.tensors.strided import cut_sizes, reads_alike
 
 __all__ = [
     "ParallelSpec",
     "ShardPlace",
     "parallel_spec_of",
+    "place_in_order_of_cuts",
     "shard_place",
     "spmd_shard_place",
 ]
@@ -51,6 +52,16 @@ class ParallelSpec:
     _specs: dict[torch.dtype, _torch.DTensorSpec] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    @property
+    def over_others(self) -> ShardPlace:
+        """Where it lies on the dims that are not data-parallel, perhaps none."""
+        dims = [dim for dim in range(self.mesh.ndim) if dim not in self.dp_dims]
+        placements = tuple(self.placements[dim] for dim in dims)
+        if not self.dp_dims:
+            return ShardPlace(self.mesh, placements)
+        names = self.mesh.mesh_dim_names or ()
+        return ShardPlace(self.mesh[tuple(names[dim] for dim in dims)], placements)
 
     def wrap(self, local: Tensor) -> DTensor:
         """The parameter around ``local``, a plain tensor of shape ``local_shape``.
@@ -189,6 +200,20 @@ def spmd_shard_place(spec: ParallelSpec, spmd: SpmdMesh, dim: int) -> ShardPlace
     flattened = [Replicate(), cut] if spmd.replicate_names else [cut]
     along = spmd.across(lambda name: [placed[name]], flattened)
     return ShardPlace(spmd.sharded, tuple(one for some in along for one in some))
+
+
+def place_in_order_of_cuts(
+    spec: ParallelSpec, replicate: DeviceMesh | None, shard: DeviceMesh, dim: int
+) -> ShardPlace:
+    """The same place in words that every part of DTensor understands, whatever the sizes.
+
+    The data-parallel dim stands right of those that have cut the tensor before it, on a mesh of
+    its own order: for what is not read alike, see ``ShardPlace.is_read_alike``.
+    """
+    others = spec.over_others
+    meshes = [replicate] if replicate is not None else []
+    mesh = joined_in_order((*meshes, others.mesh, shard))
+    return ShardPlace(mesh, (*([Replicate()] * len(meshes)), *others.placements, Shard(dim)))
 
 
 def _cut(dim: int, mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> Placement:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
 
-__all__ = ["SpmdMesh", "joint_mesh"]
+__all__ = ["SpmdMesh", "joined_in_order", "joint_mesh"]
 
 _MAX_PARALLEL_DIMS = 2
 _MAX_DIMS = 4
@@ -74,14 +74,14 @@ def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
             f"parameters lie on a mesh for {tp.device_type!r}, {tp}, but are to be sharded over "
             f"one for {dp.device_type!r}, {dp}; make both from one mesh"
         )
-    return _joined((dp, tp))
+    return joined_in_order((dp, tp))
 
 
 # Weak: a mesh keeps process groups. Whatever lies on a joint mesh holds it.
 _joints: weakref.WeakValueDictionary[tuple[Any, ...], DeviceMesh] = weakref.WeakValueDictionary()
 
 
-def _joined(meshes: tuple[DeviceMesh, ...]) -> DeviceMesh:
+def joined_in_order(meshes: tuple[DeviceMesh, ...]) -> DeviceMesh:
     """One mesh with all dims of ``meshes``, in their order; the same object for equal meshes."""
     world = dist.group.WORLD
     assert world is not None
@@ -187,7 +187,7 @@ class SpmdMesh:
     def data_parallel(self) -> DeviceMesh:
         """The mesh that the engine works on: (replicate, shard), or the one that there is."""
         if self.shard is not None and self.replicate is not None:
-            return _joined((self.replicate, self.shard))
+            return joined_in_order((self.replicate, self.shard))
         one = self.shard or self.replicate
         assert one is not None
         return one
@@ -206,7 +206,7 @@ class SpmdMesh:
         """The mesh of sharded parameters: ``full``, but several shard dims flattened into one."""
         if len(self.shard_names) < 2:
             return self.full
-        return _joined(self.across(lambda dim: self.full[dim], self.data_parallel))
+        return joined_in_order(self.across(lambda dim: self.full[dim], self.data_parallel))
 
     def across(self, other: Callable[[str], Any], flattened: Any) -> tuple[Any, ...]:
         """Go along ``full`` as ``sharded`` does: ``flattened`` for the first shard dim.
