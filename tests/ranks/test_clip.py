@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fullshard.optim import clip_grad_norm_, grad_norm
 from tests.ranks.models import noise
 from tests.ranks.net import batch, make, shard
 from tests.ranks.pool import RankPool
+from tests.ranks.ragged import CASES, CUT, placed, strided
 
 NORMS = [1.0, 2.0, 3.5, float("inf")]
 every = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -93,6 +95,86 @@ def every_placement() -> None:
 
 def test_meshes_of_two_dims_and_plain_tensors(pool: RankPool) -> None:
     pool.run(4, every_placement)
+
+
+MANY: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
+    *((case.mesh_shape, case.placements) for case in CASES.values()),
+    ((2, 2), (strided(0, 2), Shard(0))),
+    ((2, 2), (strided(0, 2), Shard(1))),
+    ((2, 2), (strided(0, 3), Replicate())),
+    ((1, 2, 2), (Replicate(), strided(0, 2), Shard(0))),
+    ((2, 2), (Shard(0), Replicate())),
+    ((2, 2), (Replicate(), Replicate())),
+    ((4,), (Shard(0),)),
+]
+
+
+def every_mesh(norm_type: float, foreach: bool | None) -> tuple[float, float]:
+    """Gradients on many meshes together, most of them uneven or missing on some ranks."""
+    meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in MANY}
+    values, params = [], []
+    for seed, ((shape, placements), size) in enumerate(
+        itertools.product(MANY, [(5, 3), (1, 7), (0, 2)])
+    ):
+        value = noise(*size, seed=seed)
+        values.append(value.flatten())
+        params.append(param_with(placed(value.clone(), meshes[shape], placements, seed)))
+    params.append(param_with(noise(4, seed=99)))
+    values.append(noise(4, seed=99))
+    want = torch.linalg.vector_norm(torch.cat(values), norm_type)
+    got = clip_grad_norm_(params, 0.7, norm_type, foreach=foreach)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    for param, value in zip(params, values, strict=True):
+        grad: Any = param.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        scaled = value * (0.7 / (want + 1e-6)).clamp(max=1.0)
+        torch.testing.assert_close(whole.flatten(), scaled, rtol=1e-12, atol=1e-15)
+    return got.item(), grad_norm(params, norm_type).item()
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_any_meshes_together(pool: RankPool, norm_type: float, foreach: bool | None) -> None:
+    norms = pool.run(4, every_mesh, norm_type, foreach)
+    assert len(set(norms)) == 1  # to the last bit
+    assert abs(norms[0][1] - min(norms[0][0], 0.7)) < 1e-5
+
+
+def reductions() -> list[int]:
+    """All-reduces for parameters of one mesh, tensor-parallel and copied ones among them."""
+    counts = []
+    for shape, kinds in {
+        (2, 2): [(CUT, Shard(0)), (CUT, Replicate()), (strided(0, 2), Shard(0)), (CUT, Shard(1))],
+        (4, 1): [(Replicate(), CUT), (Replicate(), Shard(0))],
+        (1, 2, 2): [(Replicate(), CUT, Shard(0)), (Replicate(), Shard(0), Shard(1))],
+    }.items():
+        mesh = init_device_mesh("cpu", shape)
+        params = [param_with(placed(noise(5, 3), mesh, at)) for at in kinds]
+        with CommDebugMode() as counted:
+            grad_norm(params)
+        counts.append(counted.get_total_counts())
+    return counts
+
+
+def test_there_is_one_all_reduce_for_each_mesh_dim_at_most(pool: RankPool) -> None:
+    assert pool.run(4, reductions) == [[2, 1, 2]] * 4
+
+
+def not_finite() -> None:
+    """What is on one rank only is seen on all."""
+    for name in ("hsdp", "columns", "copies"):
+        case = CASES[name]
+        for bad in (float("inf"), float("nan")):
+            value = noise(5, 3)
+            value[4, 2] = bad
+            param = param_with(placed(value, case.mesh(), case.placements))
+            for norm_type in (2.0, float("inf")):
+                norm = grad_norm(param, norm_type)
+                assert norm.isnan() if bad != bad else norm.isinf()
+
+
+def test_what_is_not_finite_on_one_rank_is_seen_on_all(pool: RankPool) -> None:
+    pool.run(4, not_finite)
 
 
 def corners() -> None:

@@ -86,10 +86,12 @@ class GroupKeeper:
         """Be in no group; peers waiting for this rank see a closed connection, not a hang."""
         self._number = None
         if dist.is_initialized():
+            has_more = dist.get_pg_count() > 1
             dist.destroy_process_group()
-            # Keyed by meshes, and all meshes of a shape are equal: what DTensor remembers would
-            # hand later jobs the meshes of this one, with groups that are gone, or now are others.
-            _clear_sharding_prop_cache()
+            if has_more:
+                # Keyed by meshes, and all meshes of a shape are equal: what DTensor remembers would
+                # hand later jobs the meshes of this one, whose groups are gone, or now are others.
+                _clear_sharding_prop_cache()
 
     def is_unchanged(self) -> bool:
         """Whether the job made no further groups and left the default one alone."""

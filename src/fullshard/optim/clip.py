@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -11,22 +11,22 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.comm import all_reduce
-from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.errors import ConfigError
 from fullshard.optim.joined import joined
-from fullshard.tensors import RaggedShard
+from fullshard.tensors import Spread, spread_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
 
 @dataclass
 class _Alike:
-    """Local gradients that are cut over the same groups of ranks."""
+    """Local gradients that are spread over the same groups of ranks."""
 
-    groups: tuple[dist.ProcessGroup, ...]
+    spread: Spread
     locals: list[Tensor] = field(default_factory=list)
 
     @cached_property
@@ -44,8 +44,9 @@ def grad_norm(
     """The norm of the gradients of ``parameters``, as if they were one vector.
 
     Args:
-        parameters: parameters, or one; DTensors that are cut or replicated, and plain tensors,
-            which must be the same on all ranks. Those without a gradient do not count.
+        parameters: parameters, or one; DTensors that are cut or replicated, on any meshes, and
+            plain tensors, which must be the same on all ranks. Replicas count once, those without
+            a gradient do not count.
         norm_type: any p, ``inf`` included.
         error_if_nonfinite: raise if the norm is not finite, which waits for the device.
         foreach: False takes norms one by one.
@@ -70,7 +71,7 @@ def clip_grad_norm_(
     """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``.
 
     The interface and the arithmetic of ``torch.nn.utils.clip_grad_norm_``, with one all-reduce
-    for each group of ranks that parameters are cut over, and a plain tensor back.
+    for each mesh dim that parameters are spread over, and a plain tensor back.
 
     Returns:
         The norm before; see ``grad_norm``, also for the arguments and errors.
@@ -105,32 +106,15 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
     for grad, (mesh, placements) in zip(cut, map(_where, cut), strict=True):
         like.setdefault((id(mesh), tuple(map(type, placements))), []).append(grad)
     plain = [grad for grad in grads if not isinstance(grad, DTensor)]
-    found: dict[tuple[dist.ProcessGroup, ...], _Alike] = {(): _Alike((), plain)} if plain else {}
+    found = {_PLAIN: _Alike(_PLAIN, plain)} if plain else {}
     for those in like.values():
-        groups = _groups(those[0])
-        found.setdefault(groups, _Alike(groups)).locals.extend(map(_torch.local_of, those))
+        spread = spread_of(those[0].device_mesh, those[0].placements)
+        found.setdefault(spread, _Alike(spread)).locals.extend(map(_torch.local_of, those))
     return list(found.values())
 
 
 _where = attrgetter("device_mesh", "placements")
-
-
-def _groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which ``grad`` is cut."""
-    mesh = grad.device_mesh
-    return tuple(mesh.get_group(dim) for dim, at in enumerate(grad.placements) if _is_cut(at))
-
-
-def _is_cut(placement: Placement) -> bool:
-    """Whether ranks hold different elements; what is replicated counts once."""
-    if isinstance(placement, Replicate):
-        return False
-    if isinstance(placement, (Shard, RaggedShard)):
-        return True
-    raise UnsupportedError(
-        f"a gradient is placed as {placement}: its elements are not known before it is reduced; "
-        "redistribute it first"
-    )
+_PLAIN = Spread((), 1)
 
 
 def _norm(
@@ -138,9 +122,12 @@ def _norm(
 ) -> Tensor:
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type}, expected a number above 0, or inf")
-    parts = [_part(one, norm_type, foreach) for one in alike]
-    if not parts:
+    together: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for one in alike:
+        together.setdefault(one.spread.groups, []).append(_part(one, norm_type, foreach))
+    if not together:
         return torch.tensor(0.0)
+    parts = [_over(groups, parts, norm_type) for groups, parts in together.items()]
     whole = torch.stack([part.to(parts[0].device) for part in parts])
     is_max = math.isinf(norm_type)
     norm = whole.amax() if is_max else whole.sum().pow(1.0 / norm_type)
@@ -153,23 +140,33 @@ def _norm(
 
 
 def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
-    """The sum of powers (of order inf: the largest) of what these groups hold together."""
-    is_max = math.isinf(norm_type)
+    """The sum of powers (of order inf: the largest) of what this rank holds, for its copies."""
     wide = torch.float32
     for dtype in {grad.dtype for grad in one.locals}:
         wide = torch.promote_types(wide, dtype.to_real())
     device = one.locals[0].device
     grads = [grad.abs() if grad.is_complex() else grad for grad in one.joined]
-    total = torch.zeros((), dtype=wide, device=device)
-    if grads:
-        if foreach is False:
-            norms = [torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in grads]
-        else:
-            norms = list(torch._foreach_norm(grads, norm_type, dtype=wide))
-        stacked = torch.stack([norm.to(device) for norm in norms])
-        total = stacked.amax() if is_max else stacked.pow(norm_type).sum()
+    if not grads:
+        return torch.zeros((), dtype=wide, device=device)
+    if foreach is False:
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in grads]
+    else:
+        norms = list(torch._foreach_norm(grads, norm_type, dtype=wide))
+    stacked = torch.stack([norm.to(device) for norm in norms])
+    if math.isinf(norm_type):
+        return stacked.amax()
+    return stacked.pow(norm_type).sum() / one.spread.copies
+
+
+def _over(
+    groups: tuple[dist.ProcessGroup, ...], parts: Sequence[Tensor], norm_type: float
+) -> Tensor:
+    """What ranks hold together, from parts of each; one all-reduce for each group."""
+    is_max = math.isinf(norm_type)
+    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+    total = stacked.amax() if is_max else stacked.sum()
     # A largest value may lose a NaN on the way, so that travels beside it.
-    sent = torch.stack([total.nan_to_num(0.0, posinf=math.inf), total.isnan().to(wide)])
-    for group in one.groups:
+    sent = torch.stack([total.nan_to_num(0.0, posinf=math.inf), total.isnan().to(total.dtype)])
+    for group in groups:
         all_reduce(sent, group, is_max=is_max)
     return torch.where(sent[1] > 0, math.nan, sent[0])

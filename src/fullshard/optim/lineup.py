@@ -16,7 +16,7 @@ from fullshard.optim.groups import Groups, numbered
 from fullshard.optim.run import Run, same
 from fullshard.optim.runs import Place, find_runs
 from fullshard.optim.states import is_placed_like
-from fullshard.tensors import FlatPart, flat_part_of, local_part
+from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part
 
 __all__ = ["Candidate", "Freedom", "Lineup", "align", "gradients", "line_up"]
 
@@ -217,8 +217,14 @@ def align(params: Sequence[Tensor], grads: list[Tensor | None]) -> None:
     """
     for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if isinstance(param, DTensor) and isinstance(grad, DTensor) and not is_ready(param, grad):
-            placed = grad.redistribute(param.device_mesh, param.placements)
+            placed = _placed_like(param, grad)
             grads[number] = placed if type(local_part(placed)) is Tensor else placed.clone()
+
+
+def _placed_like(param: DTensor, grad: DTensor) -> Tensor:
+    if is_ragged(param) and not is_ragged(grad):  # intervals are nothing that DTensor can make
+        return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return grad.redistribute(param.device_mesh, param.placements)
 
 
 def is_ready(param: Tensor, grad: Tensor) -> bool:

@@ -27,7 +27,7 @@ def is_cut(param: Tensor, value: object) -> bool:
 def is_placed_like(param: Tensor, other: Tensor) -> bool:
     """Whether both are plain tensors, or DTensors of which ranks hold the same elements."""
     if isinstance(param, DTensor) and isinstance(other, DTensor):
-        return param.placements == other.placements
+        return param.placements == other.placements and param.device_mesh == other.device_mesh
     return isinstance(param, DTensor) == isinstance(other, DTensor)
 
 
@@ -50,7 +50,10 @@ def check_state(groups: Groups, param: Tensor, own: Mapping[str, Any]) -> None:
 
 
 def _describe(tensor: Tensor) -> str:
-    placed = f" placed as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    placed = ""
+    if isinstance(tensor, DTensor):
+        shape = tuple(tensor.device_mesh.shape)
+        placed = f" placed as {tensor.placements} on a mesh of shape {shape}"
     return f"{'DTensor' if placed else 'plain tensor'} of shape {tuple(tensor.shape)}{placed}"
 
 

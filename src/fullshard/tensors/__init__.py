@@ -14,6 +14,8 @@ from fullshard.tensors.parallel import (
 )
 from fullshard.tensors.parallel_grads import local_gradients
 from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh
+from fullshard.tensors.parts import Spread, spread_of
+from fullshard.tensors.ragged_cut import is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.random import draw_whole_on
@@ -29,10 +31,12 @@ __all__ = [
     "ShardForm",
     "ShardPlace",
     "SpmdMesh",
+    "Spread",
     "announce_flat",
     "draw_whole_on",
     "find_tensors",
     "flat_part_of",
+    "is_ragged",
     "joint_mesh",
     "local_gradients",
     "local_part",
@@ -43,4 +47,5 @@ __all__ = [
     "shard_place",
     "shown_like",
     "spmd_shard_place",
+    "spread_of",
 ]

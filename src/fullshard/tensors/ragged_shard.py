@@ -34,8 +34,11 @@ class _Alike(NamedTuple):
 class RaggedShard(Placement):
     """Each rank holds an interval of the flattened tensor, perhaps an empty one.
 
-    In the order of ranks the intervals follow each other. Stored are runs of equal lengths, so
-    that the value is small however many ranks there are, and equal where the cuts are equal.
+    In the order of ranks along the mesh dim the intervals follow each other. Where placements of
+    later mesh dims cut the tensor, too, for tensor parallelism, these are intervals of what they
+    leave to this rank, and other ranks along those dims may have others. Stored are runs of equal
+    lengths, so that the value is small however many ranks there are, and equal where the cuts are
+    equal.
     """
 
     def __init__(self, lengths: Iterable[tuple[int, int]]) -> None:
@@ -54,6 +57,16 @@ class RaggedShard(Placement):
             rank += num_ranks
             start += num_ranks * length
         self._hash = hash(tuple(self._lengths))
+
+    @property
+    def num_ranks(self) -> int:
+        """Among how many ranks the tensor is cut."""
+        return sum(num_ranks for num_ranks, _ in self._lengths)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all intervals together."""
+        return sum(num_ranks * length for num_ranks, length in self._lengths)
 
     def interval(self, rank: int) -> Interval:
         """What ``rank`` holds."""

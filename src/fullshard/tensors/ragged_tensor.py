@@ -15,12 +15,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
 from fullshard.comm import gather_uneven
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.layout.boxes import Box, boxes
+from fullshard.layout.boxes import Box
+from fullshard.tensors.ragged_cut import cut_of
 from fullshard.tensors.ragged_ops import run_on_intervals
 from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
@@ -31,7 +32,9 @@ class RaggedTensor(DTensor):
     """A tensor cut into intervals of its elements, in row-major order; each rank holds one.
 
     ``shape``, ``stride()`` and ``dtype`` are those of the whole tensor, ``to_local()`` is this
-    rank's interval, 1-D and perhaps empty, ``placements`` is one ``RaggedShard`` on a 1-D mesh.
+    rank's interval, 1-D and perhaps empty. Of ``placements`` one is a ``RaggedShard``; mesh dims
+    before it hold replicas. Those after it are for tensor parallelism, with ``Shard(d)`` or
+    ``Replicate()``: the ranks along the ragged mesh dim share what these leave to each of them.
 
     Pointwise operations, also those of ``torch.optim``, run on the intervals; all their tensors
     must be cut alike or have no dims. Norms and sums over all elements communicate. A whole plain
@@ -46,8 +49,12 @@ class RaggedTensor(DTensor):
 
     @property
     def interval(self) -> Interval:
-        """Which elements this rank holds."""
-        return self._cut.interval(self.device_mesh.get_local_rank())
+        """Which elements this rank holds: of the tensor, or of its tensor-parallel part.
+
+        Raises:
+            ConfigError: the placements are none that a RaggedTensor can have.
+        """
+        return cut_of(self).interval
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's interval, 1-D; differentiable."""
@@ -58,11 +65,11 @@ class RaggedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, on every rank of the mesh, which must all call this; differentiable.
 
-        The gradient of the whole tensor is taken to be the same on all ranks.
+        The gradient of the whole tensor is taken to be the same on all ranks. Replicas do not
+        communicate with each other.
         """
-        if not (torch.is_grad_enabled() and self.requires_grad):
-            return self._gather()
-        return cast("Tensor", _torch.apply(_ToFull, self))
+        tp_part = self._tp_part()
+        return self._as_dtensor(tp_part).full_tensor() if cut_of(self).has_tp else tp_part
 
     def redistribute(
         self,
@@ -70,35 +77,56 @@ class RaggedTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor:
-        """The same tensor placed otherwise, as an ordinary DTensor, by way of the whole one.
+        """The same tensor placed otherwise, as an ordinary DTensor; differentiable.
+
+        It goes by way of the whole tensor, or of the tensor-parallel part where there is one.
 
         Raises:
-            ConfigError: another mesh, or no placements.
+            ConfigError: another mesh, no placements, or other cuts.
         """
-        if placements is None or (device_mesh or self.device_mesh) != self.device_mesh:
+        mesh = self.device_mesh
+        if not placements or (device_mesh or mesh) != mesh:
             raise ConfigError(
                 f"RaggedTensor.redistribute: got placements={placements} on {device_mesh}, "
-                f"expected placements on {self.device_mesh}"
+                f"expected placements on {mesh}"
             )
         if tuple(placements) == self.placements:
             return self
-        whole = DTensor.from_local(
-            self.full_tensor(), self.device_mesh, [Replicate()], run_check=False
-        )
-        return whole.redistribute(placements=placements)
+        if any(isinstance(placement, RaggedShard) for placement in placements):
+            raise ConfigError(
+                f"RaggedTensor.redistribute: got placements={placements}, the tensor is placed as "
+                f"{self.placements}; expected placements of torch's own, such as Shard(0): other "
+                "intervals are not made here"
+            )
+        return self._as_dtensor(self._tp_part()).redistribute(placements=placements)
 
-    @property
-    def _cut(self) -> RaggedShard:
-        (placement,) = self.placements
-        assert isinstance(placement, RaggedShard)
-        return placement
+    def _tp_part(self) -> Tensor:
+        """What tensor parallelism leaves to this rank, gathered over the ragged mesh dim."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast("Tensor", _torch.apply(_ToTpPart, self))
+        return self._gather()
 
     def _gather(self) -> Tensor:
+        cut = cut_of(self)
         local = _torch.local_of(self).detach()
         if local.is_meta:
-            return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        lengths = [self._cut.interval(rank).length for rank in range(self.device_mesh.size())]
-        return gather_uneven(local, lengths, self.device_mesh).view(self.shape)
+            return torch.empty(cut.tp_shape, dtype=self.dtype, device="meta")
+        lengths = [cut.ragged.interval(rank).length for rank in range(cut.ragged.num_ranks)]
+        mesh = self.device_mesh
+        if mesh.ndim > 1:
+            mesh = DeviceMesh.from_group(mesh.get_group(cut.mesh_dim), mesh.device_type)
+        return gather_uneven(local, lengths, mesh).view(cut.tp_shape)
+
+    def _as_dtensor(self, tp_part: Tensor) -> DTensor:
+        """``tp_part`` as a DTensor that is replicated but for tensor parallelism."""
+        return DTensor.from_local(
+            tp_part,
+            self.device_mesh,
+            cut_of(self).tp_placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride(),
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -107,10 +135,12 @@ class RaggedTensor(DTensor):
         return run_on_intervals(op, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = self.interval
+        cut = cut_of(self)
+        part = f"{cut.tp_shape} at {cut.tp_offsets} of " if cut.has_tp else ""
+        placements = ", ".join(map(repr, self.placements))
         return (
-            f"RaggedTensor(elements {held.start} to {held.stop} of {tuple(self.shape)}: "
-            f"{_torch.local_of(self)}, {self.placements[0]!r})"
+            f"RaggedTensor(elements {cut.interval.start} to {cut.interval.stop} of "
+            f"{part}{tuple(self.shape)}: {_torch.local_of(self)}, {placements})"
         )
 
     # Copies and pickles: torch's own would lose the class, or take more memory along.
@@ -135,8 +165,8 @@ class RaggedTensor(DTensor):
         if local.untyped_storage().nbytes() != local.nbytes:
             local = local.clone()
         is_param = isinstance(self, nn.Parameter)
-        mesh, cut, shape = self.device_mesh, self._cut, tuple(self.shape)
-        return _rebuild, (local, mesh, cut, shape, self.requires_grad, is_param)
+        mesh, placements, shape = self.device_mesh, self.placements, tuple(self.shape)
+        return _rebuild, (local, mesh, placements, shape, self.requires_grad, is_param)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -151,6 +181,10 @@ class RaggedTensor(DTensor):
     # What torch.distributed.checkpoint asks for.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        # Replicas offer the same, and the planner takes one; copies of tensor parallelism may be
+        # cut at other places, so only the first of them offers anything.
+        if not cut_of(self).is_first_copy:
+            return []
         properties = TensorProperties.create_from_tensor(_torch.local_of(self))
         return [
             WriteItem(
@@ -177,16 +211,17 @@ class RaggedTensor(DTensor):
         raise ConfigError(f"checkpoint: {index} is no part of {self.interval} of {index.fqn}")
 
     def _boxes(self) -> tuple[Box, ...]:
-        if not self.numel():  # one empty box on one rank, or nobody would write the tensor
-            first = self.device_mesh.get_local_rank() == 0
-            return (Box((0,) * self.dim(), tuple(self.shape)),) if first else ()
-        return boxes(self.shape, *self.interval)
+        cut = cut_of(self)
+        if self.numel():
+            return cut.boxes
+        # One empty box on one rank, or nobody would write the tensor.
+        return (Box((0,) * self.dim(), tuple(self.shape)),) if cut.is_first else ()
 
 
 def _rebuild(
     local: Tensor,
     mesh: DeviceMesh,
-    cut: RaggedShard,
+    placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     requires_grad: bool,
     is_param: bool,
@@ -194,7 +229,7 @@ def _rebuild(
     """What ``RaggedTensor.__reduce_ex__`` took apart."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    spec = _torch.dtensor_spec(mesh, (cut,), shape=size, stride=stride, dtype=local.dtype)
+    spec = _torch.dtensor_spec(mesh, placements, shape=size, stride=stride, dtype=local.dtype)
     new = _torch.dtensor_from_spec(local, spec, requires_grad=requires_grad, cls=RaggedTensor)
     if is_param:
         _torch.make_param(new)
@@ -217,8 +252,8 @@ class _ToLocal(torch.autograd.Function):
         return _torch.dtensor_like(ctx.like, grad.contiguous())
 
 
-class _ToFull(torch.autograd.Function):
-    """The whole gradient, the same on all ranks, is cut like the tensor."""
+class _ToTpPart(torch.autograd.Function):
+    """The gradient of the tensor-parallel part, the same on all its ranks, is cut like it."""
 
     @staticmethod
     def forward(ctx: Any, shown: RaggedTensor) -> Tensor:
@@ -227,6 +262,4 @@ class _ToFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        held = ctx.like.interval
-        local = grad.reshape(-1)[held.start : held.stop].clone()
-        return _torch.dtensor_like(ctx.like, local)
+        return _torch.dtensor_like(ctx.like, cut_of(ctx.like).own_part(grad).clone())

@@ -13,11 +13,12 @@ import weakref
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.errors import UnsupportedError
+from fullshard.tensors.parts import coordinate_in, own_part
 
 __all__ = ["draw_whole_on"]
 
@@ -31,7 +32,11 @@ _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def draw_whole_on(mesh: DeviceMesh) -> None:
-    """Let random fills of DTensors on ``mesh`` (1-D) draw whole tensors."""
+    """Let random fills of DTensors on ``mesh``, of any dims, draw whole tensors.
+
+    Where tensors are cut or replicated, that is; those that are partial sums are left to torch.
+    All ranks must be seeded alike, those of tensor parallelism included.
+    """
     if not _meshes:
         for op in _OPS:
             _torch.handle_dtensor_op(op, _fill)
@@ -40,20 +45,19 @@ def draw_whole_on(mesh: DeviceMesh) -> None:
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     target = cast("DTensor", args[0])
-    if target.device_mesh not in _meshes or target.is_meta:
+    mesh, placements = target.device_mesh, target.placements
+    is_ours = mesh in _meshes and mesh.get_coordinate() is not None and not target.is_meta
+    if not is_ours or any(placement.is_partial() for placement in placements):
         return _torch.default_dtensor_op(op, args, kwargs)
-    whole = torch.empty(target.shape, dtype=target.dtype, device=_torch.local_of(target).device)
+    local = _torch.local_of(target)
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
     op(whole, *args[1:], **kwargs)
-    _torch.local_of(target).copy_(_own_part(whole, target))
+    part = own_part(whole, placements, mesh.shape, coordinate_in(mesh))
+    if part.shape != local.shape:
+        raise UnsupportedError(
+            f"{op}: this rank holds {tuple(local.shape)} of a DTensor of shape "
+            f"{tuple(target.shape)}, where {placements} on a mesh of shape {tuple(mesh.shape)} say "
+            f"{tuple(part.shape)}; fill the local tensor itself, or shard evenly"
+        )
+    local.copy_(part)
     return target
-
-
-def _own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank keeps of ``whole``, if it is placed as ``like`` is."""
-    (placement,) = like.placements
-    if not isinstance(placement, Shard):
-        return whole
-    mesh = like.device_mesh
-    parts = whole.chunk(mesh.size(), placement.dim)
-    rank = mesh.get_local_rank()
-    return parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)

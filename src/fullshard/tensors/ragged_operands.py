@@ -1,0 +1,74 @@
+"""What stands for the operands of an operation on RaggedTensors on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.errors import RaggedOperationError
+from fullshard.tensors.ragged_cut import is_ragged
+
+__all__ = ["Handler", "first_ragged", "operand", "refusal"]
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # op, args, kwargs
+
+
+def first_ragged(values: Iterable[Any]) -> DTensor:
+    """The first RaggedTensor among ``values``."""
+    found: DTensor = next(value for value in values if is_ragged(value))
+    return found
+
+
+def operand(op: Any, arg: Any, like: DTensor) -> Any:
+    """What stands for ``arg`` on this rank, beside the elements of ``like``.
+
+    Raises:
+        RaggedOperationError: it is a tensor that lies otherwise.
+    """
+    if not isinstance(arg, Tensor):
+        return arg
+    if isinstance(arg, DTensor):
+        if _lies_like(arg, like):
+            return _torch.local_of(arg)
+        if arg.dim() == 0 and all(placement.is_replicate() for placement in arg.placements):
+            return _torch.local_of(arg)
+    elif arg.dim() == 0:
+        return arg
+    raise RaggedOperationError(
+        f"{op}: got {_described(arg)} beside {_described(like)}; expected a tensor cut into the "
+        "same intervals on the same mesh, or one without dims. Bring both to one form first, such "
+        "as by redistribute() or full_tensor()"
+    )
+
+
+def _lies_like(one: DTensor, other: DTensor) -> bool:
+    return (
+        one.placements == other.placements
+        and one.shape == other.shape
+        and one.device_mesh == other.device_mesh
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    kind = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    if not isinstance(tensor, DTensor):
+        return kind
+    placements = ", ".join(map(repr, tensor.placements))
+    return f"{kind} placed as ({placements}) on a mesh of shape {tuple(tensor.device_mesh.shape)}"
+
+
+def refusal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedOperationError:
+    """What to raise for an operation that does not mean the same on intervals."""
+    found = (value for value in (*args, *kwargs.values()) if is_ragged(value))
+    shapes = ", ".join(str(tuple(value.shape)) for value in found) or "a list of tensors"
+    return RaggedOperationError(
+        f"{op} on RaggedTensor {shapes}: a rank holds an interval of the flattened tensor, which "
+        "has no rows, columns or single elements. Call full_tensor() first, work inside of "
+        "unshard() and reshard(), or shard with layout=PerParameter(), whose DTensors know "
+        "matrices; optimizers must be element-wise, such as AdamW. If a forward did this, it was "
+        "not that of the module given to fully_shard, which unshards it"
+    )

@@ -1,0 +1,166 @@
+"""Operations over all elements of RaggedTensors: on the intervals, then all-reduced.
+
+They are sums or maxima over the mesh dims on which a tensor is cut, for tensor parallelism or into
+intervals; what is replicated counts once, see ``spread_of``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.comm import all_reduce
+from fullshard.errors import RaggedOperationError
+from fullshard.tensors.form import local_part
+from fullshard.tensors.parts import Spread, spread_of
+from fullshard.tensors.ragged_operands import Handler, first_ragged, operand, refusal
+
+__all__ = ["WHOLE_HANDLERS"]
+
+aten = torch.ops.aten
+
+
+def _spread(tensor: Tensor) -> Spread:
+    """A plain tensor is the same on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return Spread((), 1)
+    return spread_of(tensor.device_mesh, tensor.placements)
+
+
+def _summed(values: Tensor, spread: Spread) -> Tensor:
+    for group in spread.groups:
+        all_reduce(values, group, is_max=False)
+    if spread.copies > 1:
+        is_exact = not (values.is_floating_point() or values.is_complex())
+        values.div_(spread.copies, rounding_mode="floor" if is_exact else None)
+    return values
+
+
+def _largest(values: Tensor, spread: Spread) -> Tensor:
+    for group in spread.groups:
+        all_reduce(values, group, is_max=True)
+    return values
+
+
+def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _summed(op(_torch.local_of(args[0]), **kwargs), _spread(args[0]))
+
+
+def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _sum(aten.sum.default, args, kwargs).div_(args[0].numel())
+
+
+def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``max`` and ``min`` of all elements; a NaN anywhere is the result, as in torch."""
+    local = _torch.local_of(args[0])
+    if not args[0].numel() or not local.dtype.is_floating_point:
+        raise refusal(op, args, kwargs)
+    sign = 1 if op is aten.max.default else -1
+    own = local.mul(sign).max() if local.numel() else local.new_tensor(-math.inf)
+    sent = torch.stack([own.nan_to_num(0.0, math.inf, -math.inf), own.isnan().to(own.dtype)])
+    _largest(sent, _spread(args[0]))
+    return torch.where(sent[1] > 0, math.nan, sent[0] * sign)
+
+
+def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    found = _torch.local_of(args[0]).any().to(torch.int32)
+    return _largest(found, _spread(args[0])).bool()
+
+
+def _all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    missed = _torch.local_of(args[0]).all().logical_not().to(torch.int32)
+    return _largest(missed, _spread(args[0])).logical_not()
+
+
+def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    like = first_ragged(args)
+    here = torch.equal(operand(op, one, like), operand(op, other, like))
+    differs = torch.tensor(int(not here), device=_torch.local_of(like).device)
+    return not _largest(differs, _spread(like)).item()
+
+
+def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``linalg.vector_norm(x, ord, dim, keepdim)`` over all elements."""
+    order = args[1] if len(args) > 1 else 2
+    dims = args[2] if len(args) > 2 else None
+    keepdim = len(args) > 3 and args[3]
+    if keepdim or (dims is not None and len(dims) < args[0].dim()):
+        raise refusal(op, args, kwargs)
+    return _norms([args[0]], order, kwargs.get("dtype"))[0]
+
+
+def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _norms([args[0]], 2 if len(args) < 2 or args[1] is None else args[1], None)[0]
+
+
+def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norms(args[0], order, kwargs.get("dtype"))
+
+
+def _norms(shown: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norms of whole tensors, with one all-reduce for each group that they are spread over."""
+    if order <= 0:
+        raise RaggedOperationError(f"norm of order {order} of a RaggedTensor: expected one above 0")
+    alike: dict[Spread, list[int]] = {}
+    for number, one in enumerate(shown):
+        alike.setdefault(_spread(one), []).append(number)
+    norms: dict[int, Tensor] = {}
+    for spread, numbers in alike.items():
+        parts = [_local_norm(local_part(shown[number]), order, dtype) for number in numbers]
+        for number, norm in zip(numbers, _joined(parts, order, spread), strict=True):
+            norms[number] = norm.to(dtype or shown[number].dtype.to_real())
+    return [norms[number] for number in range(len(shown))]
+
+
+def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    """In fp32 or wider."""
+    wide = torch.promote_types((dtype or local.dtype).to_real(), torch.float32)
+    if not local.numel():
+        return torch.zeros((), dtype=wide, device=local.device)
+    local = local.abs() if local.is_complex() else local
+    norm: Tensor = torch.linalg.vector_norm(local, order, dtype=wide)
+    return norm
+
+
+def _joined(parts: Sequence[Tensor], order: float, spread: Spread) -> tuple[Tensor, ...]:
+    """Norms of whole tensors from those of what ranks hold."""
+    stacked = torch.stack(list(parts))
+    if not math.isinf(order):
+        return _summed(stacked.pow(order), spread).pow(1.0 / order).unbind()
+    # A largest value may lose a NaN on the way.
+    sent = torch.stack([stacked.nan_to_num(0.0, math.inf), stacked.isnan().to(stacked.dtype)])
+    _largest(sent, spread)
+    return torch.where(sent[1] > 0, math.nan, sent[0]).unbind()
+
+
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a GradScaler does: an infinity on one rank counts for all."""
+    grads, found_inf, inverse_scale = args
+    op(list(map(local_part, grads)), found_inf, inverse_scale)
+    groups = dict.fromkeys(group for grad in grads for group in _spread(grad).groups)
+    _largest(found_inf, Spread(tuple(groups), 1))
+
+
+WHOLE_HANDLERS: dict[Any, Handler] = {
+    aten.equal.default: _equal,
+    aten.sum.default: _sum,
+    aten.mean.default: _mean,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    aten.any.default: _any,
+    aten.all.default: _all,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

@@ -1,0 +1,118 @@
+"""RaggedTensors built by hand on meshes of any dims, cut at other places on every tp coordinate."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fullshard import RaggedTensor, _torch
+from fullshard.tensors import RaggedShard
+
+__all__ = [
+    "CASES",
+    "CUT",
+    "SHAPES",
+    "Case",
+    "cut_lengths",
+    "dtensor",
+    "numel_of",
+    "param_of",
+    "placed",
+    "ragged",
+    "strided",
+]
+
+CUT = None  # stands for the RaggedShard in the placements of a case
+
+
+class Case(NamedTuple):
+    """A mesh of four ranks and what lies on its dims."""
+
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement | None, ...]
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", self.mesh_shape)
+
+
+CASES: dict[str, Case] = {
+    "1d": Case((4,), (CUT,)),
+    "hsdp": Case((2, 2), (Replicate(), CUT)),
+    "replicas_only": Case((4, 1), (Replicate(), CUT)),
+    "rows": Case((2, 2), (CUT, Shard(0))),
+    "columns": Case((2, 2), (CUT, Shard(1))),
+    "many_columns": Case((1, 4), (CUT, Shard(1))),
+    "copies": Case((2, 2), (CUT, Replicate())),
+    "hsdp_tp": Case((2, 1, 2), (Replicate(), CUT, Shard(0))),
+    "two_tp": Case((1, 2, 2), (CUT, Shard(0), Shard(1))),
+    "same_dim_twice": Case((1, 1, 2, 2), (Replicate(), CUT, Shard(0), Shard(0))),
+    "copies_and_columns": Case((1, 1, 2, 2), (Replicate(), CUT, Replicate(), Shard(1))),
+}
+
+SHAPES = [(5, 3), (1, 7), (3, 2, 5), (0, 3), (2, 2)]  # uneven by every mesh, or too small for it
+
+
+def cut_lengths(numel: int, num_ranks: int, seed: int) -> list[int]:
+    """How many elements each rank gets; often none."""
+    chance = random.Random(seed)
+    cuts = sorted(chance.randint(0, numel) for _ in range(num_ranks - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
+
+
+def ragged(
+    whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | None], seed: int = 0
+) -> RaggedTensor:
+    """``whole`` as a RaggedTensor; tensor parallelism is cut by torch's own DTensor."""
+    dim = list(placements).index(CUT)
+    plain = [Replicate() if one is CUT else one for one in placements]
+    part = distribute_tensor(whole.detach(), mesh, plain, src_data_rank=None).to_local()
+    coordinate: Any = mesh.get_coordinate()
+    seed = hash((seed, *coordinate[dim + 1 :]))
+    lengths = cut_lengths(part.numel(), mesh.size(dim), seed)
+    start = sum(lengths[: coordinate[dim]])
+    local = part.reshape(-1)[start : start + lengths[coordinate[dim]]].clone()
+    cut = RaggedShard((1, length) for length in lengths)
+    spec = _torch.dtensor_spec(
+        mesh,
+        tuple(cut if one is CUT else one for one in placements),
+        shape=whole.shape,
+        stride=torch.empty(whole.shape, device="meta").stride(),
+        dtype=whole.dtype,
+    )
+    return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
+
+
+def dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """``whole`` as an ordinary DTensor, without communication, uneven ``_StridedShard`` included:
+    torch's own scatter asserts there."""
+    return distribute_tensor(whole.detach().clone(), mesh, placements, src_data_rank=None)
+
+
+def strided(dim: int, factor: int) -> Placement:
+    return _StridedShard(dim, split_factor=factor)
+
+
+def placed(
+    whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement | None], seed: int = 0
+) -> DTensor:
+    if CUT in placements:
+        return ragged(whole, mesh, placements, seed)
+    return dtensor(whole, mesh, [one for one in placements if one is not None])
+
+
+def param_of(value: Tensor, grad: Tensor | None = None) -> nn.Parameter:
+    param = nn.Parameter(value)
+    param.grad = grad
+    return param
+
+
+def numel_of(sizes: Sequence[int]) -> int:
+    return math.prod(sizes)
