@@ -16,7 +16,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     MixedPrecisionPolicy,
+    ShardPlacementResult,
     errors,
     fully_shard,
 )
@@ -52,6 +54,18 @@ def options(**values: Any) -> Made:
 
 def mesh_of(*shape: int) -> Made:
     return lambda: {"mesh": init_device_mesh("cpu", shape)}
+
+
+def on_named(*names: str, dims: Any) -> Made:
+    """A mesh of these dims, and which of them are said to be data-parallel."""
+    shape = (1,) * len(names)
+    return lambda: {
+        "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
+        "dp_mesh_dims": dims,
+    }
+
+
+DIMS = DataParallelMeshDims(shard="dp")
 
 
 def raises_for_bias(param: nn.Parameter) -> None:
@@ -106,19 +120,33 @@ BAD_OPTIONS = [
         "policy_output", options(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bool)), "output"
     ),
     not_built("offload_cpu", options(offload_policy=CPUOffloadPolicy()), "CPUOffloadPolicy"),
-    not_built("mesh_dims", options(dp_mesh_dims=("dp",)), "dp_mesh_dims"),
+    wrong_type("mesh_dims_alone", options(dp_mesh_dims=DIMS), "mesh", "NoneType"),
+    wrong_type("mesh_dims_tuple", on_named("dp", dims=("dp",)), "tuple", "DataParallelMeshDims"),
+    config("mesh_dims_unknown", on_named("data", "tp", dims=DIMS), "'dp'", "'data', 'tp'"),
+    config("mesh_dims_unnamed", lambda: {**mesh_of(1)(), "dp_mesh_dims": DIMS}, "names"),
+    config("mesh_dims_plain", on_named("dp", "tp", dims=DIMS), "0.weight", "plain tensor"),
+    config(
+        "mesh_dims_placement",
+        lambda: {
+            **on_named("dp", dims=DataParallelMeshDims(replicate="dp"))(),
+            "shard_placement_fn": lambda p: Shard(0),
+        },
+        "0.weight",
+        "replicated",
+    ),
     wrong_type("layout_string", options(layout="ragged"), "'ragged'", "Ragged()"),
     wrong_type("layout_class", options(layout=Ragged), "Ragged()"),
     config(
         "layout_and_placement",
-        options(layout=Ragged(), shard_placement_fn=lambda p: None),
+        options(layout=Ragged(), shard_placement_fn=lambda p: Shard(0)),
         "shard_placement_fn",
+        "0.weight",
         "PerParameter()",
     ),
     config("placement_replicate", placed(Replicate()), "2.weight", "Replicate"),
     config("placement_int", placed(1), "2.weight", "Shard(dim)"),
     config("placement_tuple", placed((Shard(0),)), "2.weight"),
-    not_built("placement_mesh", placed(SimpleNamespace(placement=Shard(0), mesh_info=None))),
+    config("placement_mesh", placed(ShardPlacementResult(None, "tp")), "2.weight", "'tp'"),
     BadOption(
         "placement_dim",
         placed(Shard(2)),
@@ -179,3 +207,9 @@ def test_sharding_around_a_running_child_is_allowed_only_between_steps() -> None
     model[1]._forward_hooks.clear()
     train_once(outer)
     shard_and_train(outer)
+
+
+def test_mesh_dims_name_something() -> None:
+    with pytest.raises(errors.ConfigError, match="neither") as caught:
+        DataParallelMeshDims()
+    assert isinstance(caught.value, ValueError)

@@ -280,7 +280,7 @@ BAD_MODULES = [
         "FullyShardedDataParallel",
         right=still_trains,
     ),
-    not_built("dtensor", with_dtensor, "2.weight", "DTensor", right=undo_dtensor),
+    config("dtensor_apart", with_dtensor, "2.weight", "mesh_dim_names", right=undo_dtensor),
     again("twice", sharded, "Sequential", "before", right=still_trains),
     again("twice_in_list", lambda: [nn.Linear(4, 2), sharded()], "before"),
     again("child_after_parent", child_of_sharded, "weight", "children first"),

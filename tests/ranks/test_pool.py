@@ -219,5 +219,5 @@ def test_refusals_before_anything_starts() -> None:
     with RankPool() as pool:
         with pytest.raises(TypeError, match="top of a module"):
             pool.run(2, lambda: None)
-        with pytest.raises(ValueError, match="1 to 4 ranks"):
-            pool.run(5, rank_and_world)
+        with pytest.raises(ValueError, match="1 to 8 ranks"):
+            pool.run(9, rank_and_world)

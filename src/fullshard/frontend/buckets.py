@@ -11,13 +11,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine import BucketSpec, MixedPrecisionPolicy
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import OwnedParam
 from fullshard.frontend.placement import placed
 from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward
-from fullshard.tensors import DTensorForm, ParallelSpec, RaggedShard, RaggedTensor, ShardForm
+from fullshard.tensors import (
+    DTensorForm,
+    ParallelSpec,
+    RaggedShard,
+    RaggedTensor,
+    ShardForm,
+    ShardPlace,
+)
 
 __all__ = ["Choices", "Plan", "device_of", "plan_buckets"]
 
@@ -121,9 +128,16 @@ def _form(members: Sequence[_Member], layout: Layout, mesh: DataMesh, *, ragged:
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
     return DTensorForm(
         [member.owned.param.shape for member in members],
-        [mesh.place(member.parallel, cut) for member, cut in zip(members, cuts, strict=True)],
+        [_place(member, cut, mesh) for member, cut in zip(members, cuts, strict=True)],
         RaggedTensor if ragged else DTensor,
     )
+
+
+def _place(member: _Member, cut: int | RaggedShard, mesh: DataMesh) -> ShardPlace:
+    try:
+        return mesh.place(member.parallel, cut)
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"fully_shard: parameter {member.owned.name}: {error}") from error
 
 
 def _ragged_cut(layout: Layout, param: int) -> RaggedShard:
