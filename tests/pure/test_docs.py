@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / name for name in ("quickstart.md", "concepts.md", "layouts.md")]
+PAGES = [
+    ROOT / "docs" / name for name in ("quickstart.md", "concepts.md", "layouts.md", "meshes.md")
+]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

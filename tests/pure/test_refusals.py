@@ -209,7 +209,6 @@ class Kind(NamedTuple):
 config = Kind(errors.ConfigError, ValueError)
 wrong_type = Kind(errors.ArgumentTypeError, TypeError)
 unsupported = Kind(errors.UnsupportedError, NotImplementedError)
-not_built = Kind(errors.NotBuiltError, NotImplementedError)
 again = Kind(errors.AlreadyShardedError, AssertionError)
 
 BAD_MODULES = [

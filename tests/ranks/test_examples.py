@@ -70,6 +70,9 @@ class Learns(NamedTuple):
 EACH = [
     Learns("minimal.py", 2.8, "blocks.1  Block           49,984  repeated block"),
     Learns("save_memory.py", 0.6, "weights stay torch.float32, this process keeps (128, 64)"),
+    Learns(
+        "tensor_parallel.py", 0.2, "(192, 48) placed (_StridedShard(dim=0, sf=2), Shard(dim=0))"
+    ),
     Learns("transformers_model.py", 2.5, "(root)          LlamaForCausalLM"),
 ]
 

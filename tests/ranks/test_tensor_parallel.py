@@ -100,9 +100,26 @@ def shard(model: Net, fully_shard: Callable[..., Any], **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def train(model: nn.Module, part: int, num_parts: int, *, accumulate: int = 1) -> list[Tensor]:
-    """Trains on a part of each batch; the gradients of the first step, and all parameters."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sharded_adamw(params: Any) -> torch.optim.Optimizer:
+    return fullshard.optim.ShardedOptimizer(params, torch.optim.AdamW, lr=1e-2)
+
+
+def train(
+    model: nn.Module,
+    part: int,
+    num_parts: int,
+    *,
+    accumulate: int = 1,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+) -> list[Tensor]:
+    """Trains on a part of each batch: gradients of the first step, then norms, the optimizer's
+    state and all parameters at the end, whole."""
+    optimizer = make_optimizer(model.parameters())
+    norms = []
     grads: list[Tensor] = []
     for step in range(STEPS):
         for micro in range(accumulate):
@@ -114,9 +131,16 @@ def train(model: nn.Module, part: int, num_parts: int, *, accumulate: int = 1) -
             (loss / accumulate).backward()
         if step == 0:
             grads = [whole_of(p.grad) for p in model.parameters() if p.grad is not None]
+        norms.append(fullshard.optim.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
-    return grads + list(full_parameters(model).values())
+    states = [
+        whole_of(optimizer.state[param][key])
+        for param in model.parameters()
+        if param in optimizer.state
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    return [*grads, *norms, *states, *full_parameters(model).values()]
 
 
 def whole_of(tensor: Any) -> Tensor:
@@ -127,6 +151,7 @@ def whole_of(tensor: Any) -> Tensor:
 def compare(shape: tuple[int, ...], sizes: dict[str, Any], **options: Any) -> float:
     """The largest difference to the unsharded model; the last mesh dim is tensor-parallel."""
     accumulate = options.pop("accumulate", 1)
+    make_optimizer = options.pop("make_optimizer", adamw)
     reference = fill(Net(**sizes).double())
     expected = train(reference, 0, 1, accumulate=accumulate)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "dp", "tp")[-len(shape) :])
@@ -136,7 +161,7 @@ def compare(shape: tuple[int, ...], sizes: dict[str, Any], **options: Any) -> fl
     shard(model, fullshard.fully_shard, mesh=data, **options)
     num_parts = data.size()
     part = dist.get_rank() // mesh["tp"].size()
-    found = train(model, part, num_parts, accumulate=accumulate)
+    found = train(model, part, num_parts, accumulate=accumulate, make_optimizer=make_optimizer)
     assert len(found) == len(expected)
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
@@ -148,6 +173,12 @@ SIZES = [{}, {"dim": 5, "hidden": 7}, {"tied": True}]
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_equals_the_unsharded_model(pool: RankPool, sizes: dict[str, Any], layout: Any) -> None:
     assert max(pool.run(4, compare, (2, 2), sizes, layout=layout)) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_equals_it_with_the_sharded_optimizer(pool: RankPool, layout: Any) -> None:
+    results = pool.run(4, compare, (2, 2), {}, layout=layout, make_optimizer=sharded_adamw)
+    assert max(results) <= 1e-12
 
 
 @pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)

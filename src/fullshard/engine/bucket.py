@@ -12,13 +12,19 @@
                         without a cast it does not exist: the parameters borrow ``shard``
     unsharded.params[i] nn.Parameters over ``unsharded``: what modules compute with, and the leaves
                         of autograd. The same objects as long as the bucket lives
+    secondary           this rank's slice of ``unsharded``, of which a few ranks have one each; what
+                        resharding to a smaller group leaves after forward
     pending[i]          whole gradients that wait for a backward that reduces (no-sync)
     reduce_input        gradients rank-major in layout order, in the dtype on the wire, with one
                         element per parameter behind each slice: 1 if it has a gradient
+    partial             what is reduced over shards and waits for the reduction over replicas
     grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views
 
-``bucket.py`` holds the first two, ``unshard.py`` the next four, ``reduce.py`` and
-``reduce_input.py`` the last three.
+Of parameters that are tensor-parallel DTensors all of this holds local tensors; ``sharded_params``
+and ``unsharded.params`` show DTensors around them.
+
+``bucket.py`` holds the first two, ``unshard.py`` the next five, ``reduce.py`` and
+``reduce_input.py`` the last four.
 """
 
 from __future__ import annotations

@@ -80,20 +80,18 @@ class Gradients:
         self._meter = meter
         self._reduce_dtype = spec.reduce_dtype or params[0].dtype
         self.divide_by: float | None = None  # instead of the number of ranks
-        self._accumulated = False  # since the last reduction; the same on all ranks
-        self._has_pending = False
+        self._has_pending = False  # the same on all ranks
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
 
     def start(self) -> None:
         """Start to reduce what the parameters have, and what was pending."""
-        grads = self._take()
         buffer = self._input_for(self._wire_dtype())
+        grads = self._take()
         source = buffer.fill(grads)
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
             shown, row = self._result_for(buffer.row, source.device)
             pending = self._spec.comm.reduce_scatter_mean(row, source)
-        self._accumulated = False
         present = [grad is not None for grad in grads]
         self._in_flight = _Reduction(pending, row, buffer, present, shown)
 
@@ -104,7 +102,7 @@ class Gradients:
         few bits need not be widened before: the sum is the same, bit for bit.
         """
         computed = self.params[0].dtype
-        may_narrow = self._spec.comm.adds_wide and not self._accumulated
+        may_narrow = self._spec.comm.adds_wide and not self._has_pending
         if may_narrow and self._reduce_dtype is torch.float32 and computed.itemsize < 4:
             return computed
         return self._reduce_dtype
@@ -203,7 +201,6 @@ class Gradients:
         They add up in the wider of the dtypes of computation and reduction, so that waiting loses
         no bits which reducing at once would have kept.
         """
-        self._accumulated = True
         dtype = torch.promote_types(self.params[0].dtype, self._reduce_dtype)
         taken = self._take()
         self.pending = [None if grad is None else grad.detach().to(dtype) for grad in taken]
@@ -216,7 +213,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Forget everything that was not reduced."""
-        self._accumulated = self._has_pending = False
+        self._has_pending = False
         self._partial = None
         self.discard()
         self.pending = [None] * len(self.params)

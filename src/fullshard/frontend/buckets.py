@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from fullshard.engine import BucketSpec, MixedPrecisionPolicy
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import OwnedParam
-from fullshard.frontend.placement import placed
+from fullshard.frontend.placement import PlacementFn, placed
 from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward
 from fullshard.tensors import (
@@ -41,7 +41,7 @@ class Choices:
     """Ranks that gather again in backward, if fewer than all."""
     policy: MixedPrecisionPolicy
     ignored: set[nn.Parameter]
-    placement_fn: Callable[[nn.Parameter], Any] | None
+    placement_fn: PlacementFn | None
     layout: LayoutStrategy
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -20,6 +19,7 @@ from fullshard.frontend.checks import (
     checked_policy,
 )
 from fullshard.frontend.meshes import checked_mesh
+from fullshard.frontend.placement import PlacementFn
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
 
@@ -36,7 +36,7 @@ def fully_shard(
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
 ) -> Modules:
@@ -106,7 +106,7 @@ def checked_choices(
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
 ) -> Choices:

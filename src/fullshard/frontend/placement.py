@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -12,7 +14,7 @@ from fullshard.errors import ConfigError
 from fullshard.frontend.meshes import DataMesh, data_mesh
 from fullshard.frontend.ownership import OwnedParam
 
-__all__ = ["Placed", "ShardPlacementResult", "placed"]
+__all__ = ["Placed", "PlacementFn", "ShardPlacementResult", "placed"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class ShardPlacementResult:
     mesh_info: Any
     """A mesh, 1-D to shard over or 2-D to replicate and shard over. One of PyTorch's own mesh
     infos, which name the dims of their mesh, is accepted as well."""
+
+
+PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+"""``shard_placement_fn``: the tensor dim to cut, where, or None for the default."""
 
 
 class Placed(NamedTuple):
