@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
@@ -485,9 +485,9 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int = 5) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.blocks = nn.ModuleList(Experts(num_experts) for _ in range(2))
         self.head = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -535,6 +535,56 @@ def experts_elsewhere(layout: Any, torch_info: bool) -> float:
 @pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
 def test_experts_on_another_mesh(pool: RankPool, layout: Any, torch_info: bool) -> None:
     assert max(pool.run(4, experts_elsewhere, layout, torch_info)) <= 1e-12
+
+
+class ParallelExperts(Experts):
+    """A rank holds some of the experts, and runs them for the tokens of all ranks along "ep"."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts: Any = self.experts
+        ep = experts.device_mesh
+        weights = self.router(x).softmax(-1)
+        tokens, all_weights = gathered(x, ep), gathered(weights, ep)
+        mine = all_weights.chunk(ep.size(), 1)[ep.get_local_rank()]
+        outputs = torch.einsum("bd,edf,be->bf", tokens, experts.to_local().tanh(), mine)
+        summed = DTensor.from_local(outputs, ep, [Partial()]).redistribute(placements=[Shard(0)])
+        return summed.to_local() + x
+
+
+def gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The rows of all ranks, each of which uses them in its own way."""
+    whole = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def expert_parallel(layout: Any) -> float:
+    """Experts are cut over "ep", then over "edp"; the rest over all ranks."""
+    torch.manual_seed(0)
+    reference = Mixture(num_experts=4).double()
+    model = Mixture(num_experts=4).double()
+    model.load_state_dict(reference.state_dict())
+    expected = train_mixture(reference, 0, 1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    everyone = mesh._flatten("dp")
+
+    def place(param: nn.Parameter) -> Any:
+        return fullshard.ShardPlacementResult(None, mesh["edp"]) if param.dim() == 3 else None
+
+    for block in model.blocks:
+        block.__class__ = ParallelExperts
+        block.experts = nn.Parameter(
+            distribute_tensor(block.experts.detach(), mesh["ep"], [Shard(0)])
+        )
+        fullshard.fully_shard(block, mesh=everyone, shard_placement_fn=place, layout=layout)
+        block.set_gradient_divide_factor(4)  # experts are reduced over two ranks only
+    fullshard.fully_shard(model, mesh=everyone, layout=layout)
+    found = train_mixture(model, dist.get_rank(), 4)
+    return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_expert_parallel_parameters(pool: RankPool, layout: Any) -> None:
+    assert max(pool.run(4, expert_parallel, layout)) <= 1e-12
 
 
 # tied across units
