@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fullshard import errors, optim
+from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.frontend import (
     ChosenUnit,
@@ -14,14 +15,17 @@ from fullshard.frontend import (
     fully_shard,
     register_fsdp_forward_method,
     shard_blocks,
+    share_comm_ctx,
 )
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.tensors import RaggedTensor
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
     "ChosenUnit",
     "ChosenUnits",
+    "Comm",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
@@ -30,12 +34,14 @@ __all__ = [
     "PerParameter",
     "Ragged",
     "RaggedTensor",
+    "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
     "errors",
     "fully_shard",
     "optim",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "shard_blocks",
 ]
 

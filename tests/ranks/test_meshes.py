@@ -376,7 +376,7 @@ def compare_with_comm_debug_mode(shape: tuple[int, int]) -> tuple[Counter[str], 
 
     def record(inner: comm.Collectives) -> comm.Collectives:
         assert isinstance(inner, C10d)
-        made.append(comm.Recording(C10d(inner._group, "cpu", Transport.NATIVE)))
+        made.append(comm.Recording(C10d(inner.group, "cpu", Transport.NATIVE)))
         return made[-1]
 
     with comm.wrapped(record):

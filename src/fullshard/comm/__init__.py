@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 from fullshard.comm.c10d import C10d
+from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.mesh import (
     all_reduce,
     collectives_of,
     collectives_of_part,
+    collectives_of_twin,
     default_mesh,
     device_types_of,
     gather_uneven,
@@ -20,16 +22,21 @@ from fullshard.comm.protocol import Alone, Collectives, Done, Pending
 from fullshard.comm.recording import CollectiveCall, Recording
 
 __all__ = [
+    "AllGather",
     "Alone",
     "C10d",
     "CollectiveCall",
     "Collectives",
+    "Comm",
+    "Custom",
     "Done",
     "Pending",
     "Recording",
+    "ReduceScatter",
     "all_reduce",
     "collectives_of",
     "collectives_of_part",
+    "collectives_of_twin",
     "default_mesh",
     "device_types_of",
     "gather_uneven",

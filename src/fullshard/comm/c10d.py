@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import weakref
 from collections.abc import Sequence
@@ -58,7 +59,12 @@ class C10d:
         self._tags = count()
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            ProtocolError: it was destroyed.
+        """
         group = self._reference()
         if group is None:
             raise ProtocolError(
@@ -72,14 +78,20 @@ class C10d:
         """Our own sums are wide; those of a backend are made in the dtype that travels."""
         return self._transport is Transport.PAIRS
 
+    def by_sums(self) -> C10d:
+        """See ``Collectives.by_sums``; it counts the same tags."""
+        new = copy.copy(self)
+        new._averages = False
+        return new
+
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
         if self._transport is Transport.NATIVE:
-            return _torch.all_gather(self._group, outputs, sources)
+            return _torch.all_gather(self.group, outputs, sources)
         works: list[dist.Work] = []
         for output, source in zip(outputs, sources, strict=True):
             if output.nbytes < _SMALL_NBYTES:
-                works.append(_torch.all_to_all(self._group, output, source.repeat(self.world)))
+                works.append(_torch.all_to_all(self.group, output, source.repeat(self.world)))
             else:
                 slices = output.view(self.world, -1).unbind()
                 works += self._exchange([source] * self.world, slices)
@@ -89,10 +101,10 @@ class C10d:
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
         if self._transport is Transport.NATIVE:
-            return _NativeMean(self._group, output, source, self._averages)
+            return _NativeMean(self.group, output, source, self._averages)
         if source.nbytes < _SMALL_NBYTES:
             exchanged = torch.empty_like(source)
-            work = _torch.all_to_all(self._group, exchanged, source)
+            work = _torch.all_to_all(self.group, exchanged, source)
             own, *others = exchanged.view(self.world, -1).unbind()
             return _LocalMean([work], output, own, others)
         slices = source.view(self.world, -1)
@@ -105,7 +117,7 @@ class C10d:
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """See ``Collectives.all_reduce_mean``; gloo's own is the same on all ranks as well."""
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        work = _torch.all_reduce(self._group, values, op)
+        work = _torch.all_reduce(self.group, values, op)
         return work if self._averages else _Divided(work, values, self.world)
 
     def _exchange(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[dist.Work]:
@@ -114,10 +126,10 @@ class C10d:
         works = []
         for distance in range(1, self.world):
             peer = (self.rank - distance) % self.world
-            works.append(self._group.recv([targets[peer]], peer, tag))
+            works.append(self.group.recv([targets[peer]], peer, tag))
         for distance in range(1, self.world):
             peer = (self.rank + distance) % self.world
-            works.append(self._group.send([sources[peer]], peer, tag))
+            works.append(self.group.send([sources[peer]], peer, tag))
         return works
 
 

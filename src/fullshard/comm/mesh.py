@@ -21,6 +21,7 @@ __all__ = [
     "all_reduce",
     "collectives_of",
     "collectives_of_part",
+    "collectives_of_twin",
     "default_mesh",
     "device_types_of",
     "gather_uneven",
@@ -56,6 +57,18 @@ def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
         ranks = dist.get_process_group_ranks(whole)[first : first + size]
         parts[size] = dist.new_group(ranks, use_local_synchronization=True)
     return _collectives(parts[size], mesh.device_type)
+
+
+def collectives_of_twin(collectives: Collectives, device_type: str) -> Collectives:
+    """The same ranks by a process group of its own, so that both can be busy at a time.
+
+    Each call makes a group, for which it meets the other ranks; of one rank it is the same.
+    """
+    group = collectives.group
+    if group is None:
+        return collectives
+    ranks = dist.get_process_group_ranks(group)
+    return _collectives(dist.new_group(ranks, use_local_synchronization=True), device_type)
 
 
 def _collectives(group: dist.ProcessGroup, device_type: str) -> Collectives:

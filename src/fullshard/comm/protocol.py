@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Alone", "Collectives", "Done", "Pending"]
@@ -43,6 +44,13 @@ class Collectives(Protocol):
     def adds_wide(self) -> bool:
         """Whether reductions add up in fp32 or wider, whatever dtype travels."""
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, if there is one."""
+
+    def by_sums(self) -> Collectives:
+        """The same, but with means made from sums: for backends whose own means are slow."""
+
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Start to gather every rank's ``sources[i]`` (1-D, n elements) into ``outputs[i]`` (1-D,
         world * n elements), in rank order. A source may be its own place in its output.
@@ -63,6 +71,11 @@ class Alone:
     rank = 0
     world = 1
     adds_wide = True
+    group = None
+
+    def by_sums(self) -> Collectives:
+        """This one."""
+        return self
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Copy what is not in its place."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.comm.protocol import Collectives, Pending
@@ -43,6 +44,15 @@ class Recording:
     def adds_wide(self) -> bool:
         """That of ``inner``."""
         return self.inner.adds_wide
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """That of ``inner``."""
+        return self.inner.group
+
+    def by_sums(self) -> Collectives:
+        """Notes in the same list."""
+        return Recording(self.inner.by_sums(), self.calls)
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Note and pass on."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import enum
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -43,6 +44,14 @@ class Lanes(Protocol):
     def wait(self, pending: Pending) -> None:
         """Make the result of a collective usable on the lane that is current."""
 
+    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue the work of the ``with`` block on the user's ``stream``, between that before and
+        after it; None: where we are.
+        """
+
+    def wait_event(self, lane: Lane, event: Any) -> None:
+        """What is issued on ``lane`` from now on waits for the user's ``event``."""
+
     def waited_s(self) -> float:
         """Seconds that COMPUTE has waited for communication; a stream counts from the first call.
 
@@ -69,6 +78,13 @@ class CpuLanes:
         start = time.perf_counter()
         pending.wait()
         self._waited_s += time.perf_counter() - start
+
+    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+        """Stay here."""
+        return self._here
+
+    def wait_event(self, lane: Lane, event: Any) -> None:
+        """It is over."""
 
     def waited_s(self) -> float:
         """Seconds in ``wait``."""
@@ -111,6 +127,22 @@ class StreamLanes:
     def wait(self, pending: Pending) -> None:
         """Let the current stream wait; the host goes on."""
         pending.wait()
+
+    @contextmanager
+    def aside(self, stream: Any) -> Iterator[None]:
+        """Wait for each other before and after."""
+        if stream is None:
+            yield
+            return
+        here = self._stream(Lane.COMPUTE)  # whichever is current
+        stream.wait_stream(here)
+        with self._accelerator.stream(stream):
+            yield
+        here.wait_stream(stream)
+
+    def wait_event(self, lane: Lane, event: Any) -> None:
+        """Let the lane's stream wait."""
+        self._stream(lane).wait_event(event)
 
     def waited_s(self) -> float:
         """Between the events around each ``join`` of COMPUTE."""

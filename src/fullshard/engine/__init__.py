@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.executor import Engine
-from fullshard.engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.engine.policy import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReducePolicy,
+)
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Registration, Unit
 
@@ -19,6 +24,7 @@ __all__ = [
     "Engine",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReducePolicy",
     "Registration",
     "Unit",
 ]

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
+from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
@@ -72,7 +74,7 @@ class Bucket:
         self._locals = [spec.form.local(param) for param in self.sharded_params]
         self.unsharded: Unsharded | None = None
         self.gradients: Gradients | None = None
-        self._divide_by: float | None = None
+        self.reduce_policy = ReducePolicy()
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
 
     def copy(self, memo: dict[Any, Any]) -> Bucket:
@@ -114,15 +116,20 @@ class Bucket:
             self.gradients = Gradients(
                 self.spec, self.unsharded.params, self.sharded_params, lanes, meter
             )
-            self.gradients.divide_by = self._divide_by
+            self.gradients.policy = self.reduce_policy
             self._requires_grad = None
         return self.unsharded
 
-    def divide_gradients_by(self, factor: float | None) -> None:
-        """Make gradients sums over all ranks divided by this; None: by the number of ranks."""
-        self._divide_by = factor
+    def change_reduction(self, **changes: Any) -> None:
+        """Replace fields of ``ReducePolicy``."""
+        self.reduce_policy = replace(self.reduce_policy, **changes)
         if self.gradients is not None:
-            self.gradients.divide_by = factor
+            self.gradients.policy = self.reduce_policy
+
+    def rewire(self, **wires: Any) -> None:
+        """Replace wires of ``spec``; only while the bucket is resharded and nothing is pending."""
+        self.spec = replace(self.spec, **wires)
+        self.dematerialize()
 
     @property
     def whole(self) -> Unsharded:

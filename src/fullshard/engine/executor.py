@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class Engine:
         self.scheduler.policy = machine or MachinePolicy()
         self.meter = StorageMeter()
         self.recorder: Recorder | None = None
+        self.post_optim_event: Any = None  # what the next fence waits for, not all of compute
         self._backward = Backward(self.trigger)
         self._lanes: Lanes | None = None
         self._uses: dict[int, Use] = {}  # the last of each unit
@@ -133,7 +135,7 @@ class Engine:
 
     def _act(self, action: Action) -> None:
         if action.unit is None:
-            self.lanes.join(Lane.GATHER, Lane.COMPUTE)
+            self._fence()
             return
         unit = self.units[action.unit]
         if not _torch.is_profiling():
@@ -141,6 +143,34 @@ class Engine:
             return
         with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):
             _ACTS[action.op](self, unit)
+
+    def _fence(self) -> None:
+        """Gathers see what the optimizer wrote."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is None:
+            self.lanes.join(Lane.GATHER, Lane.COMPUTE)
+        else:
+            self.lanes.wait_event(Lane.GATHER, event)
+
+    def share_lanes(self, other: Engine) -> None:
+        """Issue communication on the lanes of ``other``, so that both take turns on them."""
+        if self.lanes is other.lanes:
+            return
+        self.reset_wires(self.units)
+        self._lanes = other.lanes
+
+    def reset_wires(self, units: Iterable[Unit]) -> None:
+        """Forget the unsharded side of ``units``, made for wires and lanes that are to change.
+
+        Raises:
+            ProtocolError: in the middle of a forward or a backward.
+        """
+        self.check_idle("changing how a sharded module communicates")
+        self.weights_changed()
+        for unit in units:
+            self.reshard(unit)
+            for bucket in unit.buckets:
+                bucket.dematerialize()
 
     @property
     def lanes(self) -> Lanes:

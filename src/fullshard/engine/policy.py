@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "ReducePolicy"]
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,17 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Keep shards on the CPU. Not built yet."""
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class ReducePolicy:
+    """What becomes of the gradients of a unit, as set after the call; replaced as a whole."""
+
+    divide_by: float | None = None
+    """The sum over all ranks is divided by this; None: by their number."""
+    fill_absent: bool = False
+    """Whether parameters that no rank has a gradient for get zeros instead of None."""
+    hook: Callable[[Tensor], object] | None = None
+    """Called with all reduced gradients of a bucket, 1-D; it may change them in place."""
+    hook_stream: Any = None
+    """The stream that the hook runs on; None: that of the reduction."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
+from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import local_gradients
@@ -79,7 +80,7 @@ class Gradients:
         self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
         self._meter = meter
         self._reduce_dtype = spec.reduce_dtype or params[0].dtype
-        self.divide_by: float | None = None  # instead of the number of ranks
+        self.policy = ReducePolicy()
         self._has_pending = False  # the same on all ranks
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
 
@@ -91,7 +92,7 @@ class Gradients:
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
             shown, row = self._result_for(buffer.row, source.device)
-            pending = self._spec.comm.reduce_scatter_mean(row, source)
+            pending = self._spec.reducing.reduce_scatter_mean(row, source)
         present = [grad is not None for grad in grads]
         self._in_flight = _Reduction(pending, row, buffer, present, shown)
 
@@ -102,7 +103,7 @@ class Gradients:
         few bits need not be widened before: the sum is the same, bit for bit.
         """
         computed = self.params[0].dtype
-        may_narrow = self._spec.comm.adds_wide and not self._has_pending
+        may_narrow = self._spec.reducing.adds_wide and not self._has_pending
         if may_narrow and self._reduce_dtype is torch.float32 and computed.itemsize < 4:
             return computed
         return self._reduce_dtype
@@ -173,8 +174,7 @@ class Gradients:
         reduction = self._in_flight
         with self._lanes.on(Lane.REDUCE):
             self._lanes.wait(reduction.pending)
-            if self.divide_by is not None:
-                reduction.row.mul_(self._num_ranks / self.divide_by)
+            self._edit(reduction.row)
             shown = reduction.shown
             if shown is None:
                 dtype = self.sharded_params[0].dtype
@@ -182,11 +182,14 @@ class Gradients:
             self._assign(shown, self._present_anywhere(reduction))
         self._end(reduction)
 
-    @property
-    def _num_ranks(self) -> int:
-        """Over how many the mean is taken."""
-        replicas = self._spec.replicas
-        return self._spec.comm.world * (1 if replicas is None else replicas.world)
+    def _edit(self, row: Tensor) -> None:
+        """Let the user's choices act on what is reduced."""
+        policy, spec = self.policy, self._spec
+        if policy.hook is not None:
+            with self._lanes.aside(policy.hook_stream):
+                policy.hook(row[: spec.layout.shard_numel])
+        if policy.divide_by is not None:
+            row.mul_(spec.comm.world * spec.num_copies / policy.divide_by)
 
     def _end(self, reduction: _Reduction) -> None:
         """Let computation go on with what is reduced, and in the memory that this needed."""
@@ -240,6 +243,8 @@ class Gradients:
 
     def _present_anywhere(self, reduction: _Reduction) -> list[bool]:
         """Which parameters some rank has a gradient for."""
+        if self.policy.fill_absent:
+            return [True] * len(reduction.present)
         if all(reduction.present):
             return reduction.present  # no need to ask the device, which would wait for it
         num = len(reduction.present)

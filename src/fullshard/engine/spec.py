@@ -39,12 +39,24 @@ class BucketSpec:
     comm: Collectives
     form: ShardForm
     device: torch.device
+    reducer: Collectives | None = None
+    """What reduces among the ranks of ``comm``, if not ``comm`` itself."""
     replicas: Collectives | None = None
     secondary: Collectives | None = None
     parallel: tuple[ParallelSpec | None, ...] | None = None
     """How each parameter lies over other than data-parallel ranks; None: none of them does."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+
+    @property
+    def reducing(self) -> Collectives:
+        """What reduces over the shards."""
+        return self.reducer or self.comm
+
+    @property
+    def num_copies(self) -> int:
+        """Of all parameters, over which gradients are averaged besides the shards."""
+        return 1 if self.replicas is None else self.replicas.world
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -3,12 +3,14 @@
 ``ownership`` says which parameters a call owns and where they stand, ``checks`` what it refuses,
 ``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie together;
 ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine, ``module`` is what
-users call afterwards, ``copying`` its deep copies; ``explain`` puts torch's errors into our words.
+users call afterwards, with ``controls`` of how it communicates, ``copying`` its deep copies;
+``explain`` puts torch's errors into our words.
 """
 
 from __future__ import annotations
 
 from fullshard.frontend.blocks import ChosenUnit, ChosenUnits, shard_blocks
+from fullshard.frontend.controls import share_comm_ctx
 from fullshard.frontend.fully_shard import fully_shard
 from fullshard.frontend.meshes import DataParallelMeshDims
 from fullshard.frontend.module import (
@@ -27,5 +29,6 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "shard_blocks",
 ]

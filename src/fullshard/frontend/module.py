@@ -10,8 +10,9 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
-from fullshard.engine import Engine, Unit
-from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
+from fullshard.engine import Unit
+from fullshard.errors import ConfigError, NotBuiltError
+from fullshard.frontend.controls import CommunicationControls, unit_and_engine
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import check_full_tensors, explain_forward, guarded_methods
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
@@ -39,7 +40,7 @@ class _UnshardHandle(UnshardHandle):
             engine_of(unit).trigger(when.UserWait(unit.key))
 
 
-class FSDPModule:
+class FSDPModule(CommunicationControls):
     """Mixed into the class of every module given to ``fully_shard``.
 
     The methods are those of ``torch.distributed.fsdp.FSDPModule``.
@@ -47,7 +48,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build the original class: slices and ``type(module)(...)`` are not sharded."""
-        original = cls.__mro__[2]  # this class, FSDPModule, the original
+        original = cls.__bases__[1]  # after FSDPModule
         return original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,7 @@ class FSDPModule:
         Raises:
             ProtocolError: parameters are on the meta device.
         """
-        unit, engine = _unit(self)
+        unit, engine = unit_and_engine(self)
         if engine.scheduler.idle:
             engine.look_after([unit])
         engine.trigger(when.UserUnshard(unit.key))
@@ -86,7 +87,7 @@ class FSDPModule:
 
         What was written into them is lost.
         """
-        unit, engine = _unit(self)
+        unit, engine = unit_and_engine(self)
         engine.trigger(when.UserReshard(unit.key))
 
     def set_requires_gradient_sync(
@@ -109,21 +110,6 @@ class FSDPModule:
         as it was, until a backward that reduces over both. Without replicas it has no effect.
         """
         self._set(recurse, requires_all_reduce=requires_all_reduce)
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Make the gradients of this unit the sum over all ranks divided by ``factor``.
-
-        By default that is the number of ranks, replicas included. The choice is this unit's alone.
-
-        Raises:
-            ConfigError: the factor is not above 0.
-        """
-        if not factor > 0:
-            raise ConfigError(
-                f"set_gradient_divide_factor: got {factor!r}, expected a number above 0"
-            )
-        for bucket in _unit(self)[0].buckets:
-            bucket.divide_gradients_by(float(factor))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward``, also for a root that had it chosen by default.
@@ -177,7 +163,7 @@ class FSDPModule:
         self._set(False, backward_prefetch=keys)
 
     def _keys_of(self, modules: Sequence[FSDPModule], what: str) -> tuple[int, ...]:
-        engine = _unit(self)[1]
+        engine = unit_and_engine(self)[1]
         units = []
         for module in modules:
             unit = unit_of(module) if isinstance(module, nn.Module) else None
@@ -231,7 +217,7 @@ class FSDPModule:
         which is part of a reduction there); on an accelerator the compute stream does, measured
         from the first call on, which each call waits for. No PyTorch counterpart.
         """
-        return _unit(self)[1].lanes.waited_s()
+        return unit_and_engine(self)[1].lanes.waited_s()
 
     def copied_nbytes(self) -> int:
         """Bytes that the whole tree's copies and casts wrote so far on this rank.
@@ -239,25 +225,25 @@ class FSDPModule:
         Counted are those between shards, whole parameters and gradients, beyond what collectives
         do with their input and output. Take the difference of two calls. No PyTorch counterpart.
         """
-        return _unit(self)[1].meter.copied_nbytes
+        return unit_and_engine(self)[1].meter.copied_nbytes
 
     def reset_iter_state(self) -> None:
         """Give up an iteration that an exception ended: everything sharded, nothing pending.
 
         Gradients that were reduced already stay; ``optimizer.zero_grad()`` forgets them.
         """
-        _unit(self)[1].trigger(when.Reset())
+        unit_and_engine(self)[1].trigger(when.Reset())
 
     def _set(self, recurse: bool, **changes: Any) -> None:
         module: nn.Module = self  # type: ignore[assignment]
-        units = units_below([module]) if recurse else [_unit(self)[0]]
+        units = units_below([module]) if recurse else [unit_and_engine(self)[0]]
         for unit in units:
             engine = engine_of(unit)
             policy: UnitPolicy = engine.policy_of(unit)
             engine.trigger(when.SetPolicy(unit.key, replace(policy, **changes)))
 
     def _set_machine(self, **changes: Any) -> None:
-        engine = _unit(self)[1]
+        engine = unit_and_engine(self)[1]
         policy: MachinePolicy = engine.scheduler.policy
         engine.trigger(when.SetMachinePolicy(replace(policy, **changes)))
 
@@ -300,16 +286,6 @@ class FSDPModule:
             f"a sharded {type(self).__name__} cannot be pickled: save its state_dict(), with "
             "torch.distributed.checkpoint for instance"
         )
-
-
-def _unit(module: Any) -> tuple[Unit, Engine]:
-    unit = unit_of(module)
-    if unit is None:
-        raise ArgumentTypeError(
-            f"{type(module).__name__} is a member of no unit: it is a copy of a sharded module, "
-            "or its class was used without fully_shard"
-        )
-    return unit, engine_of(unit)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

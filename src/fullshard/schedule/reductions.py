@@ -22,9 +22,9 @@ class _Reduction:
 
 
 class Reductions:
-    """Started in the order of backward, finished in the same; one besides the newest in flight.
+    """Started in the order of backward, finished in the same; only so many in flight.
 
-    Each holds a copy of its unit's gradients, so more at a time would cost memory, and fewer would
+    Each holds a copy of its unit's gradients, so more at a time cost memory, and fewer than two
     make the next one wait. Where there are replicas, a reduction goes on to them when the next one
     starts, so that waiting for its first half costs nothing.
     """
@@ -35,14 +35,17 @@ class Reductions:
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    def start(self, state: UnitState, out: Actions) -> None:
-        """Reduce what the unit has, or keep it where the user asked for that."""
+    def start(self, state: UnitState, out: Actions, *, most: int) -> None:
+        """Reduce what the unit has, or keep it where the user asked for that.
+
+        ``most`` reductions are under way then.
+        """
         policy = state.policy
         state.pending = not policy.requires_gradient_sync
         if state.pending:
             out.append(state.do.accumulate)
             return
-        while len(self._in_flight) > 1 or state.key in self._in_flight:
+        while len(self._in_flight) >= most or state.key in self._in_flight:
             self._finish(self._in_flight.pop(next(iter(self._in_flight))), out)
         for reduction in self._in_flight.values():
             _go_on(reduction, out)

@@ -327,7 +327,7 @@ class Scheduler:
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
-        self._reductions.start(state, out)
+        self._reductions.start(state, out, most=self.policy.max_reductions)
 
     def _task(self, number: int) -> Task:
         task = self._tasks.get(number)

@@ -128,6 +128,8 @@ class MachinePolicy:
     """Unsharded bytes (the root's apart) up to which units are gathered ahead; None: one unit."""
     is_last_backward: bool = True
     """Whether the end of a backward also ends the reductions."""
+    max_reductions: int = 2
+    """How many may be under way; each holds a copy of its unit's gradients."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,155 @@
+"""Collectives of the user's own, in the place of the backend's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.comm.protocol import Collectives, Pending
+
+__all__ = ["AllGather", "Comm", "Custom", "ReduceScatter"]
+
+
+class Comm(ABC):
+    """A collective of the user's own; PyTorch's interface, so objects written for that do."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what it sends or receives; it may be the same each time."""
+
+
+class AllGather(Comm):
+    """Gathers equal 1-D tensors."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather; None if it is complete on the current stream."""
+
+
+class ReduceScatter(Comm):
+    """Reduces a 1-D tensor, and leaves each rank its part."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce by ``op``; None if it is complete on the current stream."""
+
+
+@dataclass(frozen=True)
+class Custom:
+    """``inner``, but for what the user does instead.
+
+    Their collectives work on memory of their own, so what they send and receive is copied.
+    """
+
+    inner: Collectives
+    gather: AllGather | None = None
+    reduce: ReduceScatter | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self.inner.rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes in the group."""
+        return self.inner.world
+
+    @property
+    def adds_wide(self) -> bool:
+        """A reduction of the user's own gets what the dtype of reduction says."""
+        return self.reduce is None and self.inner.adds_wide
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """That of ``inner``."""
+        return self.inner.group
+
+    def by_sums(self) -> Collectives:
+        """The user's own is told to sum."""
+        return Custom(self.inner.by_sums(), self.gather, self.reduce)
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        """See ``Collectives.all_gather``."""
+        group = self.group
+        if self.gather is None or group is None:
+            return self.inner.all_gather(outputs, sources)
+        gathers = []
+        for output, source in zip(outputs, sources, strict=True):
+            flat = _allocated(self.gather, output)
+            work = self.gather(flat, source, group, async_op=True)
+            gathers.append(_Gathered(work, output, flat))
+        return _All(gathers)
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """See ``Collectives.reduce_scatter_mean``."""
+        group = self.group
+        if self.reduce is None or group is None:
+            return self.inner.reduce_scatter_mean(output, source)
+        sent = _allocated(self.reduce, source).copy_(source)
+        size = (source.numel() // self.world,)
+        received = self.reduce.allocate(size, dtype=source.dtype, device=source.device)
+        work = self.reduce(received, sent, group, dist.ReduceOp.SUM, async_op=True)
+        return _Reduced(work, output, received, sent, self.world)
+
+    def all_reduce_mean(self, values: Tensor) -> Pending:
+        """As ``inner`` does."""
+        return self.inner.all_reduce_mean(values)
+
+
+def _allocated(comm: Comm, like: Tensor) -> Tensor:
+    return comm.allocate((like.numel(),), dtype=like.dtype, device=like.device)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    work: dist.Work | None
+    output: Tensor
+    flat: Tensor
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.output.copy_(self.flat)
+
+
+@dataclass(frozen=True)
+class _All:
+    parts: Sequence[Pending]
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    work: dist.Work | None
+    output: Tensor
+    received: Tensor
+    sent: Tensor  # until the transfer is over
+    world: int
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.output.copy_(self.received).div_(self.world)

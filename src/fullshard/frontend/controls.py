@@ -1,0 +1,248 @@
+"""How single units communicate: what can be changed after ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from fullshard.comm import AllGather, Collectives, Custom, ReduceScatter, collectives_of_twin
+from fullshard.engine import Bucket, Engine, Unit
+from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
+from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.ownership import unit_of, units_below
+from fullshard.schedule import triggers as when
+
+__all__ = ["CommunicationControls", "share_comm_ctx", "unit_and_engine"]
+
+
+class CommunicationControls:
+    """Methods of ``FSDPModule`` about reductions and the wire.
+
+    They may be called at any time between steps, before or after the first. Those that change a
+    wire free what is unsharded.
+    """
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Make the gradients of this unit the sum over all ranks divided by ``factor``.
+
+        By default that is the number of ranks, replicas included. The choice is this unit's alone.
+
+        Raises:
+            ConfigError: the factor is not above 0.
+        """
+        if not factor > 0:
+            raise ConfigError(
+                f"set_gradient_divide_factor: got {factor!r}, expected a number above 0"
+            )
+        for bucket in self._buckets(recurse=False):
+            bucket.change_reduction(divide_by=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Give parameters that no rank has a gradient for zeros, not None, when they are reduced.
+
+        Reductions have the same size on all ranks in any case.
+        """
+        for bucket in self._buckets(recurse):
+            bucket.change_reduction(fill_absent=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(self, n: int, *, recurse: bool = True) -> None:
+        """Let so many reductions of the whole tree be under way; each holds its unit's gradients.
+
+        By default two. ``recurse`` is there for PyTorch's sake.
+
+        Raises:
+            ArgumentTypeError, ConfigError: ``n`` is no int, or less than 1.
+        """
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise ArgumentTypeError(
+                f"set_reduce_scatter_max_input_buffers: got {n!r}, expected an int"
+            )
+        if n < 1:
+            raise ConfigError(f"set_reduce_scatter_max_input_buffers: got {n}, expected at least 1")
+        engine = unit_and_engine(self)[1]
+        policy = replace(engine.scheduler.policy, max_reductions=n)
+        engine.trigger(when.SetMachinePolicy(policy))
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
+        """Call ``hook`` with the reduced gradients of this unit, 1-D, before they are divided.
+
+        Once for each reduction, after that over replicas; what it writes in place counts. It is
+        how to reduce over further ranks in a way of one's own.
+
+        Args:
+            hook: what to call.
+            stream: the stream to call it on; None: that of the reduction.
+
+        Raises:
+            ConfigError: the unit has several buckets, of parameters on different meshes; or there
+                are replicas and ``stream`` is given.
+        """
+        bucket = self._single_bucket("set_all_reduce_hook")
+        if stream is not None and bucket is not None and bucket.spec.replicas is not None:
+            raise ConfigError(
+                "set_all_reduce_hook(stream=...): on a mesh with replicas the hook runs after the "
+                "all-reduce, on its stream; leave stream out"
+            )
+        for one in self._buckets(recurse=False):
+            one.change_reduction(hook=hook, hook_stream=stream)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce by sums only, and scale them ourselves: for backends without fast means.
+
+        Once enabled for a unit it stays.
+        """
+        if enable:
+            self._rewire(recurse=False, change=_by_sums)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce by process groups of their own, so that gathers and reductions can overlap.
+
+        All ranks must call this: a group is made for each set of ranks that something is sharded
+        over. It returns to the groups of the gathers with ``enable=False``.
+        """
+        twins: dict[Any, Collectives] = {}
+
+        def separate(bucket: Bucket) -> dict[str, Collectives | None]:
+            if not enable:
+                return {"reducer": None}
+            comm = bucket.spec.comm
+            if comm.group not in twins:
+                twins[comm.group] = collectives_of_twin(comm, bucket.spec.device.type)
+            return {"reducer": twins[comm.group]}
+
+        self._rewire(recurse, separate)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit by ``comm``, on memory that it allocates; see ``fullshard.Comm``.
+
+        Raises:
+            ConfigError: the unit has several buckets, of parameters on different meshes.
+        """
+        self._single_bucket("set_custom_all_gather")
+        self._rewire(
+            recurse=False,
+            change=lambda bucket: {
+                "comm": Custom(bucket.spec.comm, gather=comm),
+                "reducer": bucket.spec.reducing,
+            },
+        )
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit by ``comm``, on memory that it allocates; see ``fullshard.Comm``.
+
+        It is told to sum; the division is ours.
+
+        Raises:
+            ConfigError: the unit has several buckets, of parameters on different meshes.
+        """
+        self._single_bucket("set_custom_reduce_scatter")
+        self._rewire(
+            recurse=False,
+            change=lambda bucket: {"reducer": Custom(bucket.spec.reducing, reduce=comm)},
+        )
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next root forward's gathers wait for ``event``, not for all that was issued.
+
+        Record it after the optimizer step. It is used once.
+        """
+        unit_and_engine(self)[1].post_optim_event = event
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not built yet."""
+        _not_built("set_allocate_memory_from_process_group_for_comm", enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not built yet."""
+        _not_built("set_symm_mem_for_comm", backend)
+
+    def _buckets(self, recurse: bool) -> list[Bucket]:
+        return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        module: nn.Module = self  # type: ignore[assignment]
+        return units_below([module]) if recurse else [unit_and_engine(self)[0]]
+
+    def _single_bucket(self, what: str) -> Bucket | None:
+        """The bucket, if there are not several meshes."""
+        buckets = self._buckets(recurse=False)
+        if len({bucket.spec.comm.group for bucket in buckets}) > 1:
+            raise ConfigError(
+                f"{what}: the unit has parameters on several meshes, so that it would be unclear "
+                "which one is meant; give those of one mesh to a call of their own"
+            )
+        return buckets[0] if buckets else None
+
+    def _rewire(
+        self, recurse: bool, change: Callable[[Bucket], dict[str, Collectives | None]]
+    ) -> None:
+        """Replace wires; between steps."""
+        units = self._units(recurse)
+        for engine in dict.fromkeys(map(engine_of, units)):
+            engine.reset_wires([unit for unit in units if unit.engine is engine])
+        for unit in units:
+            for bucket in unit.buckets:
+                bucket.rewire(**change(bucket))
+
+
+def _by_sums(bucket: Bucket) -> dict[str, Collectives | None]:
+    spec = bucket.spec
+    replicas = None if spec.replicas is None else spec.replicas.by_sums()
+    return {"reducer": spec.reducing.by_sums(), "replicas": replicas}
+
+
+def _not_built(name: str, value: object) -> NoReturn:
+    raise NotBuiltError(
+        f"{name}({value!r}): buffers of a process group's own memory are not built; the engine "
+        "uses PyTorch's allocator"
+    )
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let sharded modules issue their communication on the same streams, those of the first.
+
+    For models that run in turns, such as the stages of a pipeline on one device. Between steps.
+
+    Raises:
+        ConfigError: one is not sharded.
+        ProtocolError: one is in the middle of a forward or backward.
+    """
+    for module in modules:
+        if unit_of(module) is None:
+            raise ConfigError(
+                f"share_comm_ctx: got a {type(module).__name__} that was not given to "
+                "fully_shard, expected sharded modules"
+            )
+    engines = list(dict.fromkeys(engine_of(unit) for unit in _units_of(modules)))
+    for engine in engines[1:]:
+        engine.share_lanes(engines[0])
+
+
+def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
+    return [unit for unit in map(unit_of, modules) if unit is not None]
+
+
+def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
+    """The unit that ``module`` is a member of, and what runs it.
+
+    Raises:
+        ArgumentTypeError: there is none.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        raise ArgumentTypeError(
+            f"{type(module).__name__} is a member of no unit: it is a copy of a sharded module, "
+            "or its class was used without fully_shard"
+        )
+    return unit, engine_of(unit)

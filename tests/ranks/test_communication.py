@@ -1,0 +1,294 @@
+"""How units communicate, changed after ``fully_shard``: before the first step and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import _torch, comm, errors
+from fullshard.frontend.ownership import unit_of
+from tests.ranks.models import ids
+from tests.ranks.pool import RankPool
+from tests.ranks.test_counts import recordings
+from tests.ranks.test_parity import batches, make, shard, train, vocab
+
+Change = Callable[[Any], object]
+
+
+class Gather(fullshard.AllGather):
+    """Counts; ``asynchronous`` returns a work, else it is complete at once."""
+
+    def __init__(self, *, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self.allocated = self.called = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.allocated += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.called += 1
+        work = _torch.all_gather(group, [output_tensor], [input_tensor])
+        if self.asynchronous:
+            return work
+        work.wait()
+        return None
+
+
+class Reduce(Gather):
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.called += 1
+        work = _torch.reduce_scatter(group, output_tensor, input_tensor, op)
+        if self.asynchronous:
+            return work
+        work.wait()
+        return None
+
+
+def with_custom_comms(model: Any) -> None:
+    for block in model.blocks:
+        block.set_custom_all_gather(Gather(asynchronous=True))
+        block.set_custom_reduce_scatter(Reduce(asynchronous=False))
+    model.set_custom_all_gather(Gather(asynchronous=False))
+
+
+def by_sums(model: Any) -> None:
+    for module in (*model.blocks, model):
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def with_separate_groups(model: Any) -> None:
+    model.set_separate_reduce_scatter_group()
+
+
+def with_separate_groups_and_back(model: Any) -> None:
+    model.set_separate_reduce_scatter_group()
+    model.set_separate_reduce_scatter_group(False)
+
+
+def with_one_reduction_at_a_time(model: Any) -> None:
+    model.set_reduce_scatter_max_input_buffers(1)
+
+
+def with_many_reductions_at_a_time(model: Any) -> None:
+    model.set_reduce_scatter_max_input_buffers(9)
+
+
+def sharing_with_another(model: Any) -> None:
+    other = fullshard.fully_shard(nn.Linear(2, 2))
+    fullshard.share_comm_ctx([other, model])
+    engines = [unit.engine for unit in map(unit_of, (other, model)) if unit is not None]
+    assert len({id(engine.lanes) for engine in engines if engine is not None}) == 1
+
+
+CHANGES: list[Change] = [
+    with_custom_comms,
+    by_sums,
+    with_separate_groups,
+    with_separate_groups_and_back,
+    with_one_reduction_at_a_time,
+    with_many_reductions_at_a_time,
+    sharing_with_another,
+]
+
+
+def compare(change: Change, late: bool, mesh: tuple[int, ...], layout: Any) -> float:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = batches("gpt", world, 2)
+    expected = train(make("gpt", torch.float64), steps, 0, 1)[1]
+    model = make("gpt", torch.float64)
+    names = ("replicas", "shards")[-len(mesh) :]
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+
+    def fully_shard(module: nn.Module, **options: Any) -> None:
+        fullshard.fully_shard(module, mesh=device_mesh, layout=layout, **options)
+
+    shard(model, None, fully_shard)
+    if late:
+        tokens = ids(2, 8, vocab=vocab("gpt"))
+        model(tokens[:, :-1]).sum().backward()
+        model.zero_grad()
+    change(model)
+    found = train(model, steps, rank, world)[1]
+    return max((found[n] - expected[n]).abs().max().item() for n in expected)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_the_result_is_the_same(pool: RankPool, change: Change, late: bool) -> None:
+    """PyTorch ignores some of these after the first forward, and breaks on others before it."""
+    results = pool.run(2, compare, change, late, (2,), fullshard.PerParameter())
+    assert max(results) <= 1e-12
+
+
+@pytest.mark.parametrize("change", CHANGES[:3], ids=lambda change: change.__name__)
+def test_the_result_is_the_same_with_replicas(pool: RankPool, change: Change) -> None:
+    assert max(pool.run(4, compare, change, True, (2, 2), fullshard.Ragged())) <= 1e-12
+
+
+def calls_of_custom_comms() -> list[tuple[int, int]]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    gathers, reduces = [], []
+    for part in model:
+        fullshard.fully_shard(part)
+        gathers.append(Gather(asynchronous=True))
+        reduces.append(Reduce(asynchronous=True))
+        part.set_custom_all_gather(gathers[-1])
+        part.set_custom_reduce_scatter(reduces[-1])
+    fullshard.fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
+    return [(one.called, one.allocated) for one in (*gathers, *reduces)]
+
+
+def test_custom_comms_are_called(pool: RankPool) -> None:
+    for result in pool.run(2, calls_of_custom_comms):
+        assert result == [(2, 2), (2, 2), (1, 2), (1, 2)]
+
+
+def groups_of_reductions() -> tuple[int, bool]:
+    with recordings():
+        model: Any = make("gpt", torch.float32)
+        shard(model, None)
+    model.set_separate_reduce_scatter_group()
+    units = [unit for unit in map(unit_of, (*model.blocks, model)) if unit is not None]
+    specs = [bucket.spec for unit in units for bucket in unit.buckets]
+    gathering = {spec.comm.group for spec in specs}
+    reducing = {spec.reducing.group for spec in specs}
+    return len(reducing), bool(gathering & reducing)
+
+
+def test_one_more_group_for_all_reductions(pool: RankPool) -> None:
+    assert pool.run(2, groups_of_reductions) == [(1, False)] * 2
+
+
+# hooks on what is reduced
+
+
+def emulated_replicas(layout: Any) -> float:
+    """Shards over pairs of ranks; the hook takes the mean over the pairs."""
+    rank = dist.get_rank()
+    steps = batches("odd", 4, 1)
+    expected = train(make("odd", torch.float64), steps, 0, 1)[1]
+    model: Any = make("odd", torch.float64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+    def average(flat: Tensor) -> None:
+        dist.all_reduce(flat, group=mesh["replicas"].get_group())
+        flat.div_(2)
+
+    def fully_shard(module: nn.Module, **options: Any) -> None:
+        fullshard.fully_shard(module, mesh=mesh["shards"], layout=layout, **options)
+        module.set_all_reduce_hook(average)  # type: ignore[operator]
+
+    shard(model, None, fully_shard)
+    found = train(model, steps, rank, 4, sync_always=True)[1]
+    return max((found[n] - expected[n]).abs().max().item() for n in expected)
+
+
+@pytest.mark.parametrize("layout", [fullshard.PerParameter(), fullshard.Ragged()], ids=repr)
+def test_a_hook_may_reduce_over_further_ranks(pool: RankPool, layout: Any) -> None:
+    assert max(pool.run(4, emulated_replicas, layout)) <= 1e-12
+
+
+def zeros_for_absent(fill: bool) -> list[Any]:
+    model: Any = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["used"](x)
+
+    half: Any = fullshard.fully_shard(Half())
+    half.set_reduce_scatter_unused_params(fill)
+    half(torch.ones(1, 2)).sum().backward()
+    grad = model["unused"].weight.grad
+    return [grad is None, grad is not None and not grad.full_tensor().any()]
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_zeros_for_unused_parameters(pool: RankPool, fill: bool) -> None:
+    assert pool.run(2, zeros_for_absent, fill) == [[not fill, fill]] * 2
+
+
+# refusals
+
+
+def refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    whole = mesh._flatten("whole")
+
+    def place(param: nn.Parameter) -> Any:
+        return fullshard.ShardPlacementResult(None, mesh["a"] if param.dim() == 1 else whole)
+
+    model: Any = nn.Linear(2, 2)
+    fullshard.fully_shard(model, mesh=whole, shard_placement_fn=place)
+    columns = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    replicated: Any = fullshard.fully_shard(nn.Linear(2, 2), mesh=columns)
+    cases: list[tuple[type[Exception], Callable[[], object]]] = [
+        (ValueError, lambda: model.set_custom_all_gather(Gather(asynchronous=True))),
+        (ValueError, lambda: model.set_custom_reduce_scatter(Reduce(asynchronous=True))),
+        (ValueError, lambda: model.set_all_reduce_hook(print)),
+        (ValueError, lambda: model.set_gradient_divide_factor(0)),
+        (ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0)),
+        (TypeError, lambda: model.set_reduce_scatter_max_input_buffers(True)),
+        (ValueError, lambda: fullshard.share_comm_ctx([nn.Linear(1, 1)])),
+        (ValueError, lambda: replicated.set_all_reduce_hook(print, stream=object())),
+        (NotImplementedError, lambda: model.set_symm_mem_for_comm()),
+        (
+            NotImplementedError,
+            lambda: model.set_allocate_memory_from_process_group_for_comm(True),
+        ),
+    ]
+    messages = []
+    for builtin, call in cases:
+        with pytest.raises(errors.FullshardError) as caught:
+            call()
+        assert isinstance(caught.value, builtin)
+        messages.append(str(caught.value))
+    fullshard.share_comm_ctx([])
+    return messages
+
+
+def test_refusals_say_what_was_given(pool: RankPool) -> None:
+    for messages in pool.run(2, refused):
+        assert all(len(message) > 40 for message in messages)
+
+
+def in_a_forward() -> None:
+    model: Any = fullshard.fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    model[0].register_forward_hook(lambda *_: model.set_separate_reduce_scatter_group())
+    with pytest.raises(errors.ProtocolError):
+        model(torch.ones(1, 2))
+
+
+def test_wires_change_between_steps_only(pool: RankPool) -> None:
+    pool.run(2, in_a_forward)
+
+
+def test_the_custom_wire_without_a_group_is_not_asked() -> None:
+    gather = Gather(asynchronous=True)
+    custom = comm.Custom(comm.Alone(), gather=gather)
+    source = torch.ones(3)
+    output = torch.zeros(3)
+    custom.all_gather([output], [source]).wait()
+    assert torch.equal(output, source)
+    assert gather.called == 0
