@@ -1,7 +1,7 @@
 """Two ways to cut a model at once: tensor parallelism, and sharding what is left of each parameter.
 
     python examples/tensor_parallel.py
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py  # or 4
 
 Pairs of processes share each matrix (`parallelize_module`); processes with the same half of it cut
 that half again (`fully_shard`). The model learns to add two digits. Takes seconds on a CPU.
@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import fullshard
@@ -26,8 +22,6 @@ STEPS, BATCH, DIM = 60, 64, 48
 
 
 class Block(nn.Module):
-    """A residual MLP."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
@@ -38,13 +32,11 @@ class Block(nn.Module):
 
 
 class Adder(nn.Module):
-    """Two digits in, logits of their sum out."""
-
     def __init__(self) -> None:
         super().__init__()
         self.digits = nn.Embedding(20, DIM)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(DIM, 19)
+        self.head = nn.Linear(DIM, 19)  # logits of the sum
 
     def forward(self, pairs: Tensor) -> Tensor:
         x = self.digits(pairs + torch.tensor([0, 10], device=pairs.device)).sum(1)

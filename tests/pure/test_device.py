@@ -33,7 +33,9 @@ class FakeAccelerator:
 
     def _stream(self, name: str) -> Any:
         return SimpleNamespace(
-            name=name, wait_event=lambda event: self.notes.append(f"{name} waits {event.number}")
+            name=name,
+            wait_event=lambda event: self.notes.append(f"{name} waits {event.number}"),
+            wait_stream=lambda other: self.notes.append(f"{name} waits for {other.name}"),
         )
 
     def Event(self, enable_timing: bool = False) -> Any:
@@ -126,6 +128,16 @@ def test_waits_of_compute_are_timed_from_the_first_question_on(cuda: FakeAcceler
     ]  # fmt: skip
     assert (lanes.waited_s(), lanes.waited_s()) == (1.0, 1.0)
     assert cuda.notes[-1] == "host waits 4"
+
+
+def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) -> None:
+    lanes, theirs = lanes_of(cuda), cuda._stream("theirs")
+    with lanes.on(Lane.REDUCE), lanes.aside(theirs):
+        cuda.notes.append(f"hook on {cuda.current}")
+    lanes.wait_event(Lane.GATHER, cuda.Event())
+    assert cuda.notes == [
+        "theirs waits for reduce", "hook on theirs", "reduce waits for theirs", "gather waits 0",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()])
