@@ -69,7 +69,7 @@ for step in range(1, STEPS + 1):
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 0 and (step == 1 or step % 20 == 0):
-        print(f"step {step:3}  loss {loss.item():.3f}")
+        print(f"step {step} loss {loss.item():.3f}")
 
 if dist.get_rank() == 0:
     up = model.blocks[0].up.weight
