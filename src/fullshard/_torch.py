@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -62,6 +63,7 @@ __all__ = [
     "root_ranks",
     "sequence_number",
     "sharded_dim",
+    "timeout_of",
     "versions",
     "waited",
 ]
@@ -119,6 +121,12 @@ def device_types(group: dist.ProcessGroup) -> Iterable[str]:
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     """Name of the backend that serves ``device_type``."""
     return group._get_backend(torch.device(device_type)).name()
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    """How long the group waits for a peer."""
+    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    return timeout
 
 
 def has_average(group: dist.ProcessGroup, device_type: str) -> bool:

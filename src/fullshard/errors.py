@@ -8,6 +8,7 @@
     |   |-- NotBuiltError       planned, not built yet
     |   `-- RaggedOperationError  a RaggedTensor holds no rows, columns or single elements
     |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
+    |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
 Each class is also an instance of the builtin that PyTorch raises in the same place, so that code
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "FullshardError",
     "LayoutError",
+    "NonFiniteError",
     "NotBuiltError",
     "ProtocolError",
     "RaggedOperationError",
@@ -60,6 +62,10 @@ class RaggedOperationError(UnsupportedError):
 
 class ProtocolError(FullshardError, RuntimeError):
     """Calls came in an order that cannot work, such as a forward with parameters on ``meta``."""
+
+
+class NonFiniteError(FullshardError, RuntimeError):
+    """The norm of the gradients is not finite, and the caller asked to be told."""
 
 
 class LayoutError(FullshardError, ValueError):

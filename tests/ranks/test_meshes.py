@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import comm, errors
+from fullshard import _torch, comm, errors
 from fullshard.comm.c10d import C10d, Transport
+from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import RaggedShard
 from tests.ranks.models import GPT, fill, full_parameters, ids
 from tests.ranks.pool import RankPool
@@ -624,6 +625,86 @@ def test_a_tied_parameter_that_inner_calls_ignore_is_hoisted(
     pool: RankPool, world: int, layout: Any
 ) -> None:
     assert max(pool.run(world, hoisted, layout)) <= 1e-12
+
+
+def ignored_by_both(spare: bool) -> tuple[float, bool]:
+    """Both units that hold the weight leave it; ``spare``: the outer call is to leave it too."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = batches("odd", world, 1)
+    expected = train(fill(TiedEnds().double()), steps, 0, 1)[1]
+    model: Any = fill(TiedEnds().double())
+    weight = model.head.weight
+    fullshard.fully_shard(model.embed, ignored_params={weight})
+    fullshard.fully_shard(model.head, ignored_params={weight})
+    fullshard.fully_shard(model, ignored_params={weight} if spare else None)
+    if spare:
+        return 0.0, model.head.weight is weight is model.embed.weight
+    found = train(model, steps, rank, world, sync_always=True)[1]
+    alike = model.head.weight is model.embed.weight and isinstance(model.head.weight, DTensor)
+    return max((found[n] - expected[n]).abs().max().item() for n in expected), alike
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_tied_parameter_that_all_inner_calls_ignore_is_the_outer_ones(
+    pool: RankPool, spare: bool
+) -> None:
+    for difference, as_wanted in pool.run(2, ignored_by_both, spare):
+        assert difference <= 1e-12
+        assert as_wanted
+
+
+def cast_while_waiting(kind: str) -> float:
+    """Two passes before a cast and one after it: the gradient is that of all three."""
+    model: Any = nn.Linear(1, 3, bias=False)
+    fullshard.fully_shard(model, mesh=mesh_of(2, 2))
+    set_waiting = getattr(model, f"set_requires_{kind}")
+    set_waiting(False)
+    model(torch.full((1, 1), 1.0)).sum().backward()
+    model(torch.full((1, 1), 2.0)).sum().backward()
+    model.double()
+    set_waiting(True)
+    model(torch.full((1, 1), 4.0, dtype=torch.float64)).sum().backward()
+    grad: Tensor = model.weight.grad.full_tensor()
+    assert grad.dtype is torch.float64
+    return grad[0].item()
+
+
+@pytest.mark.parametrize("kind", ["gradient_sync", "all_reduce"])
+def test_gradients_that_wait_survive_a_cast(pool: RankPool, kind: str) -> None:
+    assert pool.run(4, cast_while_waiting, kind) == [7.0] * 4
+
+
+def secondary_timeout() -> float:
+    mesh = mesh_of(4)
+    model: Any = nn.Linear(4, 4)
+    fullshard.fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    unit = unit_of(model)
+    assert unit is not None
+    secondary = unit.buckets[0].spec.secondary
+    assert secondary is not None and secondary.group is not None
+    ours = _torch.timeout_of(secondary.group, "cpu")
+    assert ours == _torch.timeout_of(mesh.get_group(), "cpu")
+    return ours.total_seconds()
+
+
+def test_smaller_groups_wait_as_long_as_the_mesh(pool: RankPool) -> None:
+    assert len(set(pool.run(4, secondary_timeout))) == 1
+
+
+def outside_of_the_mesh() -> str:
+    """Ranks 0 and 1 shard; the others are told that they are not in the mesh."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    model = nn.Linear(4, 4)
+    if dist.get_rank() < 2:
+        fullshard.fully_shard(model, mesh=mesh)
+        return "not in"
+    with pytest.raises(errors.ConfigError) as caught:
+        fullshard.fully_shard(model, mesh=mesh)
+    return str(caught.value)
+
+
+def test_ranks_outside_of_the_mesh_are_told(pool: RankPool) -> None:
+    assert all("not in" in message for message in pool.run(4, outside_of_the_mesh))
 
 
 def tied_without_asking() -> str:

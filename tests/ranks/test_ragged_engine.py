@@ -67,7 +67,7 @@ def compare(kind: str, after: AfterForward) -> tuple[float, int, bool]:
 
 
 @every_world
-@pytest.mark.parametrize("after", list(AfterForward))
+@pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("kind", ["gpt", "odd"])
 def test_a_flat_layout_trains_as_exactly_and_copies_nothing_when_gathering(
     pool: RankPool, world: int, kind: str, after: AfterForward

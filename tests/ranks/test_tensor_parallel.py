@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
+    Partial,
     Replicate,
     Shard,
     distribute_module,
@@ -28,6 +31,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import fullshard
+from fullshard import errors
+from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import fill, full_parameters, ids
 from tests.ranks.pool import RankPool
 
@@ -202,6 +207,99 @@ def test_replicas_of_tensor_parallel_parameters(pool: RankPool, layout: Any) -> 
     assert max(pool.run(4, compare, (2, 1, 2), {}, layout=layout)) <= 1e-12
 
 
+def residencies(layout: Any) -> list[bool]:
+    """Whether units are held: after forward, after backward, after a step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = fill(Net())
+    parallelize(model, mesh["tp"])
+    for block in model.blocks:
+        fullshard.fully_shard(block.down, mesh=mesh["dp"], layout=layout)  # returns a local tensor
+    shard(model, fullshard.fully_shard, mesh=mesh["dp"], layout=layout)
+    unit = unit_of(model)
+    assert unit is not None and unit.engine is not None
+    meter = unit.engine.meter
+    found = []
+    for _ in range(2):
+        out = model(ids(2, LENGTH, vocab=VOCAB))
+        states = unit.engine.scheduler.residents.units
+        found.append(any(state.is_held for key, state in states.items() if key != unit.key))
+        out.sum().backward()
+        found.append(meter.held_nbytes.total() > 0)
+    return found
+
+
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
+def test_units_with_local_outputs_are_resharded(pool: RankPool, layout: Any) -> None:
+    assert pool.run(4, residencies, layout) == [[False] * 4] * 4
+
+
+def compiled(late: bool) -> float:
+    """Without sequence parallelism, which PyTorch 2.13 does not compile, sharded or not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for compiling in (False, True):
+        model = fill(Net().double())
+        for block in model.blocks:
+            parallelize_module(
+                block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        if compiling and not late:
+            model.blocks[0].compile(backend="aot_eager")
+        shard(model, fullshard.fully_shard, mesh=mesh["dp"])
+        if compiling and late:
+            model.blocks[0].compile(backend="aot_eager")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute")  # Dynamo looks at it
+            found.append(train(model, mesh["dp"].get_local_rank(), 2))
+    return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_compiled_tensor_parallel_blocks_train_alike(pool: RankPool, late: bool) -> None:
+    assert max(pool.run(4, compiled, late, timeout_s=180)) <= 1e-12
+
+
+def loaded_whole() -> bool:
+    """A whole state dict, with sizes that divide by nothing."""
+    sizes = {"dim": 5, "hidden": 7}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Net(**sizes)
+    parallelize(model, mesh["tp"])
+    shard(model, fullshard.fully_shard, mesh=mesh["dp"])
+    whole = fill(Net(**sizes)).state_dict()
+    set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
+    return all(torch.equal(value, whole[key]) for key, value in full_parameters(model).items())
+
+
+def test_a_whole_state_dict_is_loaded_into_uneven_parameters(pool: RankPool) -> None:
+    """PyTorch fails an assertion here."""
+    assert all(pool.run(4, loaded_whole))
+
+
+def wrong_meshes() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    messages = []
+    for given in (mesh, mesh["tp"]):
+        model = Net()
+        parallelize(model, mesh["tp"])
+        before = dict(model.named_parameters())
+        with pytest.raises(errors.ConfigError) as caught:
+            fullshard.fully_shard(model, mesh=given)
+        assert dict(model.named_parameters()) == before
+        messages.append(str(caught.value))
+    model = Net()
+    partial = DTensor.from_local(torch.ones(3, 3), mesh["tp"], [Partial()])
+    model.gain = nn.Parameter(partial)
+    with pytest.raises(errors.UnsupportedError, match=r"gain.*Partial"):
+        fullshard.fully_shard(model, mesh=mesh["dp"])
+    return messages
+
+
+def test_the_mesh_of_the_parameters_is_not_one_to_shard_over(pool: RankPool) -> None:
+    for messages in pool.run(4, wrong_meshes):
+        assert all("embed.weight" in m and "dp_mesh_dims" in m for m in messages)
+
+
 @pytest.fixture(scope="module")
 def eight() -> Iterator[RankPool]:
     """Eight processes, for the tests that cannot do with fewer; they end with this module."""
@@ -231,7 +329,7 @@ def checkpointed(folder: str, shape: tuple[int, int], sizes: dict[str, Any]) -> 
 def test_checkpoints_of_uneven_tensor_parallel_parameters(
     eight: RankPool, tmp_path: Path, shape: tuple[int, int], hidden: int
 ) -> None:
-    """9 over 4 x 2 is among the sizes for which PyTorch saves the wrong offsets."""
+    """For 9 over 4 x 2, among others, PyTorch would save wrong offsets."""
     sizes = {"dim": 5, "hidden": hidden}
     world = shape[0] * shape[1]
     assert all(eight.run(world, checkpointed, str(tmp_path), shape, sizes, timeout_s=120))

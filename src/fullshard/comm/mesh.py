@@ -55,7 +55,7 @@ def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
     if size not in parts:
         first = whole.rank() // size * size
         ranks = dist.get_process_group_ranks(whole)[first : first + size]
-        parts[size] = dist.new_group(ranks, use_local_synchronization=True)
+        parts[size] = _new_group(ranks, like=whole, device_type=mesh.device_type)
     return _collectives(parts[size], mesh.device_type)
 
 
@@ -68,7 +68,18 @@ def collectives_of_twin(collectives: Collectives, device_type: str) -> Collectiv
     if group is None:
         return collectives
     ranks = dist.get_process_group_ranks(group)
-    return _collectives(dist.new_group(ranks, use_local_synchronization=True), device_type)
+    return _collectives(_new_group(ranks, like=group, device_type=device_type), device_type)
+
+
+def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """A group of ``ranks``, by the backend and with the time-out of ``like``."""
+    group: dist.ProcessGroup = dist.new_group(
+        ranks,
+        timeout=_torch.timeout_of(like, device_type),
+        backend=dist.get_backend_config(like),
+        use_local_synchronization=True,
+    )
+    return group
 
 
 def _collectives(group: dist.ProcessGroup, device_type: str) -> Collectives:

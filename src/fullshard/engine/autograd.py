@@ -157,9 +157,15 @@ class _EndOfTask:
 
 
 def _base(tensor: Tensor) -> Tensor:
-    """What ``tensor`` is a view of, or itself."""
+    """What ``tensor`` is a view of in the eyes of autograd, or itself.
+
+    A view that a custom Function returns has a node of its own, and its base has none, such as
+    what ``DTensor.to_local`` gives.
+    """
     base = tensor._base
-    return tensor if base is None else base
+    if base is None or (base.grad_fn is None and not base.requires_grad):
+        return tensor
+    return base
 
 
 def _is_leaf(tensor: Tensor) -> bool:

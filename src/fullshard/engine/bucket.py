@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.policy import ReducePolicy
-from fullshard.engine.reduce import Gradients
+from fullshard.engine.reduce import Gradients, Waiting
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError
@@ -74,6 +74,7 @@ class Bucket:
         self._locals = [spec.form.local(param) for param in self.sharded_params]
         self.unsharded: Unsharded | None = None
         self.gradients: Gradients | None = None
+        self._waiting: Waiting | None = None  # gradients, while there is no unsharded side
         self.reduce_policy = ReducePolicy()
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
 
@@ -81,6 +82,7 @@ class Bucket:
         """The same with memory of its own, resharded; ``memo`` learns of its parameters."""
         new = copy.copy(self)
         new.dematerialize()
+        new._waiting = None
         new.shard = self.shard.clone()
         new.sharded_params = []
         for i, (old, local) in enumerate(
@@ -117,6 +119,9 @@ class Bucket:
                 self.spec, self.unsharded.params, self.sharded_params, lanes, meter
             )
             self.gradients.policy = self.reduce_policy
+            if self._waiting is not None:
+                self.gradients.take_up(self._waiting)
+                self._waiting = None
             self._requires_grad = None
         return self.unsharded
 
@@ -161,8 +166,16 @@ class Bucket:
         self._requires_grad = flags
 
     def dematerialize(self) -> None:
-        """Forget the unsharded side; only while it is resharded."""
+        """Forget the unsharded side, but for gradients that wait; only while it is resharded."""
+        if self.gradients is not None:
+            self._waiting = self.gradients.waiting()
         self.unsharded = self.gradients = None
+
+    def forget_gradients(self) -> None:
+        """Forget all that were not reduced."""
+        self._waiting = None
+        if self.gradients is not None:
+            self.gradients.forget()
 
     def is_current(self) -> bool:
         """Whether the sharded parameters are still the views of ``shard`` that we made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import local_gradients
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Waiting"]
 
 
 # The mean size up to which gradients are kept from step to step.
@@ -52,6 +53,15 @@ class _Reduction:
     source: ReduceInput | None  # None: only what was kept partial is reduced
     present: list[bool]  # which parameters have a gradient on this rank
     shown: _GradShard | None  # around ``row``, if they were made before
+
+
+class Waiting(NamedTuple):
+    """Gradients of earlier passes."""
+
+    pending: list[Tensor | None] | None
+    """Whole ones, by parameter."""
+    partial: Tensor | None
+    """A row that is reduced over shards only."""
 
 
 class Gradients:
@@ -220,6 +230,21 @@ class Gradients:
         self._partial = None
         self.discard()
         self.pending = [None] * len(self.params)
+
+    def waiting(self) -> Waiting | None:
+        """What was not reduced to its end, to be taken up by other ``Gradients`` of the bucket."""
+        if not self._has_pending and self._partial is None:
+            return None
+        return Waiting(self.pending if self._has_pending else None, self._partial)
+
+    def take_up(self, waiting: Waiting) -> None:
+        """Go on with what was waiting elsewhere, perhaps on another device or in other dtypes."""
+        device = self.params[0].device
+        if waiting.pending is not None:
+            self.pending = [None if g is None else g.to(device) for g in waiting.pending]
+            self._has_pending = True
+        if waiting.partial is not None:
+            self._partial = waiting.partial.to(device, self._reduce_dtype)
 
     def _take(self) -> list[Tensor | None]:
         """Take off each parameter's gradient, with what is pending for it added."""

@@ -188,8 +188,7 @@ class Unit:
     def forget(self) -> None:
         """Forget all gradients that were not reduced."""
         for bucket in self.buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.forget()
+            bucket.forget_gradients()
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Sharded and unsharded parameters, bucket after bucket."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,12 +24,13 @@ from fullshard.tensors import (
     RaggedShard,
     RaggedTensor,
     ShardForm,
-    ShardPlace,
 )
 
 __all__ = ["Choices", "Plan", "device_of", "plan_buckets"]
 
 _ALIGN_NBYTES = 16
+
+Decided = TypeVar("Decided")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _member(owned: OwnedParam, choices: Choices) -> tuple[DataMesh, _Member]:
             f"shard_placement_fn: got Shard({dim}) for parameter {owned.name} with "
             f"layout={choices.layout!r}, which cuts on no dim; return None, or use PerParameter()"
         )
-    parallel = mesh.parallel_spec(owned.param, owned.name)
+    parallel = _named(owned, lambda: mesh.parallel_spec(owned.param, owned.name))
     shape = owned.param.shape if parallel is None else parallel.local_shape
     return mesh, _Member(owned, ParamSpec(owned.name, tuple(shape), dim or 0), parallel)
 
@@ -128,16 +130,20 @@ def _form(members: Sequence[_Member], layout: Layout, mesh: DataMesh, *, ragged:
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
     return DTensorForm(
         [member.owned.param.shape for member in members],
-        [_place(member, cut, mesh) for member, cut in zip(members, cuts, strict=True)],
+        [
+            _named(member.owned, partial(mesh.place, member.parallel, cut))
+            for member, cut in zip(members, cuts, strict=True)
+        ],
         RaggedTensor if ragged else DTensor,
     )
 
 
-def _place(member: _Member, cut: int | RaggedShard, mesh: DataMesh) -> ShardPlace:
+def _named(owned: OwnedParam, decide: Callable[[], Decided]) -> Decided:
+    """What ``decide`` returns, or its error with the name of the parameter."""
     try:
-        return mesh.place(member.parallel, cut)
+        return decide()
     except (ConfigError, UnsupportedError) as error:
-        raise type(error)(f"fully_shard: parameter {member.owned.name}: {error}") from error
+        raise type(error)(f"fully_shard: parameter {owned.name}: {error}") from error
 
 
 def _ragged_cut(layout: Layout, param: int) -> RaggedShard:

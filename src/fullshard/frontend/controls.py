@@ -31,8 +31,12 @@ class CommunicationControls:
         By default that is the number of ranks, replicas included. The choice is this unit's alone.
 
         Raises:
-            ConfigError: the factor is not above 0.
+            ArgumentTypeError, ConfigError: the factor is no number, or not above 0.
         """
+        if not isinstance(factor, (int, float)):
+            raise ArgumentTypeError(
+                f"set_gradient_divide_factor: got {factor!r}, expected a number"
+            )
         if not factor > 0:
             raise ConfigError(
                 f"set_gradient_divide_factor: got {factor!r}, expected a number above 0"

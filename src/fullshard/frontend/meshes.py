@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ from fullshard.tensors import (
     ShardPlace,
     SpmdMesh,
     joint_mesh,
+    names_of,
     parallel_spec_of,
     place_in_order_of_cuts,
     shard_place,
@@ -50,6 +50,13 @@ class DataParallelMeshDims:
     """Ranks along these hold copies."""
 
     def __post_init__(self) -> None:
+        for names in (self.shard, self.replicate):
+            alike = names if isinstance(names, (tuple, list)) else (names,)
+            if names is not None and not (alike and all(isinstance(n, str) for n in alike)):
+                raise ArgumentTypeError(
+                    f"DataParallelMeshDims: got {names!r}, expected the name of a mesh dim, or a "
+                    "tuple of names"
+                )
         if self.shard is None and self.replicate is None:
             raise ConfigError(
                 "DataParallelMeshDims: got neither, expected names of mesh dims as shard=, "
@@ -59,16 +66,12 @@ class DataParallelMeshDims:
     @property
     def shard_names(self) -> tuple[str, ...]:
         """The names to shard over, perhaps none."""
-        return _as_tuple(self.shard)
+        return names_of(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
         """The names to replicate over, perhaps none."""
-        return _as_tuple(self.replicate)
-
-
-def _as_tuple(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names or ())
+        return names_of(self.replicate)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class DataMesh:
             usual = spmd_shard_place(spec, self.spmd, cut)
         else:
             usual = shard_place(spec, self.mesh, None if self.shard_dim is None else cut)
-        if self.shard_dim is None or usual.is_read_alike(spec.shape):
+        if self.shard_dim is None or usual.divides(spec.shape):
             return usual
         replicate = self._part(self.replicate_dim) if self.replicate_dim is not None else None
         return place_in_order_of_cuts(spec, replicate, self._part(self.shard_dim), cut)
@@ -170,6 +173,11 @@ def checked_mesh(mesh: Any, dp_mesh_dims: Any = None) -> DataMesh:
         raise ArgumentTypeError(
             f"fully_shard(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh"
             f"{'' if dp_mesh_dims else ' or None'}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"fully_shard(mesh=...): this rank is not in {mesh}; shard a module on the ranks of "
+            "its mesh only"
         )
     found = _named(mesh, dp_mesh_dims) if dp_mesh_dims is not None else data_mesh(mesh)
     served = device_types_of(found.mesh)

@@ -120,7 +120,8 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ow
     """Parameters below ``modules`` that no inner unit owns and the call does not ignore.
 
     Tied ones come once, with all their places; also with those inside of inner units, whose calls
-    ignored them. The order is that of ``named_parameters``.
+    ignored them, even if they stand in several of these only. The order is that of
+    ``named_parameters``.
     """
     ignored_ids = {id(param) for param in ignored}
     owned: dict[int, OwnedParam] = {}
@@ -130,18 +131,45 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ow
                 continue
             entry = owned.setdefault(id(param), OwnedParam(param, prefix + name))
             entry.places.append(Place(module, name))
-    for module in _inside_inner_units(modules):
-        for name, param in module._parameters.items():
-            if id(param) in owned:
-                owned[id(param)].places.append(Place(module, name))
+    for param, places in _left_by_inner_units(modules, ignored_ids).items():
+        units = {unit for unit, _, _ in places}
+        if id(param) in owned or len(units) > 1:
+            entry = owned.setdefault(id(param), OwnedParam(param, places[0].full_name))
+            entry.places.extend(left.place for left in places)
     return list(owned.values())
 
 
-def _inside_inner_units(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules below ``modules`` that are not ``managed``."""
-    own = set(managed(modules))
-    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return [module for module in inner if module not in own]
+class _Left(NamedTuple):
+    """A place inside of an inner unit that no unit owns."""
+
+    unit: Unit
+    full_name: str
+    place: Place
+
+
+def _left_by_inner_units(
+    modules: Sequence[nn.Module], ignored_ids: set[int]
+) -> dict[nn.Parameter, list[_Left]]:
+    """Parameters that calls for modules inside of ``modules`` ignored."""
+    found: dict[nn.Parameter, list[_Left]] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(prefix: str, module: nn.Module, around: Unit | None) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        unit = unit_of(module) or around
+        for name, param in module._parameters.items():
+            place = Place(module, name)
+            if param is None or unit is None or id(param) in ignored_ids or owner_of(place):
+                continue
+            found.setdefault(param, []).append(_Left(unit, prefix + name, place))
+        for name, child in module.named_children():
+            visit(f"{prefix}{name}.", child, unit)
+
+    for index, module in enumerate(modules):
+        visit(f"{index}." if len(modules) > 1 else "", module, None)
+    return found
 
 
 def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:

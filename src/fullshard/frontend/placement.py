@@ -76,8 +76,13 @@ def _mesh_of(owned: OwnedParam, info: Any, default: DataMesh) -> DataMesh:
     if isinstance(info, DeviceMesh):
         found = data_mesh(info)
     elif isinstance(mesh, DeviceMesh) and hasattr(info, "shard_mesh_dim"):
-        replicate_dim = getattr(info, "replicate_mesh_dim", None)
-        found = DataMesh(mesh, info.shard_mesh_dim, replicate_dim)
+        found = DataMesh(mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None))
+        used = {found.shard_dim, found.replicate_dim} - {None}
+        if len(used) < mesh.ndim:
+            raise ConfigError(
+                f"shard_placement_fn: got mesh_info={info!r} for parameter {owned.name}, which "
+                f"gives {mesh.ndim - len(used)} of {mesh.ndim} mesh dims nothing to do"
+            )
     else:
         raise ConfigError(
             f"shard_placement_fn: got mesh_info={info!r} for parameter {owned.name}, expected a "

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.comm import all_reduce
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim.joined import joined
 from fullshard.tensors import Spread, spread_of
 
@@ -55,7 +55,7 @@ def grad_norm(
         A plain tensor without dimensions, in fp32 or wider, the same on all ranks.
 
     Raises:
-        RuntimeError: the norm is not finite, if asked for.
+        NonFiniteError: the norm is not finite, if asked for.
         UnsupportedError: a gradient is a partial sum.
     """
     return _norm(_sorted_by_groups(parameters), norm_type, error_if_nonfinite, foreach)
@@ -132,7 +132,7 @@ def _norm(
     is_max = math.isinf(norm_type)
     norm = whole.amax() if is_max else whole.sum().pow(1.0 / norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
+        raise NonFiniteError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}; to clip them all "
             "the same, set error_if_nonfinite=False"
         )

@@ -13,13 +13,12 @@ from fullshard.tensors.parallel import (
     spmd_shard_place,
 )
 from fullshard.tensors.parallel_grads import local_gradients
-from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh
+from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh, names_of
 from fullshard.tensors.parts import Spread, spread_of
 from fullshard.tensors.ragged_cut import is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.random import draw_whole_on
-from fullshard.tensors.strided import reads_alike
 from fullshard.tensors.tree import find_tensors, map_tensors
 
 __all__ = [
@@ -41,9 +40,9 @@ __all__ = [
     "local_gradients",
     "local_part",
     "map_tensors",
+    "names_of",
     "parallel_spec_of",
     "place_in_order_of_cuts",
-    "reads_alike",
     "shard_place",
     "shown_like",
     "spmd_shard_place",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard import _torch
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.parallel_mesh import SpmdMesh, joined_in_order, joint_mesh
-from fullshard.tensors.strided import cut_sizes, reads_alike
 
 __all__ = [
     "ParallelSpec",
@@ -74,12 +73,10 @@ class ParallelSpec:
     def parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """``wrap`` as a leaf of autograd, whose gradients are DTensors.
 
-        ``nn.Parameter(wrap(local))`` could not be copied where ``local`` begins within its
-        storage: it is made anew from the DTensor, and takes over where that begins.
+        It takes over where ``local`` begins within its storage: compilers need that. For the same
+        reason ``copy.deepcopy`` refuses it.
         """
-        param = nn.Parameter(self.wrap(local.new_empty(0)), requires_grad=requires_grad)
-        _torch.repoint(cast("DTensor", param), local)
-        return param
+        return nn.Parameter(self.wrap(local), requires_grad=requires_grad)
 
     def spec_for(self, placements: tuple[Placement, ...], dtype: torch.dtype) -> _torch.DTensorSpec:
         """That of a tensor of the same global shape, placed like this on ``mesh``."""
@@ -111,6 +108,11 @@ def parallel_spec_of(
         _check_spmd(param, name, spmd)
     if not isinstance(param, DTensor):
         return None
+    if any(placement.is_partial() for placement in param.placements):
+        raise UnsupportedError(
+            f"it is placed {param.placements}: a sum that is still to be made cannot be a "
+            "parameter; redistribute it first"
+        )
     return ParallelSpec(
         mesh=spmd.full if spmd else param.device_mesh,
         placements=tuple(param.placements),
@@ -147,22 +149,18 @@ class ShardPlace(NamedTuple):
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
-    def is_read_alike(self, shape: torch.Size) -> bool:
-        """Whether DTensor takes each rank to have the elements that it has; see ``reads_alike``.
+    def divides(self, shape: torch.Size) -> bool:
+        """Whether what cuts a tensor dim in strides divides it evenly, with all that cut it too.
 
-        ``full_tensor()`` is right in any case. The answer is the same on all ranks.
+        If not, ``full_tensor()`` is right, but ``distribute_tensor`` onto such placements fails
+        for some sizes, and for some the offsets that torch computes, which distributed checkpoints
+        store, are not those of the data (torch 2.13). The answer is the same on all ranks.
         """
-        for i, placement in enumerate(self.placements):
-            if isinstance(placement, _torch.StridedShard):
-                alike = [
-                    j
-                    for j, p in enumerate(self.placements)
-                    if _torch.sharded_dim(p) == placement.dim
-                ]
-                left = [self.mesh.size(j) for j in alike if j < i]
-                right = tuple(self.mesh.size(j) for j in alike if j > i)
-                sizes = cut_sizes(shape[placement.dim], left)
-                return all(reads_alike(size, self.mesh.size(i), right) for size in sizes)
+        strided = {p.dim for p in self.placements if isinstance(p, _torch.StridedShard)}
+        for dim in strided:
+            cuts = [i for i, p in enumerate(self.placements) if _torch.sharded_dim(p) == dim]
+            if shape[dim] % math.prod(self.mesh.size(i) for i in cuts):
+                return False
         return True
 
 
@@ -208,7 +206,7 @@ def place_in_order_of_cuts(
     """The same place in words that every part of DTensor understands, whatever the sizes.
 
     The data-parallel dim stands right of those that have cut the tensor before it, on a mesh of
-    its own order: for what is not read alike, see ``ShardPlace.is_read_alike``.
+    its own order: for what does not divide, see ``ShardPlace.divides``.
     """
     others = spec.over_others
     meshes = [replicate] if replicate is not None else []

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
 
-__all__ = ["SpmdMesh", "joined_in_order", "joint_mesh"]
+__all__ = ["SpmdMesh", "joined_in_order", "joint_mesh", "names_of"]
 
 _MAX_PARALLEL_DIMS = 2
 _MAX_DIMS = 4
@@ -112,10 +112,16 @@ def _check_joinable(meshes: Sequence[DeviceMesh]) -> None:
             'take mesh["dp"] and mesh["tp"]'
         )
     names = [name for mesh in meshes for name in mesh.mesh_dim_names or [None]]
-    if None in names or len(set(names)) < len(names):
+    if None in names:
         raise _Apart(
-            f"{_listed(meshes)} have dims without a name or with the same; pass mesh_dim_names "
-            "to init_device_mesh"
+            f"{_listed(meshes)} have dims without a name; pass mesh_dim_names to init_device_mesh"
+        )
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise _Apart(
+            f"{_listed(meshes)} have {', '.join(twice)} in common: parameters are cut or copied "
+            "along it already; pass the data-parallel dims only, such as mesh=mesh['dp'], or, if "
+            "parameters lie on the whole mesh, name those dims by dp_mesh_dims"
         )
 
 
@@ -179,7 +185,7 @@ class SpmdMesh:
             ConfigError: no name at all, a mesh without names, a name that it does not have or
                 that is given twice, or names in another order than the mesh's.
         """
-        names = (_as_tuple(shard), _as_tuple(replicate))
+        names = (names_of(shard), names_of(replicate))
         _check_names(full, names[0] + names[1])
         return cls(full, *names, *(_flattened(full, some) for some in names))
 
@@ -223,7 +229,8 @@ class SpmdMesh:
         return tuple(along)
 
 
-def _as_tuple(names: str | Sequence[str] | None) -> tuple[str, ...]:
+def names_of(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One name or several, as several."""
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
