@@ -24,7 +24,7 @@ Of parameters that are tensor-parallel DTensors all of this holds local tensors;
 and ``unsharded.params`` show DTensors around them.
 
 ``bucket.py`` holds the first two, ``unshard.py`` the next five, ``reduce.py`` and
-``reduce_input.py`` the last four.
+``reduce_input.py`` and ``grad_shard.py`` the last four.
 """
 
 from __future__ import annotations

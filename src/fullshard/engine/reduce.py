@@ -12,36 +12,13 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
+from fullshard.engine.grad_shard import GradShard
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import local_gradients
 
 __all__ = ["Gradients", "Waiting"]
-
-
-# The mean size up to which gradients are kept from step to step.
-_KEPT_NBYTES = 16 << 10
-
-
-class _GradShard:
-    """One slice of a reduction's result, with the gradients that are views of it.
-
-    Making a DTensor costs as much host time as adding a small one up, so a set of small ones is
-    used again for the next step, if nobody but us holds any part of it. Larger ones are given
-    back: between steps, and while activations pile up, memory is worth more.
-    """
-
-    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
-        self.flat = flat  # 1-D, layout.shard_numel elements and the flags
-        # Views, which keep ``flat`` itself alive: whoever has one finds its neighbours.
-        self.locals = spec.local_views(flat)
-        self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
-        self._num_owners = _torch.num_owners(flat)
-
-    def is_free(self) -> bool:
-        """Whether no one else refers to the gradients or to their memory."""
-        return _torch.none_is_held(self.shown) and _torch.num_owners(self.flat) == self._num_owners
 
 
 @dataclass
@@ -52,7 +29,7 @@ class _Reduction:
     row: Tensor  # 1-D, what it results in: layout.shard_numel elements and the flags
     source: ReduceInput | None  # None: only what was kept partial is reduced
     present: list[bool]  # which parameters have a gradient on this rank
-    shown: _GradShard | None  # around ``row``, if they were made before
+    shown: GradShard | None  # around ``row``, if they were made before
 
 
 class Waiting(NamedTuple):
@@ -86,7 +63,7 @@ class Gradients:
         self._spec = spec
         self._lanes = lanes
         self._in_flight: _Reduction | None = None
-        self._last: _GradShard | None = None
+        self._last: GradShard | None = None
         self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
         self._meter = meter
         self._reduce_dtype = spec.reduce_dtype or params[0].dtype
@@ -125,7 +102,7 @@ class Gradients:
             buffer = self._inputs[dtype] = ReduceInput(self._spec, dtype, device, self._meter)
         return buffer
 
-    def _result_for(self, numel: int, device: torch.device) -> tuple[_GradShard | None, Tensor]:
+    def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
         """Where to reduce to: last step's gradients if they are free, else new memory.
 
         What has to be reduced over replicas too, now or later, keeps the dtype of reduction.
@@ -136,9 +113,8 @@ class Gradients:
         if last is not None and len(last.flat) == numel and last.is_free():
             return last, last.flat
         dtype = self.sharded_params[0].dtype
-        new = _GradShard(self._spec, torch.empty(numel, dtype=dtype, device=device))
-        is_small = new.flat.nbytes <= _KEPT_NBYTES * len(self.params)
-        self._last = new if is_small else None
+        new = GradShard(self._spec, torch.empty(numel, dtype=dtype, device=device))
+        self._last = new if new.is_small else None
         return new, new.flat
 
     def all_reduce(self) -> None:
@@ -188,7 +164,7 @@ class Gradients:
             shown = reduction.shown
             if shown is None:
                 dtype = self.sharded_params[0].dtype
-                shown = _GradShard(self._spec, reduction.row.to(dtype))
+                shown = GradShard(self._spec, reduction.row.to(dtype))
             self._assign(shown, self._present_anywhere(reduction))
         self._end(reduction)
 
@@ -277,7 +253,7 @@ class Gradients:
         flags = reduction.row[shard_numel : shard_numel + num]
         return [flag > 0 for flag in flags.tolist()]
 
-    def _assign(self, result: _GradShard, present: Sequence[bool]) -> None:
+    def _assign(self, result: GradShard, present: Sequence[bool]) -> None:
         """Put gradients on the parameters, or add them to those there; then tell who asked."""
         sums: list[Tensor] = []
         parts: list[Tensor] = []

@@ -1,0 +1,51 @@
+"""Every exception that fullshard raises on purpose comes from its own tree."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from pathlib import Path
+
+import pytest
+
+from fullshard import errors
+
+ROOT = Path(__file__).parents[2] / "src" / "fullshard"
+BUILTIN = {
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+}
+
+
+def raised_builtins(text: str) -> list[str]:
+    """Lines that raise a builtin exception by name."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            what = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            if isinstance(what, ast.Name) and what.id in BUILTIN:
+                found.append(f"{node.lineno}: {what.id}")
+    return found
+
+
+def test_a_builtin_is_seen() -> None:
+    assert raised_builtins("raise ValueError('no')") == ["1: ValueError"]
+    assert raised_builtins("try:\n    f()\nexcept E:\n    raise\nraise ConfigError") == []
+
+
+def test_no_builtin_is_raised() -> None:
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in sorted(ROOT.rglob("*.py"))
+        if (lines := raised_builtins(path.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "FullshardError"])
+def test_each_is_also_what_pytorch_raises(name: str) -> None:
+    error = getattr(errors, name)
+    assert issubclass(error, errors.FullshardError)
+    kinds = (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError)
+    assert issubclass(error, kinds)
