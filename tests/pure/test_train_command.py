@@ -41,7 +41,7 @@ def test_an_unknown_command_is_refused_too(capfd: pytest.CaptureFixture[str]) ->
 def test_help_names_every_option_and_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     text = capfd.readouterr().out
-    for option in ("--data", "--nproc", "--resume", "--stop-after", "--accumulate", "--reshard"):
+    for option in ("--data", "--nproc", "--resume", "--stop-after", "--accumulate", "--replicas"):
         assert option in text
 
 

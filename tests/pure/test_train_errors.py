@@ -71,6 +71,7 @@ DATA = [
     ("--data rows.parquet", "rows.parquet needs pyarrow: pip install 'fullshard[parquet]'"),
     ("--data short.txt", "too little text: 0 sequences of 128 tokens"),
     ("--batch 900 --accumulate 2", "and one step of 2 workers needs 3600: give more --data"),
+    ("--replicas 3", "--replicas is 3, it must divide the 2 workers"),
     ("--nproc 4 --batch 100", "and one step of 4 workers needs 400: give more --data"),
     ("--data few.txt --batch 1 --nproc 1", "too little text to hold any out"),
 ]

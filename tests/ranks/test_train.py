@@ -94,11 +94,13 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(
     assert_same_run(shell, "whole", "resumed")
 
 
-def test_a_run_goes_on_in_another_layout(shell: Shell, whole: Outcome, stopped: Outcome) -> None:
-    shutil.copytree(shell.folder / "stopped", shell.folder / "ragged")
-    outcome = shell.train("--out", "ragged", "--resume", "--layout", "ragged")
+def test_a_run_goes_on_in_another_layout_and_on_another_mesh(
+    shell: Shell, whole: Outcome, stopped: Outcome
+) -> None:
+    shutil.copytree(shell.folder / "stopped", shell.folder / "other")
+    outcome = shell.train("--out", "other", "--resume", "--layout", "ragged", "--replicas", "2")
     assert outcome.exitcode == 0, outcome.err
-    for expected, found in zip(shell.metrics("whole"), shell.metrics("ragged"), strict=True):
+    for expected, found in zip(shell.metrics("whole"), shell.metrics("other"), strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 

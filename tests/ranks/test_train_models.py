@@ -137,8 +137,8 @@ def deviation(config: TrainConfig) -> float:
     build = {"seq": config.seq, "checkpoint_activations": config.checkpoint_activations}
     torch.manual_seed(config.seed)
     whole = architecture.build(**build)
-    sharded = build_sharded_model(config, architecture, torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
+    sharded = build_sharded_model(config, architecture, World(rank, world, torch.device("cpu")))
     tokens = torch.arange(world * 17).view(world, 17) * 7 % 300
     next_token_losses(whole, tokens).mean().backward()
     next_token_losses(sharded, tokens[rank : rank + 1]).mean().backward()

@@ -73,6 +73,9 @@ def train_command(
     layout: Annotated[
         LayoutName, typer.Option(help="How parameters lie in the shards.")
     ] = _DEFAULT.layout,
+    replicas: Annotated[
+        int, typer.Option(help="Copies of the shards; workers of one copy share it.")
+    ] = _DEFAULT.replicas,
     reshard: Annotated[
         bool, typer.Option(help="Free full parameters between forward and backward.")
     ] = _DEFAULT.reshard,

@@ -77,6 +77,8 @@ class TrainConfig:
         lr: peak learning rate, reached after ``warmup`` steps; a cosine takes it down to
             ``lr_floor`` of itself.
         layout: checkpoints of one are read by the other.
+        replicas: copies of the shards, over which gradients are reduced last; it divides the number
+            of workers, and checkpoints do not depend on it.
         reshard: free each block's full parameters between its forward and its backward.
         eval_sequences: how many held-out sequences, evenly spread, an evaluation reads.
         resume: continue from the newest complete checkpoint of ``out``.
@@ -101,6 +103,7 @@ class TrainConfig:
     clip: float = 1.0
     dtype: Dtype = Dtype.FP32
     layout: LayoutName = LayoutName.PER_PARAMETER
+    replicas: int = 1
     reshard: bool = True
     checkpoint_activations: bool = False
     seed: int = 0
@@ -110,7 +113,8 @@ class TrainConfig:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("nproc", "steps", "batch", "seq", "accumulate", "save_every", "eval_every"):
+        counts = "nproc steps batch seq accumulate replicas save_every eval_every"
+        for name in counts.split():
             _at_least(name, getattr(self, name), 1)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)

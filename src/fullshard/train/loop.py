@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 import fullshard
@@ -56,10 +57,9 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
     return trainer.model
 
 
-def build_sharded_model(
-    config: TrainConfig, architecture: Architecture, device: torch.device
-) -> nn.Module:
+def build_sharded_model(config: TrainConfig, architecture: Architecture, world: World) -> nn.Module:
     """The model, the same on every worker, then sharded: each block a unit, the rest the root's."""
+    device = world.device
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model = architecture.build(
@@ -72,8 +72,17 @@ def build_sharded_model(
         )
     # None is the default policy: free a block's parameters after its forward, keep the root's.
     reshard = None if config.reshard else False
+    mesh = init_device_mesh(
+        device.type,
+        (config.replicas, world.size // config.replicas),
+        mesh_dim_names=("replicate", "shard"),
+    )
     fullshard.shard_blocks(
-        model, reshard_after_forward=reshard, mp_policy=policy, layout=_LAYOUTS[config.layout]
+        model,
+        mesh if config.replicas > 1 else mesh["shard"],
+        reshard_after_forward=reshard,
+        mp_policy=policy,
+        layout=_LAYOUTS[config.layout],
     )
     return model
 
@@ -110,7 +119,7 @@ class Trainer:
         self.text = text
         self.world = world
         self.architecture = choose_architecture(config)
-        self.model = build_sharded_model(config, self.architecture, world.device)
+        self.model = build_sharded_model(config, self.architecture, world)
         self.optimizer = build_optimizer(self.model, config)
         self.shard_nbytes = shard_nbytes(self.model)
         self.order = Order(

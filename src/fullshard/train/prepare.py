@@ -24,6 +24,10 @@ def prepare(config: TrainConfig, *, num_workers: int) -> None:
         ConfigError: if the model cannot be built, the text is missing or too short, or there is
             nothing to resume.
     """
+    if num_workers % config.replicas:
+        raise ConfigError(
+            f"--replicas is {config.replicas}, it must divide the {_count(num_workers, 'worker')}"
+        )
     run = RunDir(Path(config.out))
     newest = run.newest_checkpoint()
     if config.resume and newest is None:
