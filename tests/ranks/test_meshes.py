@@ -82,7 +82,7 @@ def test_equal_it_with_one_replica_or_one_shard(pool: RankPool, shape: tuple[int
     check(pool.run(world, compare, shape, "odd", torch.float64, True), 1e-12, 1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("layout", [PER_PARAM, RAGGED], ids=repr)
 @pytest.mark.parametrize("kind", ["gpt", "odd"])
 def test_equal_it_with_the_reduction_over_replicas_put_off(
     pool: RankPool, kind: str, layout: Any
@@ -268,8 +268,8 @@ def divided(shape: tuple[int, ...], factor: float, reduce_dtype: Any, put_off: b
 
 
 @pytest.mark.parametrize("put_off", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", [(1,), (2,), (1, 2), (2, 1), (2, 2), (4,)])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 1), (2, 2)])
 def test_gradients_are_divided_once_by_the_factor(
     pool: RankPool, shape: tuple[int, ...], reduce_dtype: Any, put_off: bool
 ) -> None:

@@ -80,9 +80,9 @@ def refuses() -> None:
         "meta", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"), _init_backend=False
     )
     cases: list[tuple[DeviceMesh, DeviceMesh, tuple[type[Exception], ...], str]] = [
-        (root["dp"], root["dp"], (ConfigError, RuntimeError), "the same"),
+        (root["dp"], root["dp"], (ConfigError, RuntimeError), "in common"),
         (root["dp"], mesh_of("x y")["x"], (ConfigError, RuntimeError), "overlap"),
-        (root["dp"], root, (ConfigError, RuntimeError), "the same"),
+        (root["dp"], root, (ConfigError, RuntimeError), "in common"),
         (flat, root["tp"], (ConfigError, RuntimeError), "without a name"),
         (own_pair(), root["tp"], (ConfigError, RuntimeError), "not slices of one mesh"),
         (root["dp"], meta, (ConfigError, ValueError), "'meta'"),
