@@ -8,6 +8,7 @@ number gets a fresh group, so ranks that sat out some jobs never talk through a 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -87,6 +88,7 @@ class GroupKeeper:
         self._number = None
         if dist.is_initialized():
             has_more = dist.get_pg_count() > 1
+            gc.collect()  # models are cycles; they hold meshes, and these the threads of groups
             dist.destroy_process_group()
             if has_more:
                 # Keyed by meshes, and all meshes of a shape are equal: what DTensor remembers would
