@@ -213,3 +213,5 @@ def test_mesh_dims_name_something() -> None:
     with pytest.raises(errors.ConfigError, match="neither") as caught:
         DataParallelMeshDims()
     assert isinstance(caught.value, ValueError)
+    dims = DataParallelMeshDims(shard=("a", "b"), replicate="c")
+    assert (dims.shard_names, dims.replicate_names) == (("a", "b"), ("c",))

@@ -16,7 +16,6 @@ from fullshard import _torch, comm, errors
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import ids
 from tests.ranks.pool import RankPool
-from tests.ranks.test_counts import recordings
 from tests.ranks.test_parity import batches, make, shard, train, vocab
 
 Change = Callable[[Any], object]
@@ -162,9 +161,8 @@ def test_custom_comms_are_called(pool: RankPool) -> None:
 
 
 def groups_of_reductions() -> tuple[int, bool]:
-    with recordings():
-        model: Any = make("gpt", torch.float32)
-        shard(model, None)
+    model: Any = make("gpt", torch.float32)
+    shard(model, None)
     model.set_separate_reduce_scatter_group()
     units = [unit for unit in map(unit_of, (*model.blocks, model)) if unit is not None]
     specs = [bucket.spec for unit in units for bucket in unit.buckets]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.protocol import Pending
+from fullshard.comm.protocol import Pending, Together
 from fullshard.errors import ProtocolError
 
 __all__ = ["C10d", "Transport"]
@@ -96,7 +96,7 @@ class C10d:
                 slices = output.view(self.world, -1).unbind()
                 works += self._exchange([source] * self.world, slices)
                 _put(source, slices[self.rank])
-        return _Works(works)
+        return Together(works)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
@@ -144,17 +144,6 @@ def _default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
     return Transport.PAIRS if gloo_on_cpu else Transport.NATIVE
 
 
-class _Works:
-    """Several transfers that complete together."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 class _Divided:
     """A sum on its way, to be made a mean."""
 
@@ -168,7 +157,7 @@ class _Divided:
         self._values.div_(self._world)
 
 
-class _LocalMean(_Works):
+class _LocalMean(Together):
     """Other ranks' slices on their way, then their mean with our own."""
 
     def __init__(

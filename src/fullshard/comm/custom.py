@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Collectives, Pending
+from fullshard.comm.protocol import Around, Collectives, Pending, Together
 
 __all__ = ["AllGather", "Comm", "Custom", "ReduceScatter"]
 
@@ -54,35 +54,19 @@ class ReduceScatter(Comm):
 
 
 @dataclass(frozen=True)
-class Custom:
+class Custom(Around):
     """``inner``, but for what the user does instead.
 
     Their collectives work on memory of their own, so what they send and receive is copied.
     """
 
-    inner: Collectives
     gather: AllGather | None = None
     reduce: ReduceScatter | None = None
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the group."""
-        return self.inner.rank
-
-    @property
-    def world(self) -> int:
-        """Number of processes in the group."""
-        return self.inner.world
 
     @property
     def adds_wide(self) -> bool:
         """A reduction of the user's own gets what the dtype of reduction says."""
         return self.reduce is None and self.inner.adds_wide
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """That of ``inner``."""
-        return self.inner.group
 
     def by_sums(self) -> Collectives:
         """The user's own is told to sum."""
@@ -98,7 +82,7 @@ class Custom:
             flat = _allocated(self.gather, output)
             work = self.gather(flat, source, group, async_op=True)
             gathers.append(_Gathered(work, output, flat))
-        return _All(gathers)
+        return Together(gathers)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
@@ -130,15 +114,6 @@ class _Gathered:
         if self.work is not None:
             self.work.wait()
         self.output.copy_(self.flat)
-
-
-@dataclass(frozen=True)
-class _All:
-    parts: Sequence[Pending]
-
-    def wait(self) -> None:
-        for part in self.parts:
-            part.wait()
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,6 @@ def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
 
     The first call for a mesh makes a process group, for which it meets the ranks of the part.
     """
-    if size == 1:
-        return Alone()
     whole = mesh.get_group(dim)
     parts = _parts_of_group.setdefault(whole, {})
     if size not in parts:
@@ -112,21 +110,23 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
     dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
 
 
-def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    """All ranks' pieces end to end; ``piece`` is 1-D, ``lengths[r]`` the elements of rank r's.
+def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh, dim: int = 0) -> Tensor:
+    """The pieces of the ranks along one dim of ``mesh``, end to end.
+
+    ``piece`` is 1-D, ``lengths[r]`` the elements of rank r's.
 
     One all-gather of padded pieces, or, where that would move twice what is needed, such as for a
     tensor that one rank of many holds, one broadcast for each rank that holds something.
     """
     total, longest = sum(lengths), max(lengths)
     if piece.dtype is torch.bool:  # which gloo does not carry
-        return gather_uneven(piece.view(torch.uint8), lengths, mesh).view(torch.bool)
+        return gather_uneven(piece.view(torch.uint8), lengths, mesh, dim).view(torch.bool)
     if longest * len(lengths) > 2 * total:
-        return _broadcast_pieces(piece, lengths, mesh.get_group())
+        return _broadcast_pieces(piece, lengths, mesh.get_group(dim))
     source = piece.new_zeros(longest)
     source[: len(piece)] = piece
     gathered = piece.new_empty(len(lengths) * longest)
-    collectives_of(mesh).all_gather([gathered], [source]).wait()
+    collectives_of(mesh, dim).all_gather([gathered], [source]).wait()
     padded = gathered.view(len(lengths), longest).unbind()
     return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
 

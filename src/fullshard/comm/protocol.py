@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Alone", "Collectives", "Done", "Pending"]
+__all__ = ["Alone", "Around", "Collectives", "Done", "Pending", "Together"]
 
 
 class Pending(Protocol):
@@ -27,6 +28,18 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Together:
+    """Several collectives that complete together."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Make all results usable."""
+        for part in self._parts:
+            part.wait()
 
 
 class Collectives(Protocol):
@@ -63,6 +76,33 @@ class Collectives(Protocol):
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Start to replace ``values`` (1-D) by their mean over ranks, the same bits on all."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What wrappers have in common: about the group, ask ``inner``."""
+
+    inner: Collectives
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self.inner.rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes in the group."""
+        return self.inner.world
+
+    @property
+    def adds_wide(self) -> bool:
+        """That of ``inner``."""
+        return self.inner.adds_wide
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """That of ``inner``."""
+        return self.inner.group
 
 
 class Alone:

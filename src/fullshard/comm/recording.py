@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Collectives, Pending
+from fullshard.comm.protocol import Around, Collectives, Pending
 
 __all__ = ["CollectiveCall", "Recording"]
 
@@ -23,32 +22,11 @@ class CollectiveCall(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass
-class Recording:
+@dataclass(frozen=True)
+class Recording(Around):
     """Passes everything on to ``inner`` and appends to ``calls``."""
 
-    inner: Collectives
     calls: list[CollectiveCall] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the group."""
-        return self.inner.rank
-
-    @property
-    def world(self) -> int:
-        """Number of processes in the group."""
-        return self.inner.world
-
-    @property
-    def adds_wide(self) -> bool:
-        """That of ``inner``."""
-        return self.inner.adds_wide
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """That of ``inner``."""
-        return self.inner.group
 
     def by_sums(self) -> Collectives:
         """Notes in the same list."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,10 +140,18 @@ class Engine:
             return
         unit = self.units[action.unit]
         if not _torch.is_profiling():
-            _ACTS[action.op](self, unit)
+            self._do(action.op, unit)
             return
         with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):
-            _ACTS[action.op](self, unit)
+            self._do(action.op, unit)
+
+    def _do(self, op: Op, unit: Unit) -> None:
+        if op is Op.UNSHARD:
+            self._unshard(unit)
+            return
+        _ACTS[op](unit)
+        if op in _TAKES_GRADIENTS:
+            self._backward.reduced(unit)
 
     def _fence(self) -> None:
         """Gathers see what the optimizer wrote."""
@@ -256,55 +265,20 @@ class Engine:
             unit.was_written()
         unit.start_unshard()
 
-    def _reduce(self, unit: Unit) -> None:
-        unit.reduce()
-        self._backward.reduced(unit)
 
-    def _accumulate(self, unit: Unit) -> None:
-        unit.accumulate()
-        self._backward.reduced(unit)
-
-    def _discard(self, unit: Unit) -> None:
-        unit.discard()
-        self._backward.reduced(unit)
-
-    def _forget(self, unit: Unit) -> None:
-        unit.forget()
-        self._backward.reduced(unit)
-
-    def _wait(self, unit: Unit) -> None:
-        unit.finish_unshard()
-
-    def _conceal(self, unit: Unit) -> None:
-        unit.conceal()
-
-    def _reshard(self, unit: Unit) -> None:
-        unit.reshard()
-
-    def _reshard_to_secondary(self, unit: Unit) -> None:
-        unit.reshard_to_secondary()
-
-    def _all_reduce(self, unit: Unit) -> None:
-        unit.all_reduce()
-
-    def _keep_partial(self, unit: Unit) -> None:
-        unit.keep_partial()
-
-    def _finish_reduce(self, unit: Unit) -> None:
-        unit.finish_reduce()
-
-
-_ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
-    Op.UNSHARD: Engine._unshard,
-    Op.WAIT: Engine._wait,
-    Op.CONCEAL: Engine._conceal,
-    Op.RESHARD: Engine._reshard,
-    Op.RESHARD_TO_SECONDARY: Engine._reshard_to_secondary,
-    Op.REDUCE_SCATTER: Engine._reduce,
-    Op.ALL_REDUCE: Engine._all_reduce,
-    Op.KEEP_PARTIAL: Engine._keep_partial,
-    Op.FINISH_REDUCE: Engine._finish_reduce,
-    Op.ACCUMULATE: Engine._accumulate,
-    Op.DISCARD: Engine._discard,
-    Op.FORGET: Engine._forget,
+_ACTS: dict[Op, Callable[[Unit], None]] = {
+    Op.WAIT: Unit.finish_unshard,
+    Op.CONCEAL: Unit.conceal,
+    Op.RESHARD: Unit.reshard,
+    Op.RESHARD_TO_SECONDARY: partial(Unit.reshard, to_secondary=True),
+    Op.REDUCE_SCATTER: Unit.reduce,
+    Op.ALL_REDUCE: Unit.all_reduce,
+    Op.KEEP_PARTIAL: Unit.keep_partial,
+    Op.FINISH_REDUCE: Unit.finish_reduce,
+    Op.ACCUMULATE: Unit.accumulate,
+    Op.DISCARD: Unit.discard,
+    Op.FORGET: Unit.forget,
 }
+"""What a unit does by itself; to unshard it takes the engine."""
+
+_TAKES_GRADIENTS = frozenset({Op.REDUCE_SCATTER, Op.ACCUMULATE, Op.DISCARD, Op.FORGET})

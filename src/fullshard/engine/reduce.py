@@ -66,7 +66,6 @@ class Gradients:
         self._last: GradShard | None = None
         self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
         self._meter = meter
-        self._reduce_dtype = spec.reduce_dtype or params[0].dtype
         self.policy = ReducePolicy()
         self._has_pending = False  # the same on all ranks
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
@@ -82,6 +81,10 @@ class Gradients:
             pending = self._spec.reducing.reduce_scatter_mean(row, source)
         present = [grad is not None for grad in grads]
         self._in_flight = _Reduction(pending, row, buffer, present, shown)
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self._spec.reduce_dtype or self.params[0].dtype
 
     def _wire_dtype(self) -> torch.dtype:
         """The dtype that gradients travel in; the same on all ranks.

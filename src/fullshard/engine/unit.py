@@ -13,7 +13,9 @@ from torch.autograd.graph import Node
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
+from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ProtocolError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -118,15 +120,13 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Start the all-gathers."""
-        for bucket in self.buckets:
-            if bucket.unsharded is not None:
-                bucket.unsharded.start()
+        for whole in self._wholes():
+            whole.start()
 
     def finish_unshard(self) -> None:
         """Make the unsharded parameters usable and show them."""
-        for bucket in self.buckets:
-            if bucket.unsharded is not None:
-                bucket.unsharded.finish()
+        for whole in self._wholes():
+            whole.finish()
         self.registration.show_unsharded(self.buckets)
 
     def conceal(self) -> None:
@@ -135,19 +135,11 @@ class Unit:
             bucket.keep_requires_grad()
         self.registration.show_sharded(self.buckets)
 
-    def reshard(self) -> None:
-        """Show the sharded parameters and free the unsharded ones."""
+    def reshard(self, *, to_secondary: bool = False) -> None:
+        """Show the sharded parameters and free the unsharded ones, all but secondary shards."""
         self.conceal()
-        for bucket in self.buckets:
-            if bucket.unsharded is not None:
-                bucket.unsharded.free()
-
-    def reshard_to_secondary(self) -> None:
-        """The same, but keep the secondary shards of the buckets that have any."""
-        self.conceal()
-        for bucket in self.buckets:
-            if bucket.unsharded is not None:
-                bucket.unsharded.free(to_secondary=True)
+        for whole in self._wholes():
+            whole.free(to_secondary=to_secondary)
 
     def reduce(self) -> None:
         """Start the reductions of the buckets in which something is trainable."""
@@ -157,38 +149,41 @@ class Unit:
 
     def all_reduce(self) -> None:
         """Go on to reduce over replicas, in the buckets that have any."""
-        for bucket in self.buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.all_reduce()
+        for gradients in self._gradients():
+            gradients.all_reduce()
 
     def keep_partial(self) -> None:
         """End reductions: those over replicas are put off, the others are complete."""
-        for bucket in self.buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.keep_partial()
+        for gradients in self._gradients():
+            gradients.keep_partial()
 
     def finish_reduce(self) -> None:
         """Put reduced gradients where the optimizer looks."""
-        for bucket in self.buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.finish()
+        for gradients in self._gradients():
+            gradients.finish()
 
     def accumulate(self) -> None:
         """Keep gradients whole."""
-        for bucket in self.buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.accumulate()
+        for gradients in self._gradients():
+            gradients.accumulate()
 
     def discard(self) -> None:
         """Forget the gradients of a backward that died."""
-        for bucket in self.buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.discard()
+        for gradients in self._gradients():
+            gradients.discard()
 
     def forget(self) -> None:
         """Forget all gradients that were not reduced."""
         for bucket in self.buckets:
             bucket.forget_gradients()
+
+    def _wholes(self) -> list[Unsharded]:
+        """The unsharded sides that have been made."""
+        return [bucket.unsharded for bucket in self.buckets if bucket.unsharded is not None]
+
+    def _gradients(self) -> list[Gradients]:
+        """What reduces, where the unsharded side has been made."""
+        return [bucket.gradients for bucket in self.buckets if bucket.gradients is not None]
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Sharded and unsharded parameters, bucket after bucket."""

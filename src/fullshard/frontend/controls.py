@@ -72,9 +72,7 @@ class CommunicationControls:
             )
         if n < 1:
             raise ConfigError(f"set_reduce_scatter_max_input_buffers: got {n}, expected at least 1")
-        engine = unit_and_engine(self)[1]
-        policy = replace(engine.scheduler.policy, max_reductions=n)
-        engine.trigger(when.SetMachinePolicy(policy))
+        self._set_machine(max_reductions=n)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients of this unit, 1-D, before they are divided.
@@ -177,6 +175,11 @@ class CommunicationControls:
     def _units(self, recurse: bool) -> list[Unit]:
         module: nn.Module = self  # type: ignore[assignment]
         return units_below([module]) if recurse else [unit_and_engine(self)[0]]
+
+    def _set_machine(self, **changes: Any) -> None:
+        """Change what holds for the whole tree."""
+        engine = unit_and_engine(self)[1]
+        engine.trigger(when.SetMachinePolicy(replace(engine.scheduler.policy, **changes)))
 
     def _single_bucket(self, what: str) -> Bucket | None:
         """The bucket, if there are not several meshes."""

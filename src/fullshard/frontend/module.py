@@ -17,7 +17,7 @@ from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import check_full_tensors, explain_forward, guarded_methods
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
 from fullshard.frontend.ownership import unit_of, units_below
-from fullshard.schedule import AfterForward, MachinePolicy, UnitPolicy
+from fullshard.schedule import AfterForward, UnitPolicy
 from fullshard.schedule import triggers as when
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "sharded_class"]
@@ -235,17 +235,10 @@ class FSDPModule(CommunicationControls):
         unit_and_engine(self)[1].trigger(when.Reset())
 
     def _set(self, recurse: bool, **changes: Any) -> None:
-        module: nn.Module = self  # type: ignore[assignment]
-        units = units_below([module]) if recurse else [unit_and_engine(self)[0]]
-        for unit in units:
+        for unit in self._units(recurse):
             engine = engine_of(unit)
             policy: UnitPolicy = engine.policy_of(unit)
             engine.trigger(when.SetPolicy(unit.key, replace(policy, **changes)))
-
-    def _set_machine(self, **changes: Any) -> None:
-        engine = unit_and_engine(self)[1]
-        policy: MachinePolicy = engine.scheduler.policy
-        engine.trigger(when.SetMachinePolicy(replace(policy, **changes)))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

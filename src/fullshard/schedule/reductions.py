@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from fullshard.schedule.actions import Action
 from fullshard.schedule.residents import Actions
 from fullshard.schedule.state import UnitState
 
 __all__ = ["Reductions"]
-
-
-@dataclass(slots=True)
-class _Reduction:
-    """One reduction that was started."""
-
-    state: UnitState
-    over_replicas: bool
-    """Whether the reduction over replicas is still to come."""
-    stays_partial: bool = False
-    """Whether it ends without one."""
 
 
 class Reductions:
@@ -30,7 +18,7 @@ class Reductions:
     """
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, _Reduction] = {}
+        self._in_flight: dict[int, list[Action]] = {}  # unit -> what is still to be done
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -40,20 +28,21 @@ class Reductions:
 
         ``most`` reductions are under way then.
         """
-        policy = state.policy
+        policy, do = state.policy, state.do
         state.pending = not policy.requires_gradient_sync
         if state.pending:
-            out.append(state.do.accumulate)
+            out.append(do.accumulate)
             return
         while len(self._in_flight) >= most or state.key in self._in_flight:
-            self._finish(self._in_flight.pop(next(iter(self._in_flight))), out)
-        for reduction in self._in_flight.values():
-            _go_on(reduction, out)
-        out.append(state.do.reduce_scatter)
+            out += self._in_flight.pop(next(iter(self._in_flight)))
+        self._go_on(out)
+        out.append(do.reduce_scatter)
         state.partial = state.replicated and not policy.requires_all_reduce
-        self._in_flight[state.key] = _Reduction(
-            state, state.replicated and policy.requires_all_reduce, state.partial
-        )
+        if state.partial:
+            to_do = [do.keep_partial]
+        else:
+            to_do = [do.all_reduce, do.finish_reduce] if state.replicated else [do.finish_reduce]
+        self._in_flight[state.key] = to_do
 
     def end_partial(self, state: UnitState, out: Actions) -> None:
         """Reduce over replicas what was kept partial, if the user no longer asks for that."""
@@ -61,24 +50,17 @@ class Reductions:
         if state.partial and policy.requires_all_reduce and policy.requires_gradient_sync:
             state.partial = False
             out.append(state.do.all_reduce)
-            self._in_flight[state.key] = _Reduction(state, over_replicas=False)
+            self._in_flight[state.key] = [state.do.finish_reduce]
 
     def finish(self, out: Actions) -> None:
         """End all of them."""
-        for reduction in self._in_flight.values():
-            _go_on(reduction, out)
-        for reduction in self._in_flight.values():
-            self._finish(reduction, out)
+        self._go_on(out)
+        for to_do in self._in_flight.values():
+            out += to_do
         self._in_flight.clear()
 
-    def _finish(self, reduction: _Reduction, out: Actions) -> None:
-        _go_on(reduction, out)
-        do = reduction.state.do
-        out.append(do.keep_partial if reduction.stays_partial else do.finish_reduce)
-
-
-def _go_on(reduction: _Reduction, out: Actions) -> None:
-    """Start the second half, if it has one."""
-    if reduction.over_replicas:
-        reduction.over_replicas = False
-        out.append(reduction.state.do.all_reduce)
+    def _go_on(self, out: Actions) -> None:
+        """Start the second halves of those that have one."""
+        for to_do in self._in_flight.values():
+            out += to_do[:-1]
+            del to_do[:-1]

@@ -112,10 +112,7 @@ class RaggedTensor(DTensor):
         if local.is_meta:
             return torch.empty(cut.tp_shape, dtype=self.dtype, device="meta")
         lengths = [cut.ragged.interval(rank).length for rank in range(cut.ragged.num_ranks)]
-        mesh = self.device_mesh
-        if mesh.ndim > 1:
-            mesh = DeviceMesh.from_group(mesh.get_group(cut.mesh_dim), mesh.device_type)
-        return gather_uneven(local, lengths, mesh).view(cut.tp_shape)
+        return gather_uneven(local, lengths, self.device_mesh, cut.mesh_dim).view(cut.tp_shape)
 
     def _as_dtensor(self, tp_part: Tensor) -> DTensor:
         """``tp_part`` as a DTensor that is replicated but for tensor parallelism."""
