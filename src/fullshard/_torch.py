@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +46,7 @@ __all__ = [
     "gradient_node",
     "handle_dtensor_op",
     "has_average",
+    "is_fake",
     "is_profiling",
     "is_mean",
     "is_sum",
@@ -60,6 +64,7 @@ __all__ = [
     "never_compiled",
     "overrides_setattr",
     "post_accumulate_grad_hooks",
+    "preserved_versions",
     "root_ranks",
     "sequence_number",
     "sharded_dim",
@@ -367,6 +372,16 @@ def own_storage(view: Tensor) -> Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(
         storage, 0, view.shape, view.stride()
     )
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether ``tensor`` only plays its part, under a ``FakeTensorMode``."""
+    return isinstance(tensor, FakeTensor)
+
+
+def preserved_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """What is written to ``tensors`` in the block is no modification in the eyes of autograd."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def versions(tensors: Iterable[Tensor]) -> int:

@@ -3,7 +3,8 @@
     FullshardError
     |-- ConfigError             an argument is wrong                      (also ValueError)
     |   |-- ArgumentTypeError   ... because of its type                   (also TypeError)
-    |   `-- AlreadyShardedError the module belongs to a unit already      (also AssertionError)
+    |   |-- AlreadyShardedError the module belongs to a unit already      (also AssertionError)
+    |   `-- ExtensionError      a tensor's all-gather hooks do not fit    (also AssertionError)
     |-- UnsupportedError        legal in PyTorch, but cannot be sharded   (also NotImplementedError)
     |   |-- NotBuiltError       planned, not built yet
     |   `-- RaggedOperationError  a RaggedTensor holds no rows, columns or single elements
@@ -22,6 +23,7 @@ __all__ = [
     "AlreadyShardedError",
     "ArgumentTypeError",
     "ConfigError",
+    "ExtensionError",
     "FullshardError",
     "LayoutError",
     "NonFiniteError",
@@ -46,6 +48,10 @@ class ArgumentTypeError(ConfigError, TypeError):
 
 class AlreadyShardedError(ConfigError, AssertionError):
     """The module was given to ``fully_shard`` before."""
+
+
+class ExtensionError(ConfigError, AssertionError):
+    """The all-gather hooks of a tensor do something else than their protocol says."""
 
 
 class UnsupportedError(FullshardError, NotImplementedError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -56,16 +57,32 @@ def train_two_steps(model: nn.Module, batches: list[Tensor]) -> list[float]:
 
 
 def full(parameter: Tensor) -> Tensor:
-    """The whole parameter, however it is kept."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    """The whole parameter, which one rank has all of, however it is kept."""
+    return (
+        parameter.to_local().view(parameter.shape) if isinstance(parameter, DTensor) else parameter
+    )
 
 
-def test_two_steps_equal_the_unsharded_model(one_gpu: torch.device) -> None:
+@pytest.mark.parametrize("layout", [fullshard.PerParameter(), fullshard.Ragged()], ids=str)
+@pytest.mark.parametrize(
+    "offload",
+    [
+        fullshard.OffloadPolicy(),
+        fullshard.CPUOffloadPolicy(),
+        fullshard.CPUOffloadPolicy(pin_memory=False),
+    ],
+    ids=str,
+)
+def test_two_steps_equal_the_unsharded_model(
+    one_gpu: torch.device, offload: fullshard.OffloadPolicy, layout: Any
+) -> None:
     reference = make_model(one_gpu)
     sharded = copy.deepcopy(reference)
     for block in sharded:
-        fullshard.fully_shard(block)
-    fullshard.fully_shard(sharded)
+        fullshard.fully_shard(block, offload_policy=offload, layout=layout)
+    fullshard.fully_shard(sharded, offload_policy=offload, layout=layout)
+    on_host = isinstance(offload, fullshard.CPUOffloadPolicy)
+    assert {p.to_local().is_cuda for p in sharded.parameters()} == {not on_host}  # type: ignore[attr-defined]
 
     generator = torch.Generator().manual_seed(2)
     batches = [torch.randn(8, DIM, generator=generator).to(one_gpu) for _ in range(2)]
@@ -75,5 +92,5 @@ def test_two_steps_equal_the_unsharded_model(one_gpu: torch.device) -> None:
     expected = dict(reference.named_parameters())
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(
-            full(parameter), expected[name], msg=lambda m, n=name: f"{n}: {m}"
+            full(parameter).to(one_gpu), expected[name], msg=lambda m, n=name: f"{n}: {m}"
         )

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    ROOT / "docs" / name for name in ("quickstart.md", "concepts.md", "layouts.md", "meshes.md")
+    ROOT / "docs" / f"{name}.md"
+    for name in ("quickstart", "concepts", "layouts", "meshes", "communication")
 ]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))

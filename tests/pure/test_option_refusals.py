@@ -119,7 +119,13 @@ BAD_OPTIONS = [
     config(
         "policy_output", options(mp_policy=MixedPrecisionPolicy(output_dtype=torch.bool)), "output"
     ),
-    not_built("offload_cpu", options(offload_policy=CPUOffloadPolicy()), "CPUOffloadPolicy"),
+    wrong_type("offload_name", options(offload_policy="cpu"), "'cpu'", "CPUOffloadPolicy()"),
+    wrong_type("offload_class", options(offload_policy=CPUOffloadPolicy), "CPUOffloadPolicy()"),
+    config(
+        "offload_pin",
+        options(offload_policy=CPUOffloadPolicy(pin_memory="yes")),  # type: ignore[arg-type]
+        "pin_memory='yes'",
+    ),
     wrong_type("mesh_dims_alone", options(dp_mesh_dims=DIMS), "mesh", "NoneType"),
     wrong_type("mesh_dims_tuple", on_named("dp", dims=("dp",)), "tuple", "DataParallelMeshDims"),
     config("mesh_dims_unknown", on_named("data", "tp", dims=DIMS), "'dp'", "'data', 'tp'"),

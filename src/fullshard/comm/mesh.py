@@ -106,8 +106,19 @@ def device_types_of(mesh: DeviceMesh) -> list[str]:
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
-    """Make a few ``values`` the largest, or the sums, over the ranks of ``group``, in place."""
-    dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    """Make a few ``values`` the largest, or the sums, over the ranks of ``group``, in place.
+
+    They may be on a device that the group does not serve.
+    """
+    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    served = _torch.device_types(group)
+    if values.device.type in served:
+        dist.all_reduce(values, op, group=group)
+        return
+    kind = next(iter(served))
+    there = values.to(torch.device(kind, torch.get_device_module(kind).current_device()))
+    dist.all_reduce(there, op, group=group)  # of offloaded gradients, say
+    values.copy_(there)
 
 
 def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh, dim: int = 0) -> Tensor:

@@ -17,6 +17,7 @@ class Kind(enum.StrEnum):
     UNSHARDED = "unsharded"
     SECONDARY = "secondary"
     GATHER_OUTPUT = "gather_output"
+    ALL_GATHER_INPUT = "all_gather_input"
     REDUCE_INPUT = "reduce_input"
 
 
@@ -74,6 +75,16 @@ class Buffer:
         with torch.inference_mode(False):
             self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
             self._storage = self.tensor.untyped_storage()
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, kind: Kind, meter: StorageMeter) -> Buffer:
+        """The memory of a tensor made elsewhere."""
+        buffer = cls(0, torch.uint8, tensor.device, kind=kind, meter=meter)
+        buffer.tensor = tensor
+        buffer._storage = tensor.untyped_storage()
+        buffer.nbytes = buffer._storage.nbytes()
+        meter.change(kind, buffer.nbytes)
+        return buffer
 
     def allocate(self) -> None:
         """Give the tensor memory, with arbitrary content; nothing if it has some."""

@@ -21,7 +21,7 @@ import torch
 
 from fullshard.comm import Pending
 
-__all__ = ["CpuLanes", "Lane", "Lanes", "StreamLanes", "make_lanes"]
+__all__ = ["CpuLanes", "Lane", "Lanes", "Mark", "StreamLanes", "make_lanes"]
 
 
 class Lane(enum.StrEnum):
@@ -30,6 +30,13 @@ class Lane(enum.StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
+
+
+class Mark(Protocol):
+    """A point in the work of a lane."""
+
+    def synchronize(self) -> object:
+        """Block the host until the work before it is done."""
 
 
 class Lanes(Protocol):
@@ -52,11 +59,21 @@ class Lanes(Protocol):
     def wait_event(self, lane: Lane, event: Any) -> None:
         """What is issued on ``lane`` from now on waits for the user's ``event``."""
 
+    def mark(self) -> Mark:
+        """Where the lane that is current has got to."""
+
     def waited_s(self) -> float:
         """Seconds that COMPUTE has waited for communication; a stream counts from the first call.
 
         On a stream this waits until what was counted is done.
         """
+
+
+class _Past:
+    """A point that has been passed."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
 
 class CpuLanes:
@@ -85,6 +102,10 @@ class CpuLanes:
 
     def wait_event(self, lane: Lane, event: Any) -> None:
         """It is over."""
+
+    def mark(self) -> Mark:
+        """Everything issued before is done already."""
+        return _Past()
 
     def waited_s(self) -> float:
         """Seconds in ``wait``."""
@@ -143,6 +164,12 @@ class StreamLanes:
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Let the lane's stream wait."""
         self._stream(lane).wait_event(event)
+
+    def mark(self) -> Mark:
+        """An event."""
+        event: Mark = self._accelerator.Event()
+        event.record(self._stream(Lane.COMPUTE))  # type: ignore[attr-defined]
+        return event
 
     def waited_s(self) -> float:
         """Between the events around each ``join`` of COMPUTE."""

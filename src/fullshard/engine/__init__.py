@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.executor import Engine
+from fullshard.engine.extended import check_extendable
+from fullshard.engine.offload import Offload
 from fullshard.engine.policy import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -23,8 +25,10 @@ __all__ = [
     "CPUOffloadPolicy",
     "Engine",
     "MixedPrecisionPolicy",
+    "Offload",
     "OffloadPolicy",
     "ReducePolicy",
     "Registration",
     "Unit",
+    "check_extendable",
 ]

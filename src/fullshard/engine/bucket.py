@@ -2,14 +2,16 @@
 
 [Note: the tensors of a bucket]
 
-    sharded_params[i]   what user and optimizer see between steps; local tensors are views of
-    shard               this rank's slice of every parameter, 1-D, ``layout.shard_numel`` elements
-    all_gather_input    ``shard``, or, in another dtype, our own slices of what will be gathered
+    sharded_params[i]   what user and optimizer see between steps, around local tensors
+    shards              this rank's pieces of them, in memory of theirs: as a rule ``flat``, 1-D,
+                        ``layout.shard_numel`` elements; tensors of a class of their own stand alone
+    all_gather_input    the flat shard, or, in another dtype, our own slices of what will be
+                        gathered; on the device, where shards are offloaded to the CPU
     gather_output       rank-major result of the all-gather for what cannot be gathered in place,
                         copied in one batch into ``unsharded``; does not exist where the layout is
                         zero-copy (``layout.plan_gather``)
     unsharded           all parameters, whole, 1-D; empty storage while resharded. At shard size 1
-                        without a cast it does not exist: the parameters borrow ``shard``
+                        without a cast it does not exist: the parameters borrow the shard
     unsharded.params[i] nn.Parameters over ``unsharded``: what modules compute with, and the leaves
                         of autograd. The same objects as long as the bucket lives
     secondary           this rank's slice of ``unsharded``, of which a few ranks have one each; what
@@ -23,8 +25,9 @@
 Of parameters that are tensor-parallel DTensors all of this holds local tensors; ``sharded_params``
 and ``unsharded.params`` show DTensors around them.
 
-``bucket.py`` holds the first two, ``unshard.py`` the next five, ``reduce.py`` and
-``reduce_input.py`` and ``grad_shard.py`` the last four.
+``bucket.py`` holds the first, ``shard.py`` the second, ``unshard.py`` the next five (in its stead
+``extended.py``, where tensors decide themselves what travels), ``reduce.py``, ``reduce_input.py``
+and ``grad_shard.py`` the last four.
 """
 
 from __future__ import annotations
@@ -34,18 +37,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
+from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Gradients, Waiting
+from fullshard.engine.shard import FlatShard, SeparateShards, Shards, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError
-from fullshard.layout import Segment
-from fullshard.tensors import local_part
+from fullshard.tensors import gathered_by_itself
 
 __all__ = ["Bucket"]
 
@@ -54,25 +57,15 @@ class Bucket:
     """One layout, one shard, one unsharded buffer. See [Note: the tensors of a bucket]."""
 
     def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
-        """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces.
-
-        Of tensor-parallel ones their local tensors are cut.
-        """
+        """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces."""
         self.spec = spec
-        first = originals[0]
-        device = first.device if first.device.type == "meta" else spec.device
-        self.shard = torch.zeros(spec.layout.shard_numel, dtype=first.dtype, device=device)
-        for segment, original in zip(spec.segments, originals, strict=True):
-            _cut(local_part(original).detach(), segment, self.shard)
+        self.shards: Shards = cut_shards(spec, originals)
         self.sharded_params = [
             nn.Parameter(spec.form.wrap(i, local), requires_grad=original.requires_grad)
-            for i, (local, original) in enumerate(
-                zip(spec.own_views(self.shard), originals, strict=True)
-            )
+            for i, (local, original) in enumerate(zip(self.shards.locals, originals, strict=True))
         ]
-        # The very objects: a Parameter may wrap a view of what it was made from.
-        self._locals = [spec.form.local(param) for param in self.sharded_params]
-        self.unsharded: Unsharded | None = None
+        self._show_locals()
+        self.unsharded: AnyUnsharded | None = None
         self.gradients: Gradients | None = None
         self._waiting: Waiting | None = None  # gradients, while there is no unsharded side
         self.reduce_policy = ReducePolicy()
@@ -83,17 +76,19 @@ class Bucket:
         new = copy.copy(self)
         new.dematerialize()
         new._waiting = None
-        new.shard = self.shard.clone()
+        new.shards = self.shards.copy()
         new.sharded_params = []
-        for i, (old, local) in enumerate(
-            zip(self.sharded_params, self.spec.own_views(new.shard), strict=True)
-        ):
+        for i, (old, local) in enumerate(zip(self.sharded_params, new.shards.locals, strict=True)):
             param = nn.Parameter(self.spec.form.wrap(i, local), requires_grad=old.requires_grad)
             param.__dict__.update(copy.deepcopy(vars(old), memo))  # what users put on it
             memo[id(old)] = param
             new.sharded_params.append(param)
-        new._locals = [self.spec.form.local(param) for param in new.sharded_params]
+        new._show_locals()
         return new
+
+    def _show_locals(self) -> None:
+        """Know the local tensors as users do: a Parameter may wrap a view of what it is made of."""
+        self.shards.locals = [self.spec.form.local(param) for param in self.sharded_params]
 
     @property
     def names(self) -> list[str]:
@@ -108,22 +103,40 @@ class Bucket:
     @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the unsharded buffer."""
-        dtype = self.spec.unsharded_dtype(self.shard.dtype)
+        dtype = self.spec.unsharded_dtype(self.shards.dtype)
         return self.spec.layout.unsharded_numel * dtype.itemsize
 
-    def materialize(self, lanes: Lanes, meter: StorageMeter) -> Unsharded:
+    def materialize(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
         """Make the unsharded side, once; it starts without memory."""
         if self.unsharded is None:
-            self.unsharded = Unsharded(self.spec, self.shard, lanes, meter)
+            self.unsharded = self._make_unsharded(lanes, meter)
             self.gradients = Gradients(
                 self.spec, self.unsharded.params, self.sharded_params, lanes, meter
             )
+            self.gradients.may_be_wrapped = isinstance(self.shards, SeparateShards)
             self.gradients.policy = self.reduce_policy
             if self._waiting is not None:
                 self.gradients.take_up(self._waiting)
                 self._waiting = None
             self._requires_grad = None
         return self.unsharded
+
+    def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
+        if isinstance(self.shards, FlatShard) and not self._any_hooks():
+            return Unsharded(self.spec, self.shards.flat, lanes, meter)
+        return ExtendedUnsharded(self.spec, self.shards, lanes, meter)
+
+    def check_hooks(self) -> None:
+        """Refuse all-gather hooks that came to the shards and cannot work.
+
+        Raises:
+            ExtensionError, UnsupportedError: one of two, or a layout that they do not know.
+        """
+        if self.unsharded is None and self._any_hooks():
+            check_extendable(self.spec)
+
+    def _any_hooks(self) -> bool:
+        return any(map(gathered_by_itself, self.shards.locals, self.names))
 
     def change_reduction(self, **changes: Any) -> None:
         """Replace fields of ``ReducePolicy``."""
@@ -137,7 +150,7 @@ class Bucket:
         self.dematerialize()
 
     @property
-    def whole(self) -> Unsharded:
+    def whole(self) -> AnyUnsharded:
         """The unsharded side, which has been made."""
         assert self.unsharded is not None
         return self.unsharded
@@ -178,29 +191,30 @@ class Bucket:
             self.gradients.forget()
 
     def is_current(self) -> bool:
-        """Whether the sharded parameters are still the views of ``shard`` that we made."""
+        """Whether the sharded parameters are still around the local tensors that we made."""
         local = self.spec.form.local
         return all(
             local(param) is view
-            for param, view in zip(self.sharded_params, self._locals, strict=True)
+            for param, view in zip(self.sharded_params, self.shards.locals, strict=True)
         )
 
     def version(self) -> int:
         """Grows when a sharded parameter is visibly written, as a whole or by its local tensor."""
-        return _torch.versions(self.sharded_params) + _torch.versions(self._locals)
+        return _torch.versions(self.sharded_params) + _torch.versions(self.shards.locals)
 
     def replace(self, index: int, param: nn.Parameter) -> None:
         """Take ``param``, which lies as ours does, for parameter ``index``; ``adopt`` it later."""
         self.sharded_params[index] = param
 
     def adopt(self) -> None:
-        """Make ``shard`` hold what the sharded parameters hold, and be their memory again.
+        """Make ``shards`` hold what the sharded parameters hold, and be their memory again.
 
-        For after ``.to()``, a load or the user put other tensors in place of our views. The bucket
-        is resharded meanwhile.
+        For after ``.to()``, a load or the user put other tensors in place of ours. The bucket is
+        resharded meanwhile.
 
         Raises:
             ConfigError: the parameters are no longer of one device and dtype.
+            ProtocolError: they are offloaded, and no longer on the CPU.
         """
         locals_now = [self.spec.form.local(param).detach() for param in self.sharded_params]
         kinds = {(local.device, local.dtype) for local in locals_now}
@@ -215,29 +229,15 @@ class Bucket:
                 "parameters of it"
             )
         ((device, dtype),) = kinds
-        same_kind = (device, dtype) == (self.shard.device, self.shard.dtype)
-        self.shard = torch.zeros_like(self.shard, device=device, dtype=dtype)
-        views = self.spec.own_views(self.shard)
-        for param, view, local in zip(self.sharded_params, views, locals_now, strict=True):
-            if device.type != "meta":
-                view.copy_(local)
-            self.spec.form.repoint(param, view)
-        self._locals = [self.spec.form.local(param) for param in self.sharded_params]
-        if self.unsharded is not None and same_kind and not self.unsharded.borrows:
-            self.unsharded.shard = self.shard
+        check_at_home(self.spec, device, self.names)
+        same_kind = (device, dtype) == (self.shards.device, self.shards.dtype)
+        self.shards = self.shards.adopted(locals_now)
+        for param, local in zip(self.sharded_params, self.shards.locals, strict=True):
+            self.spec.form.repoint(param, local)
+        self._show_locals()
+        whole = self.unsharded
+        if isinstance(whole, Unsharded) and same_kind and not whole.borrows:
+            assert isinstance(self.shards, FlatShard)
+            whole.shard = self.shards.flat
         else:
             self.dematerialize()
-
-
-def _cut(whole: Tensor, segment: Segment, shard: Tensor) -> None:
-    """Copy one segment of ``whole`` to its place in ``shard``."""
-    if whole.device.type == "meta" or not segment.numel:
-        return
-    whole = whole.contiguous()
-    source = whole.as_strided(
-        (segment.count, segment.length),
-        (segment.step, 1),
-        whole.storage_offset() + segment.start,
-    )
-    target = shard.narrow(0, segment.shard_offset, segment.numel)
-    target.view(segment.count, segment.length).copy_(source)

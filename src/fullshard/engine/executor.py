@@ -228,7 +228,7 @@ class Engine:
         """
         for unit in units:
             self.take_over(unit)
-            unit.check_materialized()
+            unit.check_ready()
             unit.sync_requires_grad()
 
     def take_over(self, unit: Unit) -> None:

@@ -38,9 +38,15 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards on the CPU. Not built yet."""
+    """Keep shards and gradients on the CPU, and so the optimizer; gather from there.
+
+    Shards are cast before they cross the bus, and read at once, so that they may be written to
+    while the copy is on its way. Build the optimizer on the sharded parameters, as always.
+    """
 
     pin_memory: bool = True
+    """Whether copies go through pinned memory, which lets them overlap with computation; if not,
+    each one blocks the host."""
 
 
 @dataclass(frozen=True)

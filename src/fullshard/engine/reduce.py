@@ -13,10 +13,11 @@ from fullshard import _torch
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.grad_shard import GradShard
+from fullshard.engine.offload import bring_home
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
-from fullshard.tensors import local_gradients
+from fullshard.tensors import local_gradients, plain
 
 __all__ = ["Gradients", "Waiting"]
 
@@ -67,6 +68,7 @@ class Gradients:
         self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
         self._meter = meter
         self.policy = ReducePolicy()
+        self.may_be_wrapped = False  # gradients, by a class of tensors that stand around others
         self._has_pending = False  # the same on all ranks
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
 
@@ -108,9 +110,10 @@ class Gradients:
     def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
         """Where to reduce to: last step's gradients if they are free, else new memory.
 
-        What has to be reduced over replicas too, now or later, keeps the dtype of reduction.
+        What has to be reduced over replicas too, now or later, keeps the dtype of reduction, and
+        what goes to the host is shown there.
         """
-        if self._spec.replicas is not None:
+        if self._spec.replicas is not None or self._spec.offload is not None:
             return None, torch.empty(numel, dtype=self._reduce_dtype, device=device)
         last = self._last
         if last is not None and len(last.flat) == numel and last.is_free():
@@ -166,10 +169,14 @@ class Gradients:
             self._edit(reduction.row)
             shown = reduction.shown
             if shown is None:
-                dtype = self.sharded_params[0].dtype
-                shown = GradShard(self._spec, reduction.row.to(dtype))
-            self._assign(shown, self._present_anywhere(reduction))
+                shown = GradShard(self._spec, self._at_home(reduction.row))
+            self._assign(shown, self._present_anywhere(reduction.present, shown))
         self._end(reduction)
+
+    def _at_home(self, row: Tensor) -> Tensor:
+        """``row`` in the dtype of the shards, and where they are."""
+        dtype, offload = self.sharded_params[0].dtype, self._spec.offload
+        return row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
 
     def _edit(self, row: Tensor) -> None:
         """Let the user's choices act on what is reduced."""
@@ -231,6 +238,8 @@ class Gradients:
         self.discard()
         if self._spec.parallel:
             grads = local_gradients(grads, self._spec.parallel)
+        if self.may_be_wrapped:
+            grads = [None if grad is None else plain(grad) for grad in grads]
         if not self._has_pending:
             return grads
         pending, self.pending = self.pending, [None] * len(grads)
@@ -245,15 +254,14 @@ class Gradients:
             torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
         return [grads[i] if waited is None else waited for i, waited in enumerate(pending)]
 
-    def _present_anywhere(self, reduction: _Reduction) -> list[bool]:
+    def _present_anywhere(self, present: list[bool], result: GradShard) -> list[bool]:
         """Which parameters some rank has a gradient for."""
         if self.policy.fill_absent:
-            return [True] * len(reduction.present)
-        if all(reduction.present):
-            return reduction.present  # no need to ask the device, which would wait for it
-        num = len(reduction.present)
+            return [True] * len(present)
+        if all(present):
+            return present  # no need to ask the device, which would wait for it
         shard_numel = self._spec.layout.shard_numel
-        flags = reduction.row[shard_numel : shard_numel + num]
+        flags = result.flat[shard_numel : shard_numel + len(present)]
         return [flag > 0 for flag in flags.tolist()]
 
     def _assign(self, result: GradShard, present: Sequence[bool]) -> None:

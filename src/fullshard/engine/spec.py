@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.comm import Collectives
+from fullshard.engine.offload import Offload
 from fullshard.layout import Layout, Segment
-from fullshard.tensors import ParallelSpec, ShardForm, announce_flat
+from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_flat
 
 __all__ = ["BucketSpec", "Piece"]
 
@@ -47,6 +48,15 @@ class BucketSpec:
     """How each parameter lies over other than data-parallel ranks; None: none of them does."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    offload: Offload | None = None
+    """How shards get to ``device`` from the CPU; None: they are there."""
+    hook_arguments: HookArguments | None = None
+    """What hooks of tensors are told; None: there can be none."""
+
+    @property
+    def home(self) -> torch.device:
+        """Where shards and gradients are between steps."""
+        return self.device if self.offload is None else torch.device("cpu")
 
     @property
     def reducing(self) -> Collectives:

@@ -13,9 +13,9 @@ from torch.autograd.graph import Node
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
-from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ProtocolError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Unit:
             return "a unit without parameters of its own"
         specs = [bucket.spec for bucket in self.buckets]
         numel = sum(param.numel for spec in specs for param in spec.layout.params)
-        shards = sum(bucket.shard.nbytes for bucket in self.buckets)
+        shards = sum(bucket.shards.nbytes for bucket in self.buckets)
         forms = " and ".join(dict.fromkeys(str(spec.form) for spec in specs))
         ranks = " and ".join(dict.fromkeys(map(_ranks, specs)))
         return (
@@ -177,7 +177,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.forget_gradients()
 
-    def _wholes(self) -> list[Unsharded]:
+    def _wholes(self) -> list[AnyUnsharded]:
         """The unsharded sides that have been made."""
         return [bucket.unsharded for bucket in self.buckets if bucket.unsharded is not None]
 
@@ -225,9 +225,20 @@ class Unit:
         last, self._version = self._version, sum(bucket.version() for bucket in self.buckets)
         return self._version != last
 
-    def check_materialized(self) -> None:
-        """Raise ``ProtocolError`` if the parameters are on the meta device."""
-        names = [n for bucket in self.buckets if bucket.shard.is_meta for n in bucket.names]
+    def check_ready(self) -> None:
+        """Refuse to gather parameters on the meta device, or with hooks that cannot work.
+
+        Raises:
+            ProtocolError, ExtensionError, UnsupportedError: nothing was changed.
+        """
+        for bucket in self.buckets:
+            bucket.check_hooks()
+        names = [
+            n
+            for bucket in self.buckets
+            if bucket.shards.device.type == "meta"
+            for n in bucket.names
+        ]
         if names:
             raise ProtocolError(
                 f"unit {self.name or '(root)'} has parameters on the meta device: "

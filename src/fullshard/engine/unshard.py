@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.engine.offload import Outbound
 from fullshard.engine.spec import BucketSpec
 from fullshard.layout import GatherPlan, plan_gather, round_up
 from fullshard.tensors import local_part
@@ -36,7 +37,9 @@ class Unsharded:
         self._in_flight: Pending | None = None
         dtype = spec.unsharded_dtype(shard.dtype)
         layout = spec.layout
-        self.borrows = layout.world == 1 and layout.zero_copy and dtype == shard.dtype
+        device = shard.device if spec.offload is None else spec.device
+        is_alone = layout.world == 1 and layout.zero_copy
+        self.borrows = is_alone and dtype == shard.dtype and spec.offload is None
         with torch.inference_mode(False), torch.no_grad():
             numel = layout.unsharded_numel
             if spec.secondary is not None:
@@ -44,7 +47,7 @@ class Unsharded:
             self._buffer = (
                 None
                 if self.borrows
-                else Buffer(numel, dtype, shard.device, kind=Kind.UNSHARDED, meter=meter)
+                else Buffer(numel, dtype, device, kind=Kind.UNSHARDED, meter=meter)
             )
             self._secondary: _Secondary | None = None
             flat = shard if self._buffer is None else self._buffer.tensor
@@ -54,7 +57,7 @@ class Unsharded:
             )
             self.params = [spec.whole_param(i, whole) for i, whole in enumerate(wholes)]
             if self._buffer is not None:
-                self._gather = _Gather(spec, self._buffer, meter)
+                self._gather = _Gather(spec, self._buffer, lanes, meter)
                 if spec.secondary is not None:
                     self._secondary = _Secondary(spec.secondary, self._buffer, meter)
                 self._buffer.free()
@@ -142,9 +145,10 @@ class _Secondary:
 class _Gather:
     """From a shard to the unsharded buffer: in place, or by way of a staging buffer."""
 
-    def __init__(self, spec: BucketSpec, buffer: Buffer, meter: StorageMeter) -> None:
-        flat, world = buffer.tensor, spec.layout.world
-        plan = plan_gather(spec.layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
+    def __init__(self, spec: BucketSpec, buffer: Buffer, lanes: Lanes, meter: StorageMeter) -> None:
+        layout = spec.layout
+        flat, world = buffer.tensor, layout.world
+        plan = plan_gather(layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
         self._comm = spec.comm
         self._meter = meter
         self._shard: Tensor | None = None  # which these are slices of
@@ -161,6 +165,17 @@ class _Gather:
             self._written.append(self._staging.buffer)
         # Our own slices of what is gathered.
         self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
+        self._landing: Buffer | None = None  # for a shard that comes from the host
+        self._outbound: Outbound | None = None
+        if spec.offload is not None:
+            target = self._own[0]
+            if len(self._own) > 1:
+                numel, dtype = layout.shard_numel, flat.dtype
+                kind = Kind.ALL_GATHER_INPUT
+                self._landing = Buffer(numel, dtype, flat.device, kind=kind, meter=meter)
+                target = self._landing.tensor
+                self._landing.free()
+            self._outbound = Outbound(spec.offload, target, lanes)
         if self._staging is not None:
             self._staging.buffer.free()
 
@@ -171,6 +186,8 @@ class _Gather:
         """
         for buffer in self._written:
             buffer.allocate()
+        if self._outbound is not None:
+            return self._comm.all_gather(self._outputs, self._brought(self._outbound, shard))
         if shard is not self._shard:
             self._shard = shard
             self._sources = [shard.narrow(0, start, numel) for start, numel in self._slices]
@@ -181,8 +198,19 @@ class _Gather:
             sources = self._own
         return self._comm.all_gather(self._outputs, sources)
 
+    def _brought(self, outbound: Outbound, shard: Tensor) -> list[Tensor]:
+        """Our own slices of a shard on the host, on the device."""
+        if self._landing is None:
+            outbound.send(shard)
+            return self._own
+        self._landing.allocate()
+        outbound.send(shard)
+        return [self._landing.tensor.narrow(0, *slice_) for slice_ in self._slices]
+
     def finish(self) -> None:
         """Copy what was staged."""
+        if self._landing is not None:
+            self._landing.free()
         if self._staging is not None:
             self._staging.empty()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine import BucketSpec, MixedPrecisionPolicy
+from fullshard.engine import BucketSpec, MixedPrecisionPolicy, Offload, check_extendable
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import OwnedParam
@@ -20,10 +20,13 @@ from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward
 from fullshard.tensors import (
     DTensorForm,
+    HookArguments,
     ParallelSpec,
     RaggedShard,
     RaggedTensor,
     ShardForm,
+    is_wrapper,
+    local_part,
 )
 
 __all__ = ["Choices", "Plan", "device_of", "plan_buckets"]
@@ -45,6 +48,7 @@ class Choices:
     ignored: set[nn.Parameter]
     placement_fn: PlacementFn | None
     layout: LayoutStrategy
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,25 @@ class _Member(NamedTuple):
 
 
 def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
-    """Parameters of one mesh, dtype and trainability share a bucket.
+    """Parameters of one mesh, dtype, trainability and kind of tensor share a bucket.
 
     Raises:
         ConfigError, UnsupportedError: a parameter cannot lie where it was sent.
     """
-    groups: dict[tuple[DataMesh, torch.dtype, bool], list[_Member]] = {}
+    groups: dict[tuple[DataMesh, torch.dtype, bool, type], list[_Member]] = {}
     for one in owned:
         mesh, member = _member(one, choices)
-        groups.setdefault((mesh, one.param.dtype, one.param.requires_grad), []).append(member)
+        tensor = local_part(one.param).detach()
+        kind = type(tensor) if is_wrapper(tensor) else torch.Tensor
+        key = (mesh, one.param.dtype, one.param.requires_grad, kind)
+        groups.setdefault(key, []).append(member)
     plan = Plan([], [])
-    for (mesh, dtype, _), members in groups.items():
+    for (mesh, dtype, _, kind), members in groups.items():
         plan.params.append([member.owned for member in members])
-        plan.specs.append(_bucket_spec(members, dtype, mesh, choices))
+        spec = _bucket_spec(members, dtype, mesh, choices)
+        if kind is not torch.Tensor:
+            check_extendable(spec)
+        plan.specs.append(spec)
     return plan
 
 
@@ -122,7 +132,19 @@ def _bucket_spec(
         parallel=parallel if any(parallel) else None,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
+        offload=choices.offload,
+        hook_arguments=_hook_arguments(members, strategy, mesh, choices),
     )
+
+
+def _hook_arguments(
+    members: Sequence[_Member], strategy: LayoutStrategy, mesh: DataMesh, choices: Choices
+) -> HookArguments | None:
+    """What tensors with hooks are told; None where these could not know what they have."""
+    if not isinstance(strategy, PerParameter):
+        return None
+    modules = [member.owned.places[0].module for member in members]
+    return HookArguments(mesh.one_dim, modules, choices.policy)
 
 
 def _form(members: Sequence[_Member], layout: Layout, mesh: DataMesh, *, ragged: bool) -> ShardForm:

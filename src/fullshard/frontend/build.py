@@ -100,7 +100,7 @@ def _name_units(modules: Sequence[nn.Module], unit: Unit) -> None:
 
 def _log(unit: Unit, modules: Iterable[nn.Module]) -> None:
     numel = sum(p.numel for b in unit.buckets for p in b.spec.layout.params)
-    shard = sum(b.shard.numel() * b.shard.element_size() for b in unit.buckets)
+    shard = sum(bucket.shards.nbytes for bucket in unit.buckets)
     log.info(
         "unit %s: %d parameters, %d elements in %d bucket(s), %d bytes a rank",
         " + ".join(type(module).__name__ for module in modules),

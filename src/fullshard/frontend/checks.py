@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from fullshard.engine import MixedPrecisionPolicy
+from fullshard.engine import MixedPrecisionPolicy, Offload
 from fullshard.errors import (
     AlreadyShardedError,
     ArgumentTypeError,
@@ -27,6 +27,7 @@ __all__ = [
     "checked_after_forward",
     "checked_ignored",
     "checked_layout",
+    "checked_offload",
     "checked_policy",
 ]
 
@@ -122,6 +123,22 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
                 "torch.dtype"
             )
     return MixedPrecisionPolicy(*(getattr(policy, name) for name in fields))
+
+
+def checked_offload(policy: Any, device_type: str) -> Offload | None:
+    """What the policy means for shards of a mesh on devices of this type."""
+    known = {cls.__name__ for cls in type(policy).__mro__}
+    if "CPUOffloadPolicy" in known:
+        pinned = policy.pin_memory
+        if not isinstance(pinned, bool):
+            raise ConfigError(f"CPUOffloadPolicy(pin_memory={pinned!r}): expected a bool")
+        return None if device_type == "cpu" else Offload(pinned)
+    if "OffloadPolicy" in known:
+        return None
+    raise ArgumentTypeError(
+        f"fully_shard(offload_policy=...): got {policy!r}, expected OffloadPolicy() or "
+        "CPUOffloadPolicy()"
+    )
 
 
 def checked_ignored(params: Any) -> set[nn.Parameter]:

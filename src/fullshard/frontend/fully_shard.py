@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy
-from fullshard.errors import NotBuiltError
 from fullshard.frontend.buckets import Choices
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import (
@@ -16,6 +15,7 @@ from fullshard.frontend.checks import (
     checked_after_forward,
     checked_ignored,
     checked_layout,
+    checked_offload,
     checked_policy,
 )
 from fullshard.frontend.meshes import checked_mesh
@@ -60,7 +60,8 @@ def fully_shard(
             them, and gather in backward among groups of k neighbours; k equal to the number of
             shards is True, 1 is False.
         mp_policy: dtypes, see ``MixedPrecisionPolicy``.
-        offload_policy: only ``OffloadPolicy()`` is built, which offloads nothing.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, where the
+            optimizer then runs. On a CPU mesh there is nothing to do.
         ignored_params: parameters to leave alone.
         shard_placement_fn: the tensor dim on which a parameter is cut, as ``Shard(dim)``; it need
             not divide evenly. None, or None returned: dim 0. A ``ShardPlacementResult`` names
@@ -111,11 +112,6 @@ def checked_choices(
     layout: LayoutStrategy = PerParameter(),
 ) -> Choices:
     """The options of a call, or the error that one of them deserves."""
-    if type(offload_policy).__name__ != "OffloadPolicy":
-        raise NotBuiltError(
-            f"fully_shard(offload_policy={offload_policy!r}) is not built yet: expected "
-            "OffloadPolicy()"
-        )
     data_mesh = checked_mesh(mesh, dp_mesh_dims)
     after_forward, secondary = checked_after_forward(reshard_after_forward, data_mesh.num_shards)
     if data_mesh.shard_dim is None and after_forward is AfterForward.AUTO:
@@ -124,6 +120,7 @@ def checked_choices(
         after_forward=after_forward,
         secondary=secondary,
         policy=checked_policy(mp_policy),
+        offload=checked_offload(offload_policy, data_mesh.mesh.device_type),
         ignored=checked_ignored(ignored_params),
         placement_fn=shard_placement_fn,
         layout=checked_layout(layout),

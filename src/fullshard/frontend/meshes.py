@@ -103,6 +103,12 @@ class DataMesh:
         """Ranks that share a copy."""
         return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
 
+    @property
+    def one_dim(self) -> DeviceMesh:
+        """The dim along which parameters are cut, or, if none is, copied."""
+        dim = self.shard_dim if self.shard_dim is not None else self.replicate_dim
+        return self._part(dim or 0)
+
     def secondary(self, size: int) -> Collectives | None:
         """Groups of ``size`` neighbours among those that share a copy, if it falls into such."""
         num_shards = self.num_shards

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from fullshard.tensors.extension import (
+    HookArguments,
+    carry_hooks,
+    gathered_by_itself,
+    is_wrapper,
+    plain,
+    post_all_gather,
+    pre_all_gather,
+)
 from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
 from fullshard.tensors.form import DTensorForm, ShardForm, local_part, shown_like
 from fullshard.tensors.parallel import (
@@ -24,6 +33,7 @@ from fullshard.tensors.tree import find_tensors, map_tensors
 __all__ = [
     "DTensorForm",
     "FlatPart",
+    "HookArguments",
     "ParallelSpec",
     "RaggedShard",
     "RaggedTensor",
@@ -32,10 +42,13 @@ __all__ = [
     "SpmdMesh",
     "Spread",
     "announce_flat",
+    "carry_hooks",
     "draw_whole_on",
     "find_tensors",
     "flat_part_of",
+    "gathered_by_itself",
     "is_ragged",
+    "is_wrapper",
     "joint_mesh",
     "local_gradients",
     "local_part",
@@ -43,6 +56,9 @@ __all__ = [
     "names_of",
     "parallel_spec_of",
     "place_in_order_of_cuts",
+    "plain",
+    "post_all_gather",
+    "pre_all_gather",
     "shard_place",
     "shown_like",
     "spmd_shard_place",

@@ -1,0 +1,171 @@
+"""Tensors that have a say in how they are gathered: ``fsdp_pre_all_gather`` and its other half.
+
+A local tensor may have two methods, of its class or put on the object:
+
+    fsdp_pre_all_gather(mesh)                                             -> (tensors, metadata)
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, policy)   -> (tensors, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)     -> (whole, to_free) | None
+
+The first says what travels, any number of plain tensors of any dtypes; the second makes the whole
+parameter of what all ranks sent, at first a new one, later in ``out``. It is the protocol of
+``torch.distributed.fsdp.fully_shard``. Tensors are handed over with the padding that makes all
+ranks' alike, so that hooks need not pad, and see no empty tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import _torch
+from fullshard.errors import ExtensionError
+
+__all__ = [
+    "HookArguments",
+    "carry_hooks",
+    "gathered_by_itself",
+    "is_wrapper",
+    "plain",
+    "post_all_gather",
+    "pre_all_gather",
+]
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+@dataclass(frozen=True)
+class HookArguments:
+    """What hooks are told besides tensors."""
+
+    mesh: DeviceMesh
+    """1-D: the ranks that share a copy of the parameters."""
+    modules: Sequence[Any]
+    """The module of each parameter of the bucket."""
+    policy: Any
+    """The ``MixedPrecisionPolicy`` of the call."""
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a class that stands around other tensors, or comes with hooks.
+
+    Such a tensor cannot be a view of memory that it shares with others.
+    """
+    cls = type(tensor)
+    if cls is Tensor or _torch.is_fake(tensor):
+        return False
+    return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ or hasattr(cls, _PRE)
+
+
+def gathered_by_itself(local: Tensor, name: str) -> bool:
+    """Whether ``local`` has the hooks.
+
+    Raises:
+        ExtensionError: it has one of them only.
+    """
+    found = [hook for hook in (_PRE, _POST) if hasattr(local, hook)]
+    if len(found) == 1:
+        raise ExtensionError(
+            f"parameter {name}: {type(local).__name__} has {found[0]} only; define both {_PRE} "
+            f"and {_POST}"
+        )
+    return bool(found)
+
+
+def carry_hooks(old: Tensor, new: Tensor) -> None:
+    """Put the hooks that were put on ``old`` itself, not on its class, on ``new``."""
+    for name in (_PRE, _POST):
+        hook = vars(old).get(name)
+        if hook is not None and old is not new:
+            setattr(new, name, _bound_to(hook, old, new))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The values of ``tensor``, whatever its class, in a tensor of none."""
+    if type(tensor) is Tensor:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def pre_all_gather(
+    local: Tensor, padded: Tensor, shape: torch.Size, index: int, name: str, told: HookArguments
+) -> tuple[list[Tensor], Any]:
+    """What parameter ``index`` sends from this rank, and the metadata for ``post_all_gather``.
+
+    Raises:
+        ExtensionError: the hook takes or returns something else than the protocol says.
+    """
+    hook = _bound_to(getattr(local, _PRE), local, padded)
+    num_args = len(inspect.signature(hook).parameters)
+    if num_args not in (1, 5):
+        raise ExtensionError(
+            f"parameter {name}: {_PRE} takes {num_args} arguments, expected (mesh) or (mesh, "
+            "outer_size, outer_stride, module, mp_policy)"
+        )
+    stride = torch.empty(shape, device="meta").stride()
+    more = (shape, stride, told.modules[index], told.policy) if num_args == 5 else ()
+    answer = hook(told.mesh, *more)
+    try:
+        tensors, metadata = answer
+    except (TypeError, ValueError):
+        tensors, metadata = None, None
+    if isinstance(tensors, Tensor):
+        tensors = (tensors,)
+    if not (isinstance(tensors, (tuple, list)) and tensors and all(map(torch.is_tensor, tensors))):
+        raise ExtensionError(
+            f"parameter {name}: {_PRE} returned {_kind(answer)}, expected a tuple of tensors, not "
+            "empty, and metadata"
+        )
+    return [tensor.detach() for tensor in tensors], metadata
+
+
+def post_all_gather(
+    local: Tensor,
+    outputs: tuple[Tensor, ...],
+    metadata: Any,
+    dtype: torch.dtype,
+    *,
+    name: str,
+    out: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The whole parameter, written to ``out`` if there is one, and what to free with it.
+
+    Raises:
+        ExtensionError: the hook returned something else than the protocol says.
+    """
+    hook = getattr(local, _POST)
+    if out is not None:
+        with _torch.preserved_versions([out]):
+            hook(outputs, metadata, dtype, out=out)
+        return out, ()
+    answer = hook(outputs, metadata, dtype)
+    try:
+        whole, to_free = answer
+    except (TypeError, ValueError):
+        whole, to_free = None, ()
+    if not isinstance(whole, Tensor):
+        raise ExtensionError(
+            f"parameter {name}: {_POST} returned {_kind(answer)}, expected the whole tensor and a "
+            "tuple of tensors to free with it"
+        )
+    return whole, (to_free,) if isinstance(to_free, Tensor) else tuple(to_free)
+
+
+def _bound_to(hook: Any, old: Tensor, new: Tensor) -> Any:
+    """``hook``, if it is a method of ``old``, as the same of ``new``."""
+    if isinstance(hook, MethodType) and hook.__self__ is old:
+        return MethodType(hook.__func__, new)
+    return hook
+
+
+def _kind(answer: object) -> str:
+    """``answer`` without its numbers."""
+    if isinstance(answer, tuple):
+        return f"({', '.join(type(part).__name__ for part in answer)})"
+    return type(answer).__name__

@@ -1,0 +1,446 @@
+"""Tensors that decide themselves how they are gathered."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
+
+from fullshard import FSDPModule, MixedPrecisionPolicy, Ragged, fully_shard
+from fullshard.errors import ExtensionError, UnsupportedError
+from fullshard.tensors import local_part
+from tests.ranks.models import noise
+from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
+from tests.ranks.pool import RankPool
+
+worlds = pytest.mark.parametrize("world", [1, 2, 3, 4])
+EXACT = 1e-12
+OLD, NEW = 1, 5  # arguments of the first hook
+
+# Rows of Net's weights: 6, 6, 7 and 5, so that most are uneven, and a rank of four has none.
+WEIGHTS = ("blocks.0.weight", "blocks.1.weight", "plain.0.weight", "head.weight")
+
+
+class Halves(Tensor):
+    """An fp64 tensor that travels as its high and its low bits: exact, in two tensors.
+
+    The high ones as int32, the low ones as int16, two columns for one.
+    """
+
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Halves:
+        return Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: Tensor) -> None:
+        self.data_inside = data
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        def inside(x: Halves) -> Tensor:
+            return x.data_inside
+
+        out = func(
+            *pytree.tree_map_only(Halves, inside, args),
+            **pytree.tree_map_only(Halves, inside, kwargs or {}),
+        )
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return pytree.tree_map_only(Tensor, cls, out)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        Halves.calls.append((mesh, outer_size, outer_stride, module, mp_policy, self.shape))
+        return split(self.data_inside)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: Any, *, out: Tensor | None = None
+    ) -> Any:
+        return join(outputs, metadata, dtype, out)
+
+
+class OldHalves(Halves):
+    """The same, with the older signature."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return split(self.data_inside)
+
+
+def split(data: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    halves = data.contiguous().view(torch.int32).view(*data.shape, 2)
+    low = halves[..., 0].contiguous().view(torch.int16).view(*data.shape, 2)
+    return (halves[..., 1].contiguous(), low), ("split", tuple(data.shape[1:]))
+
+
+def join(outputs: tuple[Tensor, ...], metadata: Any, dtype: Any, out: Tensor | None) -> Any:
+    high, low = outputs
+    assert metadata == ("split", tuple(high.shape[1:]))
+    halves = torch.stack([low.contiguous().view(torch.int32).view(high.shape), high], dim=-1)
+    whole = halves.view(torch.float64).view(high.shape).to(dtype)
+    if out is None:
+        return whole, (high, low, whole)
+    assert out.shape == whole.shape
+    out.copy_(whole)
+    return None
+
+
+def wrapped(cls: Any) -> Net:
+    model = make()
+    for module in (*model.blocks, model.plain[0], model.head):
+        module.weight = nn.Parameter(cls(module.weight.detach()))
+    return model
+
+
+def trains_as_unsharded(signature: int, reshard: bool) -> float:
+    plain = make()
+    model = shard(wrapped(Halves if signature == NEW else OldHalves), reshard_after_forward=reshard)
+    return train(model, plain)
+
+
+def train(model: nn.Module, plain: nn.Module) -> float:
+    optimizers = [optimizer_of(plain), optimizer_of(model)]
+    for number in range(3):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            step(one, optimizer, number)
+    with torch.no_grad():  # weights of the last step, resharded afterwards
+        assert (model(batch()) - plain(batch())).abs().max() < EXACT
+    return worst(model, plain)
+
+
+def worst(model: nn.Module, plain: nn.Module) -> float:
+    """How far this rank's pieces are from those of the unsharded model."""
+    ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert ours.keys() == theirs.keys()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = 0.0
+    for name, param in ours.items():
+        local = local_part(param).detach()
+        local = getattr(local, "data_inside", local)
+        pieces = theirs[name].detach().chunk(world)
+        piece = pieces[rank] if rank < len(pieces) else theirs[name][:0]
+        assert local.shape == piece.shape, name
+        if piece.numel():
+            found = max(found, (local - piece).abs().max().item())
+    return found
+
+
+@worlds
+@pytest.mark.parametrize("signature", [OLD, NEW])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_trains_as_the_unsharded_model(
+    pool: RankPool, world: int, signature: int, reshard: bool
+) -> None:
+    assert max(pool.run(world, trains_as_unsharded, signature, reshard)) < EXACT
+
+
+def what_hooks_are_told() -> None:
+    Halves.calls.clear()
+    policy = MixedPrecisionPolicy(output_dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    model = shard(wrapped(Halves), mesh=mesh, mp_policy=policy)
+    model(batch())
+    head = model.head
+    told, outer_size, outer_stride, module, mp_policy, shape = Halves.calls[0]
+    assert {id(call[3]) for call in Halves.calls} >= {id(head), id(model.blocks[0])}
+    for told, outer_size, outer_stride, module, mp_policy, shape in Halves.calls:
+        assert told.ndim == 1 and told.size() == 2 and told.mesh_dim_names == ("parts",)
+        assert mp_policy == policy
+        rows, columns = outer_size
+        assert outer_size == module.weight.shape and outer_stride == (columns, 1)
+        assert shape == (-(-rows // 2), columns)  # alike on all ranks, padding included
+
+
+def test_what_hooks_are_told(pool: RankPool) -> None:
+    pool.run(4, what_hooks_are_told)
+
+
+def put_on(param: Tensor, pre: Any, post: Any) -> None:
+    local = local_part(param)
+    local.fsdp_pre_all_gather = MethodType(pre, local)
+    local.fsdp_post_all_gather = MethodType(post, local)
+
+
+def pre_of_plain(self: Tensor, mesh: Any) -> Any:
+    return split(self)
+
+
+def post_of_plain(
+    self: Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Tensor | None = None
+) -> Any:
+    return join(outputs, metadata, dtype, out)
+
+
+def put_on_plain_tensors(when: str) -> float:
+    """Between fully_shard and the first forward; biases in the same bucket stay as they are."""
+    plain = make()
+    if when == "after to_empty":
+        with torch.device("meta"):
+            model = shard(Net().double())
+        model.to_empty(device="cpu")
+        values = dict(plain.named_parameters())
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                chunks = values[name].chunk(world)
+                if rank < len(chunks):
+                    local_part(param).copy_(chunks[rank])
+    else:
+        model = shard(make())
+    for name, param in model.named_parameters():
+        if name in WEIGHTS:
+            put_on(param, pre_of_plain, post_of_plain)
+    return train(model, plain)
+
+
+@worlds
+@pytest.mark.parametrize("when", ["after fully_shard", "after to_empty"])
+def test_put_on_plain_tensors(pool: RankPool, world: int, when: str) -> None:
+    assert max(pool.run(world, put_on_plain_tensors, when)) < EXACT
+
+
+class Both(TwoTensor):
+    """Two tensors in one, which stay two when gathered: what travels is what comes out."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.a, self.b), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None
+    ) -> Any:
+        a, b = outputs
+        if out is not None:
+            assert a.untyped_storage().data_ptr() == out.a.untyped_storage().data_ptr()
+            assert b.untyped_storage().data_ptr() == out.b.untyped_storage().data_ptr()
+            return None
+        return Both(a, b), (a, b)
+
+
+def whole_is_a_wrapper(reshard: bool) -> float:
+    plain = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 6, bias=False))
+    with torch.no_grad():
+        for seed, param in enumerate(plain.parameters()):
+            param.copy_(noise(*param.shape, seed=seed) * 0.4)
+    plain.double()
+    model = copy.deepcopy(plain)
+    for layer in (model[0], model[2]):
+        weight = layer.weight.detach()
+        layer.weight = nn.Parameter(Both(weight.clone(), weight.clone()))
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (plain, model)]
+    worst_found = 0.0
+    for number in range(3):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            loss: Any = one(batch(number)).square().mean()
+            loss.backward()
+            if one is model:
+                assert not model[0].weight.is_meta
+                grad = local_part(model[0].weight.grad)
+                assert type(grad) is Tensor and grad.dtype is torch.float64
+            optimizer.step()
+            optimizer.zero_grad()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        local: Any = local_part(ours)
+        assert isinstance(local, Both)
+        chunks = theirs.chunk(world)
+        if rank < len(chunks):
+            for inner in (local.a, local.b):
+                worst_found = max(worst_found, (inner - chunks[rank]).abs().max().item())
+    return worst_found
+
+
+@worlds
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_whole_parameter_is_a_wrapper(pool: RankPool, world: int, reshard: bool) -> None:
+    """Defect 8 of FSDP2: at shard size 1 only the first of several tensors is passed on."""
+    assert max(pool.run(world, whole_is_a_wrapper, reshard)) < EXACT
+
+
+def without_hooks() -> float:
+    """A wrapper of a class that has none travels as its values."""
+    model = make()
+    model.head.weight = nn.Parameter(TwoTensor(model.head.weight.data, model.head.weight.data))
+    plain = make()
+    shard(model)
+    assert isinstance(local_part(model.head.weight), TwoTensor)
+    assert (model(batch()) - plain(batch())).abs().max() < EXACT
+    for one in (model, plain):
+        one(batch()).square().mean().backward()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    expected = plain.head.weight.grad.chunk(world)
+    mine = local_part(model.head.weight.grad)
+    return (mine - expected[rank]).abs().max().item() if rank < len(expected) else 0.0
+
+
+def test_a_wrapper_without_hooks(pool: RankPool) -> None:
+    assert max(pool.run(3, without_hooks)) < EXACT
+
+
+def memory_goes(world: int) -> None:
+    model: Any = shard(wrapped(Halves))
+    before = held(model)
+    model(batch()).sum().backward()
+    assert held(model) == before == 0
+    model.blocks[0].unshard()
+    # high and low bits, and the whole in fp64; the bias
+    padded = -(-6 // world) * world
+    bias = 6 if world == 1 else padded
+    assert held(model) >= padded * 6 * 8 + 6 * 6 * 8 + (0 if world == 1 else bias * 8)
+    model.blocks[0].reshard()
+    assert held(model) == 0
+
+
+def held(model: Any) -> int:
+    from fullshard.frontend.hooks import engine_of
+    from fullshard.frontend.ownership import unit_of
+
+    unit = unit_of(model)
+    assert unit is not None
+    return sum(engine_of(unit).meter.held_nbytes.values())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_memory_is_freed(pool: RankPool, world: int) -> None:
+    pool.run(world, memory_goes, world)
+
+
+def refusals() -> None:
+    class OneHook(Halves):
+        fsdp_post_all_gather: Any = property()
+
+    class ThreeArguments(Halves):
+        def fsdp_pre_all_gather(self, mesh: Any, a: Any, b: Any) -> Any:  # type: ignore[override]
+            return split(self.data_inside)
+
+    class NoTensors(Halves):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+            return (), None
+
+    class NoWhole(OldHalves):
+        def fsdp_post_all_gather(self, *_: Any, out: Any = None) -> Any:
+            return None
+
+    class WrongShape(OldHalves):
+        def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
+            return torch.zeros(3, 3), ()
+
+    class ByRank(Halves):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+            return (torch.zeros(4 + torch.distributed.get_rank()),), None
+
+    for cls, said in (
+        (ThreeArguments, "head.weight: fsdp_pre_all_gather takes 3 arguments"),
+        (NoTensors, "head.weight: fsdp_pre_all_gather returned (tuple, NoneType)"),
+        (NoWhole, "head.weight: fsdp_post_all_gather returned NoneType"),
+        (WrongShape, "made a tensor of shape (3, 3), expected (5, 7)"),
+        (ByRank, "differ between ranks"),
+    ):
+        model: Any = make()
+        model.head.weight = nn.Parameter(cls(model.head.weight.detach()))
+        fully_shard(model)
+        with pytest.raises(ExtensionError) as caught:
+            model(batch())
+        assert said in str(caught.value), caught.value
+        assert isinstance(caught.value, AssertionError)
+
+    for options in ({"layout": Ragged()}, {"reshard_after_forward": 2}):
+        model = wrapped(Halves)
+        with pytest.raises(UnsupportedError, match="weight"):
+            fully_shard(model, **options)
+        assert not isinstance(model, FSDPModule)
+
+
+def test_refusals(pool: RankPool) -> None:
+    pool.run(4, refusals)
+
+
+def late_refusals() -> None:
+    """Hooks that came after fully_shard are refused before anything is gathered."""
+    for options, said in (
+        ({"layout": Ragged()}, "cut on dim 0"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=int"),
+    ):
+        model: Any = shard(make(), **options)
+        put_on(model.head.weight, pre_of_plain, post_of_plain)
+        with pytest.raises(UnsupportedError, match=said):
+            model(batch())
+        local = local_part(model.head.weight)
+        del local.fsdp_pre_all_gather
+        with pytest.raises(ExtensionError, match="has fsdp_post_all_gather only"):
+            model(batch())
+        del local.fsdp_post_all_gather
+        plain = make()
+        assert (model(batch()) - plain(batch())).abs().max() < EXACT  # nothing was lost
+
+
+def test_late_refusals(pool: RankPool) -> None:
+    pool.run(4, late_refusals)
+
+
+def mixed_precision() -> float:
+    """The hook is told the dtype of computation, and a plain neighbour is cast to it."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    outputs = []
+    for model in (wrapped(Halves), make()):
+        shard(model, mp_policy=policy)
+        outputs.append(model(batch()))
+        outputs[-1].square().mean().backward()
+    assert outputs[0].dtype is torch.float32
+    return (outputs[0] - outputs[1]).abs().max().item()
+
+
+def test_mixed_precision(pool: RankPool) -> None:
+    assert max(pool.run(2, mixed_precision)) == 0.0
+
+
+def accumulates() -> float:
+    """Without synchronisation, then with it; twice in one graph."""
+    plain, model = make(), shard(wrapped(Halves))
+    for one in (plain, model):
+        if one is model:
+            model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        one(batch(0)).square().mean().backward()
+        if one is model:
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        (one(batch(1)).square().mean() + one(batch(2)).square().mean()).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        theirs.data = theirs.grad
+        ours_local = local_part(ours)
+        grad = local_part(ours.grad)  # type: ignore[arg-type]
+        getattr(ours_local, "data_inside", ours_local).detach().copy_(grad)
+    return worst(model, plain)
+
+
+def test_accumulates(pool: RankPool) -> None:
+    assert max(pool.run(3, accumulates)) < EXACT
+
+
+def copies_apart() -> float:
+    model = shard(wrapped(Halves))
+    model(batch())
+    twin = copy.deepcopy(model)
+    optimizer = optimizer_of(twin)
+    step(twin, optimizer)
+    plain = make()
+    assert (model(batch()) - plain(batch())).abs().max() < EXACT
+    step(plain, optimizer_of(plain))
+    return worst(twin, plain)
+
+
+def test_a_copy_has_shards_of_its_own(pool: RankPool) -> None:
+    assert max(pool.run(2, copies_apart)) < EXACT

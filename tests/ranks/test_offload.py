@@ -1,0 +1,234 @@
+"""Shards on the host. Here the host is the device as well, so the way between them is made up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PerParameter, Ragged, fully_shard
+from fullshard.engine import Offload, offload
+from fullshard.engine.offload import Outbound
+from fullshard.engine.unit import Unit
+from fullshard.frontend.ownership import units_below
+from fullshard.optim import ShardedOptimizer, clip_grad_norm_
+from fullshard.tensors import local_part
+from tests.ranks.models import fill, full_parameters
+from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
+from tests.ranks.pool import RankPool
+
+face = sys.modules["fullshard.frontend.fully_shard"]  # the function hides the module
+LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
+
+
+@contextmanager
+def a_bus(pinned: bool = True) -> Iterator[list[tuple[str, torch.dtype, int]]]:
+    """Modules sharded in the block are offloaded, to where they are; yields what crosses."""
+    crossings: list[tuple[str, torch.dtype, int]] = []
+    send, bring_home, host_tensor = Outbound.send, offload.bring_home, offload.host_tensor
+
+    def sent(self: Outbound, shard: Tensor) -> None:
+        send(self, shard)
+        crossings.append(("to device", self._target.dtype, self._target.numel()))
+
+    def brought(row: Tensor, dtype: torch.dtype, *more: Any) -> Tensor:
+        narrow = min(row.dtype, dtype, key=lambda d: d.itemsize)
+        crossings.append(("to host", narrow, row.numel()))
+        return bring_home(row, dtype, *more)
+
+    def unpinned(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return host_tensor(numel, dtype, pinned=False)  # which takes an accelerator
+
+    with (
+        patch.object(face, "checked_offload", lambda *_: Offload(pinned)),
+        patch.object(Outbound, "send", sent),
+        patch("fullshard.engine.reduce.bring_home", brought),
+        patch.object(offload, "host_tensor", unpinned),
+    ):
+        yield crossings
+
+
+def same_training(train: Callable[[nn.Module], None], pinned: bool, **options: Any) -> None:
+    """Offloaded or not, bit for bit."""
+    here = shard(make(), **options)
+    train(here)
+    with a_bus(pinned) as crossings:
+        there = shard(make(), **options)
+        assert all(bucket.spec.offload for unit in units_of(there) for bucket in unit.buckets)
+        train(there)
+    assert {way for way, _, _ in crossings} == {"to device", "to host"}
+    ours, theirs = full_parameters(there), full_parameters(here)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    return units_below([model])
+
+
+def steps(model: nn.Module) -> None:
+    optimizer = optimizer_of(model)
+    for number in range(3):
+        step(model, optimizer, number)
+
+
+def accumulating(model: Any) -> None:
+    """Reduced and added up, kept and added up, clipped, written to while gathered."""
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    for number in range(2):
+        model(batch(number)).square().mean().backward()
+        model(batch(number + 1)).square().mean().backward()
+        model.set_requires_gradient_sync(False)
+        model(batch(number + 2)).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        model(batch(number + 3)).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        sharded = list(model.parameters())
+        model.unshard()
+        with torch.no_grad():
+            for param in sharded:
+                local_part(param).mul_(1.01)
+        model.reshard()
+
+
+def all_trainings(pinned: bool) -> None:
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for train in (steps, accumulating):
+        for layout in LAYOUTS.values():
+            for policy in (MixedPrecisionPolicy(), low):
+                same_training(train, pinned, layout=layout, mp_policy=policy)
+    same_training(steps, pinned, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_trains_as_without(pool: RankPool, world: int, pinned: bool) -> None:
+    pool.run(world, all_trainings, pinned)
+
+
+def with_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    for layout in LAYOUTS.values():
+        same_training(steps, True, mesh=mesh, layout=layout)
+    flat = init_device_mesh("cpu", (4,))
+    same_training(steps, True, mesh=flat, reshard_after_forward=2)
+
+
+def test_with_replicas_and_secondary_shards(pool: RankPool) -> None:
+    pool.run(4, with_replicas)
+
+
+def crossings_of(layout: str) -> None:
+    """Cast first, one copy a bucket each way."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    with a_bus() as crossings:
+        model = fully_shard(Net(), mp_policy=policy, layout=LAYOUTS[layout])
+        ((bucket,),) = [unit.buckets for unit in units_of(model)]
+        numel = bucket.spec.layout.shard_numel
+        model(batch(dtype=torch.bfloat16)).sum().backward()
+        assert crossings[0] == ("to device", torch.bfloat16, numel)
+        (home,) = crossings[1:]  # the root gathers once
+        assert home[:2] == ("to host", torch.bfloat16)
+        assert numel < home[2] <= numel + 16  # the flags
+    assert bucket.shards.dtype is torch.float32
+    for param in model.parameters():
+        assert param.grad is not None and param.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_copy_a_bucket_each_way(pool: RankPool, layout: str) -> None:
+    pool.run(2, crossings_of, layout)
+
+
+def big_pieces() -> None:
+    """Some parameters are gathered in place, others staged: the shard still comes in one copy."""
+    with a_bus() as crossings:
+        model = fill(nn.Linear(600, 500).double())
+        expected = model.weight.detach().clone()
+        fully_shard(model)
+        with torch.no_grad():
+            model(torch.ones(1, 600, dtype=torch.float64))
+        (unit,) = units_of(model)
+        assert len(unit.buckets[0].whole._gather._slices) == 2  # type: ignore[union-attr]
+        assert [way for way, _, _ in crossings] == ["to device"]
+        assert torch.equal(model.weight.full_tensor(), expected)  # type: ignore[attr-defined]
+        model.unshard()  # type: ignore[operator]
+        assert torch.equal(model.weight, expected)
+
+
+def test_a_shard_in_parts_comes_in_one_copy(pool: RankPool) -> None:
+    pool.run(2, big_pieces)
+
+
+class Event:
+    """A mark that says when the host waits for it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+def test_the_host_waits_before_it_writes_again() -> None:
+    """A copy reads pinned memory after it was issued; only our own memory is read so late."""
+    log: list[str] = []
+
+    class Lanes:
+        def mark(self) -> Event:
+            log.append("copy")
+            return Event(log)
+
+    target, shard_ = torch.zeros(4), torch.arange(4.0)
+    unpinned = partial(torch.zeros, dtype=torch.float32)
+    with patch.object(offload, "host_tensor", lambda numel, dtype, pinned: unpinned(numel)):
+        outbound = Outbound(Offload(pinned=True), target, Lanes())  # type: ignore[arg-type]
+        outbound.send(shard_)
+        shard_.mul_(2)
+        outbound.send(shard_)
+    assert log == ["copy", "wait", "copy"]
+    assert outbound._host is not None and outbound._host.data_ptr() != shard_.data_ptr()
+    assert torch.equal(target, shard_)
+
+
+def nothing_to_do_on_a_cpu() -> None:
+    plain = shard(make())
+    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        model = shard(make(), offload_policy=policy)
+        assert not any(b.spec.offload for unit in units_of(model) for b in unit.buckets)
+        for one in (plain, model):
+            steps(one)
+        assert apart(model, plain) == 0.0
+        plain = shard(make())
+    theirs = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=True)
+    shard(make(), offload_policy=theirs)
+
+
+def test_nothing_to_do_on_a_cpu(pool: RankPool) -> None:
+    """Where PyTorch 2.13 refuses pinned memory on a machine without an accelerator."""
+    pool.run(2, nothing_to_do_on_a_cpu)
+
+
+def meta_and_state() -> None:
+    """Meta initialisation, a load and a saved dict, all on the host."""
+    with a_bus(), torch.device("meta"):
+        model: Any = shard(Net().double())
+    other = shard(make())
+    with a_bus():
+        model.to_empty(device="cpu")
+        model.load_state_dict(other.state_dict())
+        assert apart(model, other) == 0.0
+        assert torch.equal(model(batch()), other(batch()))
+
+
+def test_meta_and_state_dicts(pool: RankPool) -> None:
+    pool.run(2, meta_and_state)
