@@ -435,7 +435,9 @@ def copies_apart() -> float:
     model(batch())
     twin = copy.deepcopy(model)
     optimizer = optimizer_of(twin)
+    Halves.calls.clear()
     step(twin, optimizer)
+    assert {id(call[3]) for call in Halves.calls} <= {id(m) for m in twin.modules()}
     plain = make()
     assert (model(batch()) - plain(batch())).abs().max() < EXACT
     step(plain, optimizer_of(plain))

@@ -77,6 +77,13 @@ class Unit:
         memo[id(self)] = new
         return new
 
+    def tell_hooks(self, memo: dict[Any, Any]) -> None:
+        """Let all-gather hooks of tensors know the modules of this copy, by ``memo``."""
+        for bucket in self.buckets:
+            told = bucket.spec.hook_arguments
+            if told is not None:
+                bucket.rewire(hook_arguments=told.copied(memo))
+
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         """The modules' hooks know the unit, so this is what a copy of a part of a model meets."""
         raise UnsupportedError(

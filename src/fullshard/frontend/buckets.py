@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,7 @@ def _hook_arguments(
     """What tensors with hooks are told; None where these could not know what they have."""
     if not isinstance(strategy, PerParameter):
         return None
-    modules = [member.owned.places[0].module for member in members]
+    modules = [weakref.ref(member.owned.places[0].module) for member in members]
     return HookArguments(mesh.one_dim, modules, choices.policy)
 
 

@@ -42,6 +42,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         new = _copy(module, memo)
         for unit, copied in zip(units, copies, strict=True):
             copied.registration = copy.deepcopy(unit.registration, memo)
+            copied.tell_hooks(memo)
     finally:
         del memo[_UNDER_WAY]
     enlist_copy(module.modules(), memo)

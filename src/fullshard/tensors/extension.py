@@ -15,8 +15,9 @@ ranks' alike, so that hooks need not pad, and see no empty tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -46,10 +47,15 @@ class HookArguments:
 
     mesh: DeviceMesh
     """1-D: the ranks that share a copy of the parameters."""
-    modules: Sequence[Any]
+    modules: Sequence[weakref.ref[Any]]
     """The module of each parameter of the bucket."""
     policy: Any
     """The ``MixedPrecisionPolicy`` of the call."""
+
+    def copied(self, memo: Mapping[int, Any]) -> HookArguments:
+        """The same about copies of the modules, by ``memo`` of ``copy.deepcopy``."""
+        modules = (memo.get(id(reference()), reference()) for reference in self.modules)
+        return replace(self, modules=[weakref.ref(module) for module in modules])
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -109,7 +115,7 @@ def pre_all_gather(
             "outer_size, outer_stride, module, mp_policy)"
         )
     stride = torch.empty(shape, device="meta").stride()
-    more = (shape, stride, told.modules[index], told.policy) if num_args == 5 else ()
+    more = (shape, stride, told.modules[index](), told.policy) if num_args == 5 else ()
     answer = hook(told.mesh, *more)
     try:
         tensors, metadata = answer
