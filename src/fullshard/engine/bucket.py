@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
@@ -47,7 +47,7 @@ from fullshard.engine.reduce import Gradients, Waiting
 from fullshard.engine.shard import FlatShard, SeparateShards, Shards, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ProtocolError, UnsupportedError
 from fullshard.tensors import gathered_by_itself
 
 __all__ = ["Bucket"]
@@ -61,7 +61,7 @@ class Bucket:
         self.spec = spec
         self.shards: Shards = cut_shards(spec, originals)
         self.sharded_params = [
-            nn.Parameter(spec.form.wrap(i, local), requires_grad=original.requires_grad)
+            spec.form.parameter(i, local, original)
             for i, (local, original) in enumerate(zip(self.shards.locals, originals, strict=True))
         ]
         self._show_locals()
@@ -85,6 +85,21 @@ class Bucket:
             new.sharded_params.append(param)
         new._show_locals()
         return new
+
+    @property
+    def shard(self) -> Tensor:
+        """The flat shard.
+
+        Raises:
+            UnsupportedError: there is none.
+        """
+        if not isinstance(self.shards, FlatShard):
+            raise UnsupportedError(
+                f"{', '.join(self.names)}: tensors of a class of their own "
+                f"({type(self.shards.locals[0]).__name__}) lie in no shard that could be gathered "
+                "as it is; unshard() gathers them by their hooks"
+            )
+        return self.shards.flat
 
     def _show_locals(self) -> None:
         """Know the local tensors as users do: a Parameter may wrap a view of what it is made of."""
@@ -123,7 +138,7 @@ class Bucket:
 
     def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
         if isinstance(self.shards, FlatShard) and not self._any_hooks():
-            return Unsharded(self.spec, self.shards.flat, lanes, meter)
+            return Unsharded(self.spec, self.shard, lanes, meter)
         return ExtendedUnsharded(self.spec, self.shards, lanes, meter)
 
     def check_hooks(self) -> None:
@@ -192,11 +207,7 @@ class Bucket:
 
     def is_current(self) -> bool:
         """Whether the sharded parameters are still around the local tensors that we made."""
-        local = self.spec.form.local
-        return all(
-            local(param) is view
-            for param, view in zip(self.sharded_params, self.shards.locals, strict=True)
-        )
+        return all(map(self.spec.form.stands_for, self.sharded_params, self.shards.locals))
 
     def version(self) -> int:
         """Grows when a sharded parameter is visibly written, as a whole or by its local tensor."""
@@ -214,9 +225,16 @@ class Bucket:
 
         Raises:
             ConfigError: the parameters are no longer of one device and dtype.
-            ProtocolError: they are offloaded, and no longer on the CPU.
+            ProtocolError: they are offloaded, and no longer on the CPU; or of another shape.
         """
         locals_now = [self.spec.form.local(param).detach() for param in self.sharded_params]
+        for name, local, ours in zip(self.names, locals_now, self.shards.locals, strict=True):
+            if local.shape != ours.shape:
+                raise ProtocolError(
+                    f"parameter {name} was given data of shape {tuple(local.shape)}, expected this "
+                    f"rank's piece of it, {tuple(ours.shape)}; write whole values inside of "
+                    "unshard_params()"
+                )
         kinds = {(local.device, local.dtype) for local in locals_now}
         if len(kinds) > 1:
             found = (
@@ -237,7 +255,6 @@ class Bucket:
         self._show_locals()
         whole = self.unsharded
         if isinstance(whole, Unsharded) and same_kind and not whole.borrows:
-            assert isinstance(self.shards, FlatShard)
-            whole.shard = self.shards.flat
+            whole.shard = self.shard
         else:
             self.dematerialize()

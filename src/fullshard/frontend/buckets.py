@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fullshard.tensors import (
     DTensorForm,
     HookArguments,
     ParallelSpec,
+    PlainForm,
     RaggedShard,
     RaggedTensor,
     ShardForm,
@@ -30,11 +32,24 @@ from fullshard.tensors import (
     local_part,
 )
 
-__all__ = ["Choices", "Plan", "device_of", "plan_buckets"]
+__all__ = ["Choices", "Plan", "Shown", "device_of", "plan_buckets"]
 
 _ALIGN_NBYTES = 16
 
 Decided = TypeVar("Decided")
+
+
+class Shown(enum.Enum):
+    """What users see of their parameters between steps."""
+
+    DTENSORS = "DTensors"
+    """New ones in their place: ``fully_shard``."""
+    ORIGINALS = "originals"
+    """Their own Parameter objects, over this rank's plain piece:
+    ``FullyShardedDataParallel(use_orig_params=True)``."""
+    FLAT = "flat"
+    """One plain Parameter over the whole shard; the pieces are hidden:
+    ``FullyShardedDataParallel(use_orig_params=False)``."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,20 @@ class Choices:
     placement_fn: PlacementFn | None
     layout: LayoutStrategy
     offload: Offload | None = None
+    shown: Shown = Shown.DTENSORS
+
+    def layout_on(self, mesh: DataMesh) -> LayoutStrategy:
+        """The layout; where nothing is cut, layouts differ in nothing but the shapes of pieces."""
+        if mesh.shard_dim is None and self.shown is not Shown.FLAT:
+            return PerParameter()
+        return self.layout
+
+    def alignment(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> int:
+        """Elements that each parameter starts at a multiple of; one tensor has no gaps."""
+        if self.shown is Shown.FLAT:
+            return 1
+        narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
+        return max(1, _ALIGN_NBYTES // narrowest)
 
 
 @dataclass(frozen=True)
@@ -116,17 +145,14 @@ def _bucket_spec(
     members: Sequence[_Member], dtype: torch.dtype, mesh: DataMesh, choices: Choices
 ) -> BucketSpec:
     policy = choices.policy if dtype.is_floating_point else MixedPrecisionPolicy()
-    narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
-    # Where nothing is cut, layouts do not differ.
-    strategy = PerParameter() if mesh.shard_dim is None else choices.layout
-    layout = strategy.build(
-        [member.spec for member in members], mesh.num_shards, max(1, _ALIGN_NBYTES // narrowest)
-    )
+    strategy = choices.layout_on(mesh)
+    align = choices.alignment(dtype, policy)
+    layout = strategy.build([member.spec for member in members], mesh.num_shards, align)
     parallel = tuple(member.parallel for member in members)
     return BucketSpec(
         layout=layout,
         comm=mesh.shards,
-        form=_form(members, layout, mesh, ragged=not isinstance(strategy, PerParameter)),
+        form=_form(members, layout, mesh, choices),
         device=device_of(mesh),
         replicas=mesh.replicas,
         secondary=mesh.secondary(choices.secondary) if choices.secondary else None,
@@ -148,8 +174,13 @@ def _hook_arguments(
     return HookArguments(mesh.one_dim, modules, choices.policy)
 
 
-def _form(members: Sequence[_Member], layout: Layout, mesh: DataMesh, *, ragged: bool) -> ShardForm:
+def _form(
+    members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: Choices
+) -> ShardForm:
     """How users see the pieces."""
+    if choices.shown is not Shown.DTENSORS:
+        return PlainForm()
+    ragged = not isinstance(choices.layout_on(mesh), PerParameter)
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
     return DTensorForm(
         [member.owned.param.shape for member in members],

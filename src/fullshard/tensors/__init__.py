@@ -12,7 +12,7 @@ from fullshard.tensors.extension import (
     pre_all_gather,
 )
 from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
-from fullshard.tensors.form import DTensorForm, ShardForm, local_part, shown_like
+from fullshard.tensors.form import DTensorForm, PlainForm, ShardForm, local_part, shown_like
 from fullshard.tensors.parallel import (
     ParallelSpec,
     ShardPlace,
@@ -35,6 +35,7 @@ __all__ = [
     "FlatPart",
     "HookArguments",
     "ParallelSpec",
+    "PlainForm",
     "RaggedShard",
     "RaggedTensor",
     "ShardForm",

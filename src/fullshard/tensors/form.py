@@ -1,4 +1,7 @@
-"""Forms: how a rank's piece of a parameter, or of its gradient, is shown to the user."""
+"""Forms: how a rank's piece of a parameter, or of its gradient, is shown to the user.
+
+``DTensorForm`` is that of ``fully_shard``, ``PlainForm`` that of ``FullyShardedDataParallel``.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.tensors.parallel import ShardPlace
 
-__all__ = ["DTensorForm", "ShardForm", "local_part", "shown_like"]
+__all__ = ["DTensorForm", "PlainForm", "ShardForm", "local_part", "shown_like"]
 
 
 def local_part(shown: Tensor) -> Tensor:
@@ -29,6 +32,9 @@ def shown_like(shown: Tensor, local: Tensor) -> Tensor:
 class ShardForm(Protocol):
     """Turns local tensors into what the user sees, and back; ``index`` is the parameter's."""
 
+    def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
+        """What stands for ``original`` from now on, over ``local``; perhaps itself."""
+
     def wrap(self, index: int, local: Tensor) -> Tensor:
         """Show ``local``; they share storage."""
 
@@ -37,6 +43,9 @@ class ShardForm(Protocol):
 
     def repoint(self, shown: Tensor, local: Tensor) -> None:
         """Let ``shown`` stand for another local tensor of the same shape and dtype."""
+
+    def stands_for(self, shown: Tensor, local: Tensor) -> bool:
+        """Whether ``shown`` is still around ``local``."""
 
     def __str__(self) -> str:
         """How parameters lie, for people."""
@@ -50,6 +59,10 @@ class DTensorForm:
     places: Sequence[ShardPlace]
     cls: type[DTensor] = DTensor
     _specs: dict[tuple[int, torch.dtype], _torch.DTensorSpec] = field(default_factory=dict)
+
+    def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
+        """A new one."""
+        return nn.Parameter(self.wrap(index, local), requires_grad=original.requires_grad)
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
         """A DTensor with global shape and the stride of a contiguous tensor."""
@@ -73,8 +86,45 @@ class DTensorForm:
         """See ``ShardForm``."""
         _torch.repoint(cast("DTensor", shown), local)
 
+    def stands_for(self, shown: Tensor, local: Tensor) -> bool:
+        """See ``ShardForm``."""
+        return _torch.local_of(cast("DTensor", shown)) is local
+
     def __str__(self) -> str:
         if self.cls is not DTensor:
             return f"{self.cls.__name__}s"
         kinds = dict.fromkeys(", ".join(map(str, place.placements)) for place in self.places)
         return " and ".join(kinds)
+
+
+@dataclass(frozen=True)
+class PlainForm:
+    """Plain tensors: the user's own Parameter objects, each over this rank's piece."""
+
+    def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
+        """``original`` itself; a DTensor cannot be over a plain piece, so for that a new one."""
+        if isinstance(original, DTensor):
+            return nn.Parameter(local, requires_grad=original.requires_grad)
+        original.grad = None  # of the whole; another shape is refused
+        original.data = local
+        return original
+
+    def wrap(self, index: int, local: Tensor) -> Tensor:
+        """See ``ShardForm``."""
+        return local
+
+    def local(self, shown: Tensor) -> Tensor:
+        """See ``ShardForm``; without the history that a Parameter has."""
+        return shown.data
+
+    def repoint(self, shown: Tensor, local: Tensor) -> None:
+        """See ``ShardForm``."""
+        shown.data = local
+
+    def stands_for(self, shown: Tensor, local: Tensor) -> bool:
+        """See ``ShardForm``; empty tensors are all in the same place."""
+        alike = (shown.shape, shown.dtype, shown.device) == (local.shape, local.dtype, local.device)
+        return alike and (shown.is_meta or shown.data_ptr() == local.data_ptr())
+
+    def __str__(self) -> str:
+        return "plain pieces"
