@@ -10,12 +10,16 @@ from fullshard.comm.c10d import C10d
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.mesh import (
     all_reduce,
+    broadcast_together,
     collectives_of,
     collectives_of_part,
     collectives_of_twin,
     default_mesh,
     device_types_of,
     gather_uneven,
+    mesh_of_group,
+    mesh_of_groups,
+    mesh_of_nodes,
     wrapped,
 )
 from fullshard.comm.protocol import Alone, Collectives, Done, Pending
@@ -34,11 +38,15 @@ __all__ = [
     "Recording",
     "ReduceScatter",
     "all_reduce",
+    "broadcast_together",
     "collectives_of",
     "collectives_of_part",
     "collectives_of_twin",
     "default_mesh",
     "device_types_of",
     "gather_uneven",
+    "mesh_of_group",
+    "mesh_of_groups",
+    "mesh_of_nodes",
     "wrapped",
 ]

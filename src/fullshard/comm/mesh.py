@@ -19,14 +19,20 @@ from fullshard.comm.protocol import Alone, Collectives
 
 __all__ = [
     "all_reduce",
+    "broadcast_together",
     "collectives_of",
     "collectives_of_part",
     "collectives_of_twin",
     "default_mesh",
     "device_types_of",
     "gather_uneven",
+    "mesh_of_group",
+    "mesh_of_groups",
+    "mesh_of_nodes",
     "wrapped",
 ]
+
+_BROADCAST_NBYTES = 256 << 20  # about; what is joined takes that much memory
 
 # One object per group: its tags must be counted once, whoever uses it.
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives]
@@ -121,6 +127,23 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
     values.copy_(there)
 
 
+def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Make ``tensors`` what they are on the first rank of ``group``, many in one call."""
+    alike: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
+    sent = 0
+    for tensor in tensors:
+        if tensor.numel():
+            key = (tensor.dtype, tensor.device, sent // _BROADCAST_NBYTES)
+            alike.setdefault(key, []).append(tensor)
+            sent += tensor.nbytes
+    for those in alike.values():
+        joined = torch.cat([tensor.reshape(-1) for tensor in those])
+        dist.broadcast(joined.view(torch.uint8), group=group, group_src=0)
+        parts = joined.split([tensor.numel() for tensor in those])
+        for tensor, part in zip(those, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
 def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh, dim: int = 0) -> Tensor:
     """The pieces of the ranks along one dim of ``mesh``, end to end.
 
@@ -152,7 +175,7 @@ def _broadcast_pieces(piece: Tensor, lengths: Sequence[int], group: dist.Process
     return whole
 
 
-def default_mesh() -> DeviceMesh:
+def default_mesh(device_type: str | None = None) -> DeviceMesh:
     """The 1-D mesh of all processes, on the accelerator if the default group can use it.
 
     Without a process group one is made: from the launcher's environment variables, or, where no
@@ -160,7 +183,42 @@ def default_mesh() -> DeviceMesh:
     """
     if not dist.is_initialized():
         _init_process_group()
-    return init_device_mesh(_device_type(), (dist.get_world_size(),))
+    return init_device_mesh(device_type or _device_type(), (dist.get_world_size(),))
+
+
+def mesh_of_group(group: dist.ProcessGroup, device_type: str | None = None) -> DeviceMesh:
+    """The 1-D mesh of the ranks of ``group``."""
+    return DeviceMesh.from_group(group, device_type or _device_type())
+
+
+def mesh_of_groups(
+    shards: dist.ProcessGroup, replicas: dist.ProcessGroup, device_type: str | None = None
+) -> DeviceMesh:
+    """The 2-D mesh with the ranks of ``replicas`` along dim 0, those of ``shards`` along dim 1.
+
+    Ranks tell each other which groups they are in, so all of them must call this.
+    """
+    rows: list[list[int]] = [[] for _ in range(replicas.size())]
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
+    return DeviceMesh.from_group(
+        [replicas, shards],
+        device_type or _device_type(),
+        mesh=torch.tensor(rows, dtype=torch.int),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def mesh_of_nodes(device_type: str | None = None) -> DeviceMesh:
+    """A mesh of all processes: copies along dim 0, those of one machine share a copy along dim 1.
+
+    Which are on one machine the launcher says; without one, all are.
+    """
+    world = dist.get_world_size()
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    shape = (world // size, size) if world % size == 0 else (1, world)
+    return init_device_mesh(
+        device_type or _device_type(), shape, mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _init_process_group() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.engine import Bucket, Engine, Unit
-from fullshard.frontend.buckets import Choices, Plan, device_of, plan_buckets
+from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
 from fullshard.frontend.explain import check_optimizers_again
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
@@ -42,7 +42,11 @@ def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
 
 
 def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
-    """Make ``modules`` one unit."""
+    """Make ``modules`` one unit.
+
+    Of modules that are to show DTensors the class becomes ``FSDP<Name>``; others are wrappers that
+    know what to do.
+    """
     plan = plan_unit(modules, choices)
     below = units_below(modules)
     device = device_of(choices.mesh)
@@ -67,12 +71,13 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             draw_whole_on(param.device_mesh)
     install_forward_hooks(unit, modules, choices.policy)
     install_state_dict_hooks(unit, places)
-    for module in modules:
-        module.__class__ = sharded_class(type(module))
+    if choices.shown is Shown.DTENSORS:
+        for module in modules:
+            module.__class__ = sharded_class(type(module))
     for module in managed(modules):
         # What Dynamo looks at to treat a module as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = choices.shown is not Shown.FLAT  # type: ignore[assignment]
     check_optimizers_again()
     enlist(modules, chain.from_iterable(plan.params), unit)
     _name_units(modules, unit)

@@ -1,0 +1,1 @@
+"""``FullyShardedDataParallel``: the flat face."""

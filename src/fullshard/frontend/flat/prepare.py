@@ -1,0 +1,179 @@
+"""What happens to a module before it is wrapped: what is ignored, first values, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fullshard.comm import broadcast_together
+from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.frontend.ownership import unit_of
+
+__all__ = ["checked_device", "ignored_params", "materialize", "move", "synchronize"]
+
+
+def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
+    """The device that the user named.
+
+    Raises:
+        ConfigError: parameters are on another accelerator already.
+    """
+    if device_id is None:
+        return None
+    device = device_id if isinstance(device_id, torch.device) else torch.device("cuda", device_id)
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    there = {p.device for p in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
+    if there - {device}:
+        raise ConfigError(
+            f"FullyShardedDataParallel(device_id={device_id!r}): Inconsistent compute device, "
+            f"parameters are on {', '.join(map(str, there))} already"
+        )
+    return device
+
+
+def ignored_params(
+    root: nn.Module, modules: Any = None, states: Any = None
+) -> tuple[set[nn.Parameter], set[nn.Module]]:
+    """Parameters to leave alone, and the modules that are left alone as a whole.
+
+    Raises:
+        ConfigError, ArgumentTypeError: not modules or parameters, or both arguments at once.
+    """
+    if modules is not None and states is not None:
+        raise ConfigError(
+            "FullyShardedDataParallel: Cannot pass both ignored_modules and ignored_states; put "
+            "the modules into ignored_states"
+        )
+    given = _listed(modules if states is None else states)
+    if states is not None and not _all_alike(given):
+        raise ConfigError(
+            "FullyShardedDataParallel(ignored_states=...): expected all nn.Parameter or all "
+            f"nn.Module list elements, got {', '.join(sorted({type(g).__name__ for g in given}))}"
+        )
+    if states is not None and given and isinstance(given[0], nn.Parameter):
+        return set(given), set()
+    found: set[nn.Module] = set()
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                "FullyShardedDataParallel(ignored_modules=...): expects nn.Module list elements, "
+                f"got {type(module).__name__}"
+            )
+        if unit_of(module) is not None:
+            raise ConfigError(
+                f"FullyShardedDataParallel: ignored module {type(module).__name__} is wrapped "
+                "already; a module cannot be both"
+            )
+        found.update(module.modules())
+    return {p for module in found for p in module.parameters(recurse=False)}, found
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if not isinstance(given, Iterable):
+        raise ArgumentTypeError(
+            "FullyShardedDataParallel: ignored modules or states must be an iterable, got "
+            f"{given!r}"
+        )
+    return list(given)
+
+
+def _all_alike(given: list[Any]) -> bool:
+    return any(all(isinstance(one, kind) for one in given) for kind in (nn.Parameter, nn.Module))
+
+
+def _own(module: nn.Module, ignored: set[nn.Module]) -> Iterator[nn.Module]:
+    """Modules below ``module`` that no inner unit manages and the call does not ignore."""
+    seen: set[nn.Module] = set()
+
+    def visit(inner: nn.Module) -> Iterator[nn.Module]:
+        if inner in seen or inner in ignored or unit_of(inner) is not None:
+            return
+        seen.add(inner)
+        yield inner
+        for child in inner.children():
+            yield from visit(child)
+
+    return visit(module)
+
+
+def _states(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters and buffers."""
+    named = chain(
+        module.named_parameters(recurse=False, remove_duplicate=False),
+        module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+    return ((name, tensor) for name, tensor in named if tensor not in ignored)
+
+
+def materialize(
+    module: nn.Module,
+    ignored: set[nn.Parameter],
+    ignored_modules: set[nn.Module],
+    *,
+    init: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> None:
+    """Give meta parameters and buffers memory and values, module by module.
+
+    By ``init``, or, without it, by ``reset_parameters`` of the modules that own any.
+
+    Raises:
+        ConfigError: ``init`` is not callable.
+    """
+    if init is not None and not callable(init):
+        raise ArgumentTypeError(
+            f"FullyShardedDataParallel(param_init_fn=...): expected it to be callable, got {init!r}"
+        )
+    own = list(_own(module, ignored_modules))
+    if not any(t.is_meta for m in own for _, t in _states(m, ignored)):
+        return
+    with torch.no_grad():
+        for inner in own:
+            if init is not None:
+                init(inner)
+            elif any(True for _ in _states(inner, ignored)):
+                inner.to_empty(device=device, recurse=False)
+                inner.reset_parameters()  # type: ignore[operator]
+
+
+def move(
+    module: nn.Module,
+    ignored: set[nn.Parameter],
+    ignored_modules: set[nn.Module],
+    device: torch.device,
+) -> None:
+    """Move what is on the CPU to the user's device."""
+    for inner in _own(module, ignored_modules):
+        for name, tensor in _states(inner, ignored):
+            if tensor.device == device or tensor.is_meta:
+                continue
+            if isinstance(tensor, nn.Parameter):
+                if not is_lazy(tensor):
+                    tensor.data = tensor.data.to(device)
+            else:
+                inner._buffers[name] = tensor.to(device)
+
+
+def synchronize(
+    module: nn.Module,
+    ignored: set[nn.Parameter],
+    ignored_modules: set[nn.Module],
+    groups: Iterable[dist.ProcessGroup],
+) -> None:
+    """Give all ranks what rank 0 has, group by group."""
+    tensors = {
+        id(tensor): tensor.detach()
+        for inner in _own(module, ignored_modules)
+        for _, tensor in _states(inner, ignored)
+    }
+    for group in groups:
+        broadcast_together(list(tensors.values()), group)
