@@ -121,8 +121,8 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
     values.copy_(there)
 
 
-def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh, dim: int = 0) -> Tensor:
-    """The pieces of the ranks along one dim of ``mesh``, end to end.
+def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
+    """The pieces of all ranks of ``wire``, end to end.
 
     ``piece`` is 1-D, ``lengths[r]`` the elements of rank r's.
 
@@ -131,24 +131,24 @@ def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh, dim: 
     """
     total, longest = sum(lengths), max(lengths)
     if piece.dtype is torch.bool:  # which gloo does not carry
-        return gather_uneven(piece.view(torch.uint8), lengths, mesh, dim).view(torch.bool)
+        return gather_uneven(piece.view(torch.uint8), lengths, wire).view(torch.bool)
     if longest * len(lengths) > 2 * total:
-        return _broadcast_pieces(piece, lengths, mesh.get_group(dim))
+        return _broadcast_pieces(piece, lengths, wire)
     source = piece.new_zeros(longest)
     source[: len(piece)] = piece
     gathered = piece.new_empty(len(lengths) * longest)
-    collectives_of(mesh, dim).all_gather([gathered], [source]).wait()
+    wire.all_gather([gathered], [source]).wait()
     padded = gathered.view(len(lengths), longest).unbind()
     return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
 
 
-def _broadcast_pieces(piece: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
     whole = piece.new_empty(sum(lengths))
     parts = whole.split(list(lengths))
-    parts[group.rank()].copy_(piece)
+    parts[wire.rank].copy_(piece)
     for rank, part in enumerate(parts):
         if len(part):
-            dist.broadcast(part, group=group, group_src=rank)
+            wire.broadcast(part, rank).wait()
     return whole
 
 

@@ -2,6 +2,7 @@
 
 Read ``bucket`` first (its note names every tensor), then ``unshard`` and ``reduce`` (the two ways
 through a bucket), ``unit``, ``autograd`` (how backward tells us where it is) and ``executor``.
+``full`` and ``loan`` stand beside that: full parameters for people to read and to write.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
 from fullshard.engine.offload import Offload
+from fullshard.engine.full import gather_full_param, is_first, is_first_copy
+from fullshard.engine.loan import Loan, Terms
 from fullshard.engine.policy import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -24,11 +27,16 @@ __all__ = [
     "BucketSpec",
     "CPUOffloadPolicy",
     "Engine",
+    "Loan",
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
     "ReducePolicy",
     "Registration",
+    "Terms",
     "Unit",
     "check_extendable",
+    "gather_full_param",
+    "is_first",
+    "is_first_copy",
 ]
