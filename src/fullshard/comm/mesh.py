@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
 from fullshard.comm.c10d import C10d
-from fullshard.comm.protocol import Alone, Collectives
+from fullshard.comm.protocol import Alone, Collectives, Together
 
 __all__ = [
     "all_reduce",
+    "broadcast_pieces",
     "collectives_of",
     "collectives_of_part",
     "collectives_of_twin",
@@ -133,7 +134,7 @@ def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> T
     if piece.dtype is torch.bool:  # which gloo does not carry
         return gather_uneven(piece.view(torch.uint8), lengths, wire).view(torch.bool)
     if longest * len(lengths) > 2 * total:
-        return _broadcast_pieces(piece, lengths, wire)
+        return broadcast_pieces(piece, lengths, wire)
     source = piece.new_zeros(longest)
     source[: len(piece)] = piece
     gathered = piece.new_empty(len(lengths) * longest)
@@ -142,13 +143,16 @@ def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> T
     return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
 
 
-def _broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
+def broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
+    """The same by one broadcast for each rank that holds something, in the result's memory alone.
+
+    All are started at once; together they move what an all-gather does.
+    """
     whole = piece.new_empty(sum(lengths))
     parts = whole.split(list(lengths))
     parts[wire.rank].copy_(piece)
-    for rank, part in enumerate(parts):
-        if len(part):
-            wire.broadcast(part, rank).wait()
+    started = [wire.broadcast(part, rank) for rank, part in enumerate(parts) if len(part)]
+    Together(started).wait()
     return whole
 
 

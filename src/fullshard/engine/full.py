@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm import gather_uneven
+from fullshard.comm import broadcast_pieces
 from fullshard.device import Kind, StorageMeter
 from fullshard.engine.bucket import cut_into
 from fullshard.engine.spec import BucketSpec
@@ -74,8 +74,8 @@ def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: Storage
         own = spec.segments[index]
         piece = flat.narrow(0, own.shard_offset, own.numel).to(spec.device)
         lengths = [layout.segments_of(rank)[index].numel for rank in range(layout.world)]
-        with meter.holding(Kind.FULL, 2 * param.numel * flat.itemsize):
-            return gather_uneven(piece, lengths, spec.comm).view(param.shape)
+        with meter.holding(Kind.FULL, param.numel * flat.itemsize):
+            return broadcast_pieces(piece, lengths, spec.comm).view(param.shape)
     source = flat.narrow(0, plan.shard_offset, plan.numel).to(spec.device)
     staging = source.new_empty(layout.world * plan.numel)
     with meter.holding(Kind.FULL, staging.nbytes):

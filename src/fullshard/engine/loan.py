@@ -51,6 +51,7 @@ class Loan:
         self._terms = terms
         self._meter = meter
         self._nbytes = 0
+        self._taken: list[list[Tensor] | None] = [None] * len(unit.buckets)
         with torch.inference_mode(False), torch.no_grad():
             self._lent = [self._fill(bucket) for bucket in unit.buckets]
         meter.change(Kind.FULL, self._nbytes)
@@ -97,51 +98,55 @@ class Loan:
         full = gather_full(spec, row, self._meter)
         return [grad if has else None for grad, has in zip(full, present, strict=True)]
 
-    def take_back(self, *, keep: bool) -> None:
-        """Show what was shown before; keep what the user wrote, or not.
+    def take_back(self, *, keep: bool) -> FullshardError | None:
+        """Show what was shown before; the unit is as usable as it was.
 
-        Whatever is raised, the unit is as usable as before.
+        Args:
+            keep: whether what the user wrote will be, on this rank.
 
-        Raises:
-            ConfigError: the modules show something else, which cannot be taken for parameters.
-            ProtocolError: ranks wrote different things, and the user asked to be told.
+        Returns:
+            Why it must not be: the modules show something that cannot be taken for parameters, or
+            ranks wrote different things, and the user asked to be told.
         """
         self._unit.loan = None
         self._meter.change(Kind.FULL, -self._nbytes)
         problem: FullshardError | None = None
-        taken: list[list[Tensor] | None] = [None] * len(self._unit.buckets)
         try:
-            taken = self._unit.registration.take_back(self._unit.buckets)
+            self._taken = self._unit.registration.take_back(self._unit.buckets)
         except ConfigError as error:
             problem, keep = error, False
         if not self._terms.writeback:
+            return None
+        if self._terms.check:
+            with torch.no_grad():
+                problem = self._check(keep=keep) or problem
+        return problem
+
+    def write(self, *, keep: bool) -> None:
+        """Bring what was taken back into the shards, if that is wanted and this rank keeps it."""
+        if not self._terms.writeback:
             return
         with torch.inference_mode(False), torch.no_grad():
-            problem = self._write(taken, keep=keep) or problem
+            for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
+                if self._terms.rank0_only:
+                    self._write_first(bucket, params, keep=keep)
+                elif keep and params is not None:
+                    self._write_own(bucket, params)
         if self._unit.engine is not None:
             self._unit.engine.rewritten(self._unit)
-        if problem is not None:
-            raise problem
 
-    def _write(
-        self, taken: Sequence[Sequence[Tensor] | None], *, keep: bool
-    ) -> FullshardError | None:
-        """Bring what was taken back into the shards."""
-        buckets = self._unit.buckets
-        if self._terms.rank0_only:
-            for bucket, params in zip(buckets, taken, strict=True):
-                self._write_first(bucket, params, keep=keep)
-            return None
-        problem = self._check(taken, keep=keep) if self._terms.check else None
-        if keep and problem is None:
-            for bucket, params in zip(buckets, taken, strict=True):
-                assert params is not None
-                for segment, param in zip(bucket.spec.segments, params, strict=True):
-                    cut_into(local_part(param).detach(), segment, bucket.shard)
-                _freeze(bucket, [param.requires_grad for param in params])
-                if self._terms.with_grads:
-                    self._write_grads(bucket, _grads(bucket, params))
-        return problem
+    def _write_own(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
+        """Each rank its own elements, never padding."""
+        for segment, param in zip(bucket.spec.segments, params, strict=True):
+            cut_into(local_part(param).detach(), segment, bucket.shard)
+        _freeze(bucket, [param.requires_grad for param in params])
+        if self._terms.with_grads:
+            grads = _grads(bucket, params)
+            row = torch.zeros_like(bucket.shard)
+            for segment, grad in zip(bucket.spec.segments, grads, strict=True):
+                if grad is not None:
+                    cut_into(grad, segment, row)
+            _put_grads(bucket, row, [grad is not None for grad in grads])
 
     def _write_first(self, bucket: Bucket, params: Sequence[Tensor] | None, *, keep: bool) -> None:
         """Rank 0 tells all what it has, and whether to keep it."""
@@ -169,20 +174,11 @@ class Loan:
                 share_first(spec, row)
             _put_grads(bucket, row, present)
 
-    def _write_grads(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> None:
-        row = torch.zeros_like(bucket.shard)
-        for segment, grad in zip(bucket.spec.segments, grads, strict=True):
-            if grad is not None:
-                cut_into(grad, segment, row)
-        _put_grads(bucket, row, [grad is not None for grad in grads])
-
-    def _check(
-        self, taken: Sequence[Sequence[Tensor] | None], *, keep: bool
-    ) -> FullshardError | None:
+    def _check(self, *, keep: bool) -> FullshardError | None:
         """Whether all ranks wrote the same, and came here in the same way."""
         names: list[str] = []
         is_left = False
-        for bucket, params in zip(self._unit.buckets, taken, strict=True):
+        for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
             if any(any_rank(bucket.spec, [not keep or params is None], over_copies=True)):
                 is_left = True
                 continue

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.device import Kind
 from fullshard.engine import Loan, Terms, Unit, gather_full_param, is_first, is_first_copy
-from fullshard.errors import ArgumentTypeError, ConfigError, FullshardError
+from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import (
     Held,
@@ -99,15 +99,13 @@ def unshard_params(
 
 
 def _take_back(loans: Sequence[Loan], *, keep: bool) -> None:
-    """All of them, whatever one of them raises."""
-    problems: list[FullshardError] = []
+    """First restore all, then write all or nothing, then raise."""
+    problems = [loan.take_back(keep=keep) for loan in loans]
     for loan in loans:
-        try:
-            loan.take_back(keep=keep)
-        except FullshardError as error:
-            problems.append(error)
-    if problems:
-        raise problems[0]
+        loan.write(keep=keep and not any(problems))
+    for problem in problems:
+        if problem is not None:
+            raise problem
 
 
 def _checked_terms(*, check: bool, on_error: str, **flags: bool) -> Terms:
@@ -192,7 +190,7 @@ def iter_full_params(
     Args:
         module: a sharded module, one with sharded modules inside, or a part of one.
         rank0_only: other ranks take part, but get nothing: their loop has no turns. Rank 0 is the
-            first of all dims of the mesh that a parameter lies on.
+            first of all that the parameters lie on, tensor-parallel ranks included.
 
     Raises:
         ProtocolError: inside of a forward or backward, while ``unshard_params()`` lends a unit, or
@@ -207,6 +205,7 @@ def _full_params(
     module: nn.Module, units: Sequence[Unit], *, rank0_only: bool
 ) -> Iterator[tuple[str, Tensor]]:
     held_at = held_params(units)
+    is_given = not rank0_only or is_first_rank(units)
     seen: set[object] = set()
     for prefix, inner in module.named_modules():
         for name, shown in inner._parameters.items():
@@ -218,11 +217,11 @@ def _full_params(
             full_name = clean_name(f"{prefix}.{name}" if prefix else name)
             if held is None:
                 full = full_value(shown)
-                if not rank0_only or is_first_rank(units):
+                if is_given:
                     yield full_name, full
                 continue
             got = full_held(held, rank0_only=rank0_only)
-            if got is not None:
+            if got is not None and is_given:
                 with engine_of(held.unit).meter.holding(Kind.FULL, got.nbytes):
                     yield full_name, got
 
@@ -230,7 +229,8 @@ def _full_params(
 def full_held(held: Held, *, rank0_only: bool = False) -> Tensor | None:
     """The full value of a sharded parameter, in memory of its own; a collective.
 
-    With ``rank0_only`` None on all ranks but the first of all dims of its mesh.
+    With ``rank0_only`` None on all ranks but the first of its mesh, which may be several where a
+    plain parameter stands beside tensor-parallel ones.
     """
     bucket, spec = held.bucket, held.bucket.spec
     if rank0_only and not is_first_copy(spec):
@@ -252,10 +252,11 @@ def full_value(value: Tensor) -> Tensor:
 
 
 def is_first_rank(units: Sequence[Unit]) -> bool:
-    """Whether this rank is the first of those that ``units`` lie on, or of all."""
-    for held in held_params(units).values():
-        return not any(held.coordinate)
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Whether this rank is the first of all those that ``units`` lie on, or of all there are."""
+    held = held_params(units).values()
+    if not held:
+        return not dist.is_initialized() or dist.get_rank() == 0
+    return not any(any(one.coordinate) for one in held)
 
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

@@ -83,17 +83,20 @@ class ParamGather:
 
 
 def plan_param_gather(layout: Layout, param: int) -> ParamGather | None:
-    """None if the ranks keep intervals so uneven, or at such places, that each sends its own."""
+    """None if the ranks keep intervals that each should send by itself, at other places or uneven.
+
+    Slices are of one size, so that up to twice the parameter is gathered, more where it is cut on
+    another dim than the first.
+    """
     bands = layout.bands[param]
     kept = [band for band in bands if band.numel]
     start, numel = kept[0].segment.shard_offset, max(band.segment.numel for band in kept)
-    is_alike = all(band.segment.shard_offset == start for band in kept)
-    are_intervals = all(band.segment.count == 1 for band in kept)
-    is_wasteful = layout.world * numel > 2 * layout.params[param].numel
-    if not is_alike or start + numel > layout.shard_numel or (are_intervals and is_wasteful):
+    if all(band.segment.count == 1 for band in kept):
+        is_alike = all(band.segment.shard_offset == start for band in kept)
+        is_wasteful = layout.world > 1 and layout.world * numel >= 2 * layout.params[param].numel
+        if is_alike and not is_wasteful and all(_follows(band, numel) for band in kept):
+            return ParamGather(start, numel, ())
         return None
-    if all(_follows(band, numel) for band in kept):
-        return ParamGather(start, numel, ())
     copies = joined([band.copy(numel) for band in kept])
     return ParamGather(
         start,
