@@ -18,9 +18,11 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import broadcast_pieces
 from fullshard.device import Kind, StorageMeter
-from fullshard.engine.bucket import cut_into
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.shard import FlatShard, cut_into
 from fullshard.engine.spec import BucketSpec
 from fullshard.layout import StridedCopy, plan_gather, plan_param_gather
+from fullshard.tensors import plain
 
 __all__ = [
     "any_rank",
@@ -31,10 +33,34 @@ __all__ = [
     "gather_full_param",
     "is_first",
     "is_first_copy",
+    "put_values",
     "share_first",
+    "values_of",
 ]
 
 _DIRECT_NBYTES = 512 << 10  # as for computation, see ``unshard``
+
+
+def values_of(bucket: Bucket) -> Tensor:
+    """The shard, or, where tensors of classes of their own are kept, a copy of their values."""
+    shards = bucket.shards
+    if isinstance(shards, FlatShard):
+        return shards.flat
+    numel = bucket.spec.layout.shard_numel
+    flat = torch.zeros(numel, dtype=shards.dtype, device=shards.device)
+    for piece, local in zip(bucket.spec.pieces, shards.locals, strict=True):
+        if piece.numel:
+            flat.narrow(0, piece.offset, piece.numel).view(piece.shape).copy_(plain(local))
+    return flat
+
+
+def put_values(bucket: Bucket, flat: Tensor) -> None:
+    """Let the shard have what was written into ``values_of`` it."""
+    if isinstance(bucket.shards, FlatShard):
+        return
+    for piece, local in zip(bucket.spec.pieces, bucket.shards.locals, strict=True):
+        if piece.numel:
+            local.copy_(flat.narrow(0, piece.offset, piece.numel).view(piece.shape))
 
 
 def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.device import Kind, StorageMeter
-from fullshard.engine.bucket import Bucket, cut_into
+from fullshard.engine.bucket import Bucket
 from fullshard.engine.full import (
     any_rank,
     cut_first,
@@ -18,8 +18,11 @@ from fullshard.engine.full import (
     gather_full,
     is_first,
     is_first_copy,
+    put_values,
     share_first,
+    values_of,
 )
+from fullshard.engine.shard import cut_into
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, FullshardError, ProtocolError
 from fullshard.tensors import local_gradients, local_part
@@ -63,7 +66,7 @@ class Loan:
         spec, terms = bucket.spec, self._terms
         if terms.rank0_only and not is_first_copy(spec):
             return None
-        values: list[Tensor] = gather_full(spec, bucket.shard, self._meter)
+        values: list[Tensor] = gather_full(spec, values_of(bucket), self._meter)
         grads = self._gather_grads(bucket) if terms.with_grads else [None] * len(values)
         if terms.rank0_only and not is_first(spec):
             return None
@@ -90,7 +93,7 @@ class Loan:
         present = any_rank(spec, [grad is not None for grad in own])
         if not any(present):
             return [None] * len(own)
-        row = torch.zeros_like(bucket.shard)
+        row = _zero_row(bucket)
         for piece, grad in zip(spec.pieces, own, strict=True):
             if grad is not None:
                 local = spec.form.local(grad).reshape(-1)
@@ -137,12 +140,14 @@ class Loan:
 
     def _write_own(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         """Each rank its own elements, never padding."""
+        flat = values_of(bucket)
         for segment, param in zip(bucket.spec.segments, params, strict=True):
-            cut_into(local_part(param).detach(), segment, bucket.shard)
+            cut_into(local_part(param).detach(), segment, flat)
+        put_values(bucket, flat)
         _freeze(bucket, [param.requires_grad for param in params])
         if self._terms.with_grads:
             grads = _grads(bucket, params)
-            row = torch.zeros_like(bucket.shard)
+            row = _zero_row(bucket)
             for segment, grad in zip(bucket.spec.segments, grads, strict=True):
                 if grad is not None:
                     cut_into(grad, segment, row)
@@ -159,14 +164,16 @@ class Loan:
         is_kept, *flags = flags_of_first(spec, flags)
         if not is_kept:
             return
+        flat = values_of(bucket)
         for i in range(num):
             full = None if params is None else local_part(params[i]).detach()
-            cut_first(spec, i, full, bucket.shard)
-        share_first(spec, bucket.shard)
+            cut_first(spec, i, full, flat)
+        share_first(spec, flat)
+        put_values(bucket, flat)
         _freeze(bucket, [bool(flag) for flag in flags[:num]])
         if self._terms.with_grads:
             present = [bool(flag) for flag in flags[num:]]
-            row = torch.zeros_like(bucket.shard)
+            row = _zero_row(bucket)
             for i in range(num):
                 if present[i]:
                     cut_first(spec, i, grads[i], row)
@@ -207,6 +214,13 @@ def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
     if bucket.spec.parallel:
         grads = local_gradients(grads, bucket.spec.parallel)
     return [None if grad is None else grad.detach() for grad in grads]
+
+
+def _zero_row(bucket: Bucket) -> Tensor:
+    """For gradients in the order of the shard."""
+    shards = bucket.shards
+    numel = bucket.spec.layout.shard_numel
+    return torch.zeros(numel, dtype=shards.dtype, device=shards.device)
 
 
 def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.device import Kind
-from fullshard.engine import Loan, Terms, Unit, gather_full_param, is_first, is_first_copy
+from fullshard.engine import (
+    Loan,
+    Terms,
+    Unit,
+    gather_full_param,
+    is_first,
+    is_first_copy,
+    values_of,
+)
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import (
@@ -236,7 +244,7 @@ def full_held(held: Held, *, rank0_only: bool = False) -> Tensor | None:
     if rank0_only and not is_first_copy(spec):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        full = gather_full_param(spec, bucket.shard, held.number, engine_of(held.unit).meter)
+        full = gather_full_param(spec, values_of(bucket), held.number, engine_of(held.unit).meter)
         if rank0_only and not is_first(spec):
             return None
         if spec.parallel and (parallel := spec.parallel[held.number]) is not None:
