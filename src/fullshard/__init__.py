@@ -13,9 +13,11 @@ from fullshard.frontend import (
     ShardPlacementResult,
     UnshardHandle,
     fully_shard,
+    iter_full_params,
     register_fsdp_forward_method,
     shard_blocks,
     share_comm_ctx,
+    unshard_params,
 )
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.tensors import RaggedTensor
@@ -39,10 +41,12 @@ __all__ = [
     "UnshardHandle",
     "errors",
     "fully_shard",
+    "iter_full_params",
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "shard_blocks",
+    "unshard_params",
 ]
 
 __version__ = "0.1.0"

@@ -36,6 +36,7 @@ __all__ = [
     "all_to_all",
     "apply",
     "backend_name",
+    "broadcast",
     "current_task",
     "default_dtensor_op",
     "device_types",
@@ -111,6 +112,13 @@ def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return options
+
+
+def broadcast(group: dist.ProcessGroup, values: Tensor, root: int) -> dist.Work:
+    """Start the backend's broadcast of ``values`` from rank ``root`` of the group, in place."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([values], options)
 
 
 def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout import Layout, ParamSpec, PerParameter, Ragged, plan_gather
+from fullshard.layout import (
+    Layout,
+    ParamSpec,
+    PerParameter,
+    Ragged,
+    plan_gather,
+    plan_param_gather,
+)
 from tests.pure.layout_model import PADDING, Buffer, elements, layouts, scatter, values
 
 
@@ -60,3 +67,38 @@ def test_the_ragged_layout_is_gathered_in_place_as_a_whole() -> None:
     plan = plan_gather(layout, min_numel=10**9)
     assert (plan.staged_numel, plan.copies) == (0, ())
     assert [part.numel for part in plan.direct] == [layout.shard_numel]
+
+
+def gathered_alone(layout: Layout, param: int) -> Buffer:
+    """One parameter, from slices that lie alike or from each rank's own interval."""
+    shards, numel = scatter(layout, values(layout)), layout.params[param].numel
+    plan = plan_param_gather(layout, param)
+    if plan is None:
+        own = [(shards[rank], layout.segments_of(rank)[param]) for rank in range(layout.world)]
+        return [x for shard, s in own for x in shard[s.shard_offset : s.shard_offset + s.numel]]
+    end = plan.shard_offset + plan.numel
+    assert end <= layout.shard_numel
+    staging = [x for shard in shards for x in shard[plan.shard_offset : end]]
+    if not plan.copies:
+        return staging[:numel]
+    found: Buffer = [PADDING] * numel
+    for copy in plan.copies:
+        for in_param, in_staging in elements(copy):
+            assert found[in_param] is PADDING
+            found[in_param] = staging[in_staging]
+    return found
+
+
+@given(layouts())
+def test_a_parameter_comes_whole_by_itself(layout: Layout) -> None:
+    for param, elements_of in enumerate(values(layout)):
+        if elements_of:
+            assert gathered_alone(layout, param) == elements_of
+
+
+def test_what_one_rank_keeps_is_sent_by_that_rank() -> None:
+    specs = [ParamSpec("w", (4, 6)), ParamSpec("v", (5, 4))]
+    layout = Ragged("tensor").build(specs, 2, align=4)
+    assert [plan_param_gather(layout, param) for param in range(2)] == [None, None]
+    plan = plan_param_gather(PerParameter().build(specs, 2, align=4), 1)
+    assert plan is not None and (plan.numel, plan.copies) == (12, ())

@@ -10,6 +10,7 @@ from fullshard.comm.c10d import C10d
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.mesh import (
     all_reduce,
+    broadcast_pieces,
     broadcast_together,
     collectives_of,
     collectives_of_part,
@@ -38,6 +39,7 @@ __all__ = [
     "Recording",
     "ReduceScatter",
     "all_reduce",
+    "broadcast_pieces",
     "broadcast_together",
     "collectives_of",
     "collectives_of_part",

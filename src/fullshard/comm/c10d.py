@@ -120,6 +120,10 @@ class C10d:
         work = _torch.all_reduce(self.group, values, op)
         return work if self._averages else _Divided(work, values, self.world)
 
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """See ``Collectives.broadcast``; as bytes, since gloo does not carry every dtype."""
+        return _torch.broadcast(self.group, values.view(-1).view(torch.uint8), source)
+
     def _exchange(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[dist.Work]:
         """Send ``sources[r]`` to each other rank r while ``targets[r]`` is received from it."""
         tag = _FIRST_TAG + next(self._tags) % _TAGS

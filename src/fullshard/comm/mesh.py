@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
 from fullshard.comm.c10d import C10d
-from fullshard.comm.protocol import Alone, Collectives
+from fullshard.comm.protocol import Alone, Collectives, Together
 
 __all__ = [
     "all_reduce",
+    "broadcast_pieces",
     "broadcast_together",
     "collectives_of",
     "collectives_of_part",
@@ -144,8 +145,8 @@ def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> N
             tensor.copy_(part.view(tensor.shape))
 
 
-def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh, dim: int = 0) -> Tensor:
-    """The pieces of the ranks along one dim of ``mesh``, end to end.
+def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
+    """The pieces of all ranks of ``wire``, end to end.
 
     ``piece`` is 1-D, ``lengths[r]`` the elements of rank r's.
 
@@ -154,24 +155,27 @@ def gather_uneven(piece: Tensor, lengths: Sequence[int], mesh: DeviceMesh, dim: 
     """
     total, longest = sum(lengths), max(lengths)
     if piece.dtype is torch.bool:  # which gloo does not carry
-        return gather_uneven(piece.view(torch.uint8), lengths, mesh, dim).view(torch.bool)
+        return gather_uneven(piece.view(torch.uint8), lengths, wire).view(torch.bool)
     if longest * len(lengths) > 2 * total:
-        return _broadcast_pieces(piece, lengths, mesh.get_group(dim))
+        return broadcast_pieces(piece, lengths, wire)
     source = piece.new_zeros(longest)
     source[: len(piece)] = piece
     gathered = piece.new_empty(len(lengths) * longest)
-    collectives_of(mesh, dim).all_gather([gathered], [source]).wait()
+    wire.all_gather([gathered], [source]).wait()
     padded = gathered.view(len(lengths), longest).unbind()
     return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
 
 
-def _broadcast_pieces(piece: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
+    """The same by one broadcast for each rank that holds something, in the result's memory alone.
+
+    All are started at once; together they move what an all-gather does.
+    """
     whole = piece.new_empty(sum(lengths))
     parts = whole.split(list(lengths))
-    parts[group.rank()].copy_(piece)
-    for rank, part in enumerate(parts):
-        if len(part):
-            dist.broadcast(part, group=group, group_src=rank)
+    parts[wire.rank].copy_(piece)
+    started = [wire.broadcast(part, rank) for rank, part in enumerate(parts) if len(part)]
+    Together(started).wait()
     return whole
 
 

@@ -77,6 +77,9 @@ class Collectives(Protocol):
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Start to replace ``values`` (1-D) by their mean over ranks, the same bits on all."""
 
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """Start to replace ``values`` (contiguous) by what they are on rank ``source``."""
+
 
 @dataclass(frozen=True)
 class Around:
@@ -104,6 +107,10 @@ class Around:
         """That of ``inner``."""
         return self.inner.group
 
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """As ``inner`` does."""
+        return self.inner.broadcast(values, source)
+
 
 class Alone:
     """A group of one."""
@@ -130,5 +137,9 @@ class Alone:
         return Done()
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
+        """Nothing to do."""
+        return Done()
+
+    def broadcast(self, values: Tensor, source: int) -> Pending:
         """Nothing to do."""
         return Done()

@@ -47,3 +47,8 @@ class Recording(Around):
         """Note and pass on."""
         self.calls.append(CollectiveCall("all_reduce", values.numel(), values.dtype))
         return self.inner.all_reduce_mean(values)
+
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """Note and pass on."""
+        self.calls.append(CollectiveCall("broadcast", values.numel(), values.dtype))
+        return self.inner.broadcast(values, source)

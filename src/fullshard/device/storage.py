@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ class Kind(enum.StrEnum):
     GATHER_OUTPUT = "gather_output"
     ALL_GATHER_INPUT = "all_gather_input"
     REDUCE_INPUT = "reduce_input"
+    FULL = "full"
 
 
 class StorageMeter:
@@ -38,6 +41,15 @@ class StorageMeter:
         held = self.held_nbytes[kind] = self.held_nbytes[kind] + nbytes
         if held > self.peak_nbytes[kind]:
             self.peak_nbytes[kind] = held
+
+    @contextmanager
+    def holding(self, kind: Kind, nbytes: int) -> Iterator[None]:
+        """Count ``nbytes`` of ordinary tensors that are held as long as the ``with`` block."""
+        self.change(kind, nbytes)
+        try:
+            yield
+        finally:
+            self.change(kind, -nbytes)
 
     def copied(self, nbytes: int) -> None:
         """Note a copy that wrote ``nbytes``."""

@@ -2,6 +2,7 @@
 
 Read ``bucket`` first (its note names every tensor), then ``unshard`` and ``reduce`` (the two ways
 through a bucket), ``unit``, ``autograd`` (how backward tells us where it is) and ``executor``.
+``full`` and ``loan`` stand beside that: full parameters for people to read and to write.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
+from fullshard.engine.full import gather_full_param, is_first, is_first_copy, values_of
+from fullshard.engine.loan import Loan, Terms
 from fullshard.engine.offload import Offload
 from fullshard.engine.policy import (
     CPUOffloadPolicy,
@@ -24,11 +27,17 @@ __all__ = [
     "BucketSpec",
     "CPUOffloadPolicy",
     "Engine",
+    "Loan",
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
     "ReducePolicy",
     "Registration",
+    "Terms",
     "Unit",
     "check_extendable",
+    "gather_full_param",
+    "is_first",
+    "is_first_copy",
+    "values_of",
 ]

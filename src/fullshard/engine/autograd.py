@@ -243,6 +243,7 @@ class Use:
         return trainable or any(tensor.requires_grad for tensor in inputs)
 
     def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
+        self.unit.check_not_lent("a backward")
         task = self.backward.task()
         expected = self.backward.arrivals(self.unit, task).expected
         if expected is None:

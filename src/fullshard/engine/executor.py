@@ -18,7 +18,17 @@ from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.unit import Unit
 from fullshard.errors import ProtocolError
-from fullshard.schedule import Action, Event, MachinePolicy, Op, Recorder, Scheduler, UnitPolicy
+from fullshard.schedule import (
+    Action,
+    Event,
+    Hold,
+    MachinePolicy,
+    Op,
+    Recorder,
+    Residency,
+    Scheduler,
+    UnitPolicy,
+)
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 
@@ -100,8 +110,14 @@ class Engine:
         return cls([*units, unit], [*policies, policy], machine)
 
     def check_idle(self, what: str) -> None:
+        """Raise ``ProtocolError`` in the middle of a forward or a backward, or of a loan."""
+        self.check_not_running(what)
+        for unit in self.units:
+            unit.check_not_lent(what)
+
+    def check_not_running(self, what: str) -> None:
         """Raise ``ProtocolError`` in the middle of a forward or a backward."""
-        if not self.scheduler.idle:
+        if not self.scheduler.idle or _torch.current_task() != NO_TASK:
             raise ProtocolError(
                 f"{what} was called in the middle of a forward or a backward of the model; "
                 "call it between steps, or call reset_iter_state() on the root after an exception"
@@ -194,8 +210,9 @@ class Engine:
         """``member`` of ``unit`` is about to run its forward, on ``inputs``.
 
         Raises:
-            ProtocolError: parameters are on the meta device; nothing was changed.
+            ProtocolError: parameters are on the meta device, or lent; nothing was changed.
         """
+        unit.check_not_lent("a forward")
         task = self._backward.task()
         if self.scheduler.idle:
             self.look_after(self.units)
@@ -227,9 +244,22 @@ class Engine:
             ProtocolError: parameters are on the meta device.
         """
         for unit in units:
-            self.take_over(unit)
-            unit.check_ready()
-            unit.sync_requires_grad()
+            if unit.loan is None:
+                self.take_over(unit)
+                unit.check_ready()
+                unit.sync_requires_grad()
+
+    def rewritten(self, unit: Unit) -> None:
+        """The shards of ``unit`` were written behind everybody's back.
+
+        What the user unsharded is gathered again at once, as the modules show it. What waits for
+        a backward belongs to the weights of its forward.
+        """
+        self.weights_changed()
+        state = self.scheduler.residents.units[unit.key]
+        if state.residency is Residency.UNSHARDED and state.holds == Hold.USER:
+            self.trigger(when.UserUnshard(unit.key))
+            self.trigger(when.UserWait(unit.key))
 
     def take_over(self, unit: Unit) -> None:
         """Notice parameters that were replaced, moved, cast or written since the last step."""

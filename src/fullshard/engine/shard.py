@@ -13,7 +13,7 @@ from fullshard.errors import ProtocolError
 from fullshard.layout import Segment
 from fullshard.tensors import carry_hooks, is_wrapper, local_part
 
-__all__ = ["FlatShard", "SeparateShards", "Shards", "cut_shards"]
+__all__ = ["FlatShard", "SeparateShards", "Shards", "cut_into", "cut_shards"]
 
 
 class Shards(Protocol):
@@ -70,7 +70,7 @@ class FlatShard:
         device = first.device if first.is_meta else spec.home
         flat = torch.zeros(spec.layout.shard_numel, dtype=first.dtype, device=device)
         for segment, whole in zip(spec.segments, wholes, strict=True):
-            _cut(whole, segment, flat)
+            cut_into(whole, segment, flat)
         return cls(spec, flat)
 
     @property
@@ -190,7 +190,7 @@ def _zeros_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.new_zeros(shape)
 
 
-def _cut(whole: Tensor, segment: Segment, shard: Tensor) -> None:
+def cut_into(whole: Tensor, segment: Segment, shard: Tensor) -> None:
     """Copy one segment of ``whole`` to its place in ``shard``."""
     if whole.is_meta or not segment.numel:
         return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from fullshard import _torch
@@ -20,6 +20,7 @@ from fullshard.errors import ProtocolError, UnsupportedError
 
 if TYPE_CHECKING:
     from fullshard.engine.executor import Engine
+    from fullshard.engine.loan import Loan
 
 __all__ = ["Registration", "Unit"]
 
@@ -38,6 +39,20 @@ class Registration(Protocol):
 
         Raises:
             ConfigError: they do not lie as ours do, or were put over unsharded parameters.
+        """
+
+    def lend(
+        self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
+    ) -> None:
+        """Show ``params``, bucket by bucket, until they are taken back, whatever is told to be
+        shown meanwhile; None: go on as before.
+        """
+
+    def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
+        """Show again what was told last; return what stands where ``params`` did.
+
+        Raises:
+            ConfigError: something that cannot be taken for one of them; the rest has been done.
         """
 
 
@@ -62,6 +77,7 @@ class Unit:
         self.num_members = num_members
         self.encloses = encloses
         self.engine: Engine | None = None
+        self.loan: Loan | None = None  # while the user has full parameters, by ``unshard_params``
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
 
@@ -72,7 +88,7 @@ class Unit:
         """
         new = copy.copy(self)
         new.buckets = tuple(bucket.copy(memo) for bucket in self.buckets)
-        new.engine = None
+        new.engine = new.loan = None
         new.forget_nodes()
         memo[id(self)] = new
         return new
@@ -251,6 +267,14 @@ class Unit:
                 f"unit {self.name or '(root)'} has parameters on the meta device: "
                 f"{', '.join(names)}. Give them memory with to_empty(device=...) and values with "
                 "reset_parameters(), or load_state_dict(..., assign=True)"
+            )
+
+    def check_not_lent(self, what: str) -> None:
+        """Raise ``ProtocolError`` while the user has full parameters."""
+        if self.loan is not None:
+            raise ProtocolError(
+                f"{what} while unshard_params() lends the full parameters of unit "
+                f"{self.name or '(root)'}: leave the with block first"
             )
 
     def sync_requires_grad(self) -> None:

@@ -3,13 +3,15 @@
 ``ownership`` says which parameters a call owns and where they stand, ``checks`` what it refuses,
 ``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie together;
 ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine, ``module`` is what
-users call afterwards, with ``controls`` of how it communicates, ``copying`` its deep copies;
+users call afterwards, with ``controls`` of how it communicates, ``copying`` its deep copies,
+``contexts`` full parameters on demand;
 ``explain`` puts torch's errors into our words.
 """
 
 from __future__ import annotations
 
 from fullshard.frontend.blocks import ChosenUnit, ChosenUnits, shard_blocks
+from fullshard.frontend.contexts import iter_full_params, unshard_params
 from fullshard.frontend.controls import share_comm_ctx
 from fullshard.frontend.fully_shard import fully_shard
 from fullshard.frontend.meshes import DataParallelMeshDims
@@ -28,7 +30,9 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
+    "iter_full_params",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "shard_blocks",
+    "unshard_params",
 ]

@@ -152,6 +152,7 @@ class _StateDictHooks:
         engine_of(self.unit).weights_changed()
 
     def _enter(self) -> None:
+        self.unit.check_not_lent("state_dict() or load_state_dict()")
         if self._depth == 0:
             self._shown_unsharded = not self.places.shows_sharded
             if self._shown_unsharded:

@@ -73,6 +73,7 @@ class FSDPModule(CommunicationControls):
             ProtocolError: parameters are on the meta device.
         """
         unit, engine = unit_and_engine(self)
+        unit.check_not_lent("unshard()")
         if engine.scheduler.idle:
             engine.look_after([unit])
         engine.trigger(when.UserUnshard(unit.key))

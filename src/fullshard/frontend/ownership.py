@@ -18,9 +18,11 @@ __all__ = [
     "OwnedParam",
     "Place",
     "Places",
+    "Held",
     "collect",
     "enlist",
     "enlist_copy",
+    "held_params",
     "managed",
     "owner_of",
     "sharded_twin_of",
@@ -220,10 +222,15 @@ class Places:
             slot for slot in self._slots if _torch.overrides_setattr(slot.place.module)
         ]
         self.shows_sharded = True
+        self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
 
     def modules(self) -> list[nn.Module]:
         """Modules that hold at least one of the parameters."""
         return list(dict.fromkeys(place.module for place in self.all()))
+
+    def slots(self) -> Sequence[_Slot]:
+        """All places, with what stands there."""
+        return self._slots
 
     def all(self) -> list[Place]:
         """All places."""
@@ -240,10 +247,65 @@ class Places:
         self._show([bucket.whole.params for bucket in buckets])
 
     def _show(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
+        if self._lent is not None:
+            lent = self._lent
+            params = [one if two is None else two for one, two in zip(params, lent, strict=True)]
         for own, name, bucket, number, _ in self._slots:
             own[name] = params[bucket][number]
         for slot in self._by_setattr:
             setattr(slot.place.module, slot.name, params[slot.bucket][slot.number])
+
+    def _show_again(self, buckets: Sequence[Bucket]) -> None:
+        """Show what was told last."""
+        if self.shows_sharded:
+            self.show_sharded(buckets)
+        else:
+            self.show_unsharded(buckets)
+
+    def lend(
+        self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
+    ) -> None:
+        """See ``engine.Registration``."""
+        self._lent = params
+        self._show_again(buckets)
+
+    def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
+        """See ``engine.Registration``."""
+        lent, self._lent = self._lent or (), None
+        found: dict[tuple[int, int], dict[int, Any]] = {}  # of each parameter, all that is shown
+        for own, name, bucket, number, place in self._slots:
+            if lent[bucket] is not None:
+                # A tensor that is no Parameter stands where it would hide ours.
+                now = own.get(name, vars(place.module).pop(name, None))
+                found.setdefault((bucket, number), {})[id(now)] = now
+        self._show_again(buckets)
+        return [
+            None
+            if params is None
+            else [
+                self._taken(buckets[bucket], number, list(found[bucket, number].values()), param)
+                for number, param in enumerate(params)
+            ]
+            for bucket, params in enumerate(lent)
+        ]
+
+    def _taken(self, bucket: Bucket, number: int, shown: list[Any], lent: nn.Parameter) -> Tensor:
+        """What the user left in the places of ``lent``, if it can stand for it."""
+        ours = (type(lent.data), lent.shape)
+        left = shown[0] if len(shown) == 1 else None
+        if isinstance(left, Tensor) and (type(left.data), left.shape) == ours:
+            return left
+        what = " and ".join(
+            f"{type(one.data).__name__} of {tuple(one.shape)}"
+            if isinstance(one, Tensor)
+            else type(one).__name__
+            for one in shown
+        )
+        raise ConfigError(
+            f"parameter {bucket.names[number]} was replaced inside of unshard_params() by {what}; "
+            f"expected one {ours[0].__name__} of {tuple(ours[1])} in all its places. Nothing was "
+            "written back; write into the parameter instead"
+        )
 
     def take_over(self, unit: Unit) -> None:
         """See ``engine.Registration``."""
@@ -287,6 +349,36 @@ class Places:
             f"parameter of {tuple(ours.shape)} with the same placement. Replace parameters before "
             "fully_shard, or write into the sharded ones"
         )
+
+
+class Held(NamedTuple):
+    """A parameter of a unit."""
+
+    unit: Unit
+    bucket: Bucket
+    number: int  # of the parameter in the bucket
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The sharded parameter."""
+        return self.bucket.sharded_params[self.number]
+
+    @property
+    def coordinate(self) -> Sequence[int]:
+        """Where this rank is in the mesh that the sharded parameter lies on."""
+        param: Any = self.param
+        return param.device_mesh.get_coordinate() or ()
+
+
+def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
+    """What stands where, of ``units``."""
+    found: dict[Place, Held] = {}
+    for unit in units:
+        places = unit.registration
+        assert isinstance(places, Places)
+        for slot in places.slots():
+            found[slot.place] = Held(unit, unit.buckets[slot.bucket], slot.number)
+    return found
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -28,7 +28,13 @@ four steps: `packing` states the problem, `bound` proves how short shards can be
 shards of a given length, `planner` finds the length.
 """
 
-from fullshard.layout.gather import Direct, GatherPlan, plan_gather
+from fullshard.layout.gather import (
+    Direct,
+    GatherPlan,
+    ParamGather,
+    plan_gather,
+    plan_param_gather,
+)
 from fullshard.layout.layout import Layout, LayoutStrategy
 from fullshard.layout.per_param import PerParameter
 from fullshard.layout.ragged import Granularity, Ragged
@@ -44,6 +50,7 @@ __all__ = [
     "Layout",
     "LayoutStrategy",
     "Move",
+    "ParamGather",
     "ParamSpec",
     "PerParameter",
     "Ragged",
@@ -51,6 +58,7 @@ __all__ = [
     "Segment",
     "StridedCopy",
     "plan_gather",
+    "plan_param_gather",
     "remap",
     "round_up",
 ]

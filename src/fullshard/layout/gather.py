@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.layout.layout import Layout
-from fullshard.layout.segment import StridedCopy
+from fullshard.layout.segment import Band, StridedCopy, joined
 
-__all__ = ["Direct", "GatherPlan", "plan_gather"]
+__all__ = ["Direct", "GatherPlan", "ParamGather", "plan_gather", "plan_param_gather"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,52 @@ def plan_gather(layout: Layout, *, min_numel: int) -> GatherPlan:
         direct.append(Direct(part.shard_offset, part.length, layout.unsharded_offsets[param]))
     copies = layout.copies(staged_numel, below=staged_numel) if staged_numel else ()
     return GatherPlan(staged_numel, copies, tuple(direct[::-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGather:
+    """How one parameter is gathered without the others: by slices that lie alike in all shards.
+
+    Attributes:
+        shard_offset: where the slice begins in each shard.
+        numel: its elements; ranks that keep less send what comes next.
+        copies: from the slices, one rank after the other, to the parameter; none where the slices
+            begin with the parameter.
+    """
+
+    shard_offset: int
+    numel: int
+    copies: tuple[StridedCopy, ...]
+
+
+def plan_param_gather(layout: Layout, param: int) -> ParamGather | None:
+    """None if the ranks keep intervals that each should send by itself, at other places or uneven.
+
+    Slices are of one size, so that up to twice the parameter is gathered, more where it is cut on
+    another dim than the first.
+    """
+    bands = layout.bands[param]
+    kept = [band for band in bands if band.numel]
+    start, numel = kept[0].segment.shard_offset, max(band.segment.numel for band in kept)
+    if all(band.segment.count == 1 for band in kept):
+        is_alike = all(band.segment.shard_offset == start for band in kept)
+        is_wasteful = layout.world > 1 and layout.world * numel >= 2 * layout.params[param].numel
+        if is_alike and not is_wasteful and all(_follows(band, numel) for band in kept):
+            return ParamGather(start, numel, ())
+        return None
+    copies = joined([band.copy(numel) for band in kept])
+    return ParamGather(
+        start,
+        numel,
+        tuple(replace(copy, staging_offset=copy.staging_offset - start) for copy in copies),
+    )
+
+
+def _follows(band: Band, row: int) -> bool:
+    """Whether elements have the same neighbours in slices of ``row`` as in the parameter."""
+    part = band.segment
+    is_run = part.count == 1 and part.start == band.first_rank * row
+    return is_run and (band.num_ranks == 1 or part.length == row)
 
 
 def _kept(layout: Layout) -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
-from fullshard.comm import gather_uneven
+from fullshard.comm import collectives_of, gather_uneven
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.layout.boxes import Box
 from fullshard.tensors.ragged_cut import cut_of
@@ -112,7 +112,8 @@ class RaggedTensor(DTensor):
         if local.is_meta:
             return torch.empty(cut.tp_shape, dtype=self.dtype, device="meta")
         lengths = [cut.ragged.interval(rank).length for rank in range(cut.ragged.num_ranks)]
-        return gather_uneven(local, lengths, self.device_mesh, cut.mesh_dim).view(cut.tp_shape)
+        wire = collectives_of(self.device_mesh, cut.mesh_dim)
+        return gather_uneven(local, lengths, wire).view(cut.tp_shape)
 
     def _as_dtensor(self, tp_part: Tensor) -> DTensor:
         """``tp_part`` as a DTensor that is replicated but for tensor parallelism."""

@@ -1,0 +1,204 @@
+"""Full parameters: whole tensors in the dtype of the shards, and the way back into a shard.
+
+Nothing here knows of residencies. What ``unshard`` makes is for computation: in the dtype of
+mixed precision, a leaf of autograd, in memory that comes and goes. What is made here is for people
+who read and write values: ordinary tensors, which live as long as somebody holds them.
+
+``flat`` is, throughout, 1-D and in the order of a shard: the shard itself, or gradients laid out
+like it. It may be on another device than the bucket's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm import broadcast_pieces
+from fullshard.device import Kind, StorageMeter
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.shard import FlatShard, cut_into
+from fullshard.engine.spec import BucketSpec
+from fullshard.layout import StridedCopy, plan_gather, plan_param_gather
+from fullshard.tensors import plain
+
+__all__ = [
+    "any_rank",
+    "cut_first",
+    "differing",
+    "flags_of_first",
+    "gather_full",
+    "gather_full_param",
+    "is_first",
+    "is_first_copy",
+    "put_values",
+    "share_first",
+    "values_of",
+]
+
+_DIRECT_NBYTES = 512 << 10  # as for computation, see ``unshard``
+
+
+def values_of(bucket: Bucket) -> Tensor:
+    """The shard, or, where tensors of classes of their own are kept, a copy of their values."""
+    shards = bucket.shards
+    if isinstance(shards, FlatShard):
+        return shards.flat
+    numel = bucket.spec.layout.shard_numel
+    flat = torch.zeros(numel, dtype=shards.dtype, device=shards.device)
+    for piece, local in zip(bucket.spec.pieces, shards.locals, strict=True):
+        if piece.numel:
+            flat.narrow(0, piece.offset, piece.numel).view(piece.shape).copy_(plain(local))
+    return flat
+
+
+def put_values(bucket: Bucket, flat: Tensor) -> None:
+    """Let the shard have what was written into ``values_of`` it."""
+    if isinstance(bucket.shards, FlatShard):
+        return
+    for piece, local in zip(bucket.spec.pieces, bucket.shards.locals, strict=True):
+        if piece.numel:
+            local.copy_(flat.narrow(0, piece.offset, piece.numel).view(piece.shape))
+
+
+def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Tensor]:
+    """All parameters of a bucket, whole, in one batch of collectives of the ranks of ``comm``.
+
+    Of tensor-parallel ones these are local tensors. They share memory, but for pickling.
+    """
+    layout = spec.layout
+    flat = flat.to(spec.device)
+    plan = plan_gather(layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
+    full = flat.new_empty(layout.unsharded_numel)
+    staging = flat.new_empty(layout.world * plan.staged_numel)
+    sources = [flat.narrow(0, part.shard_offset, part.numel) for part in plan.direct]
+    outputs = [
+        full.narrow(0, part.unsharded_offset, layout.world * part.numel) for part in plan.direct
+    ]
+    if plan.staged_numel:
+        sources.append(flat[: plan.staged_numel])
+        outputs.append(staging)
+    with meter.holding(Kind.FULL, full.nbytes + staging.nbytes):
+        spec.comm.all_gather(outputs, sources).wait()
+        _copy_out(full, staging, plan.copies, layout.unsharded_offsets)
+    places = zip(layout.unsharded_offsets, layout.params, strict=True)
+    return [
+        _torch.own_storage(full.narrow(0, offset, param.numel).view(param.shape))
+        for offset, param in places
+    ]
+
+
+def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: StorageMeter) -> Tensor:
+    """One parameter of a bucket, whole, in memory of its own; the ranks of ``comm`` all call it."""
+    layout, param = spec.layout, spec.layout.params[index]
+    if not param.numel:
+        return flat.new_empty(param.shape, device=spec.device)
+    plan = plan_param_gather(layout, index)
+    if plan is None:
+        own = spec.segments[index]
+        piece = flat.narrow(0, own.shard_offset, own.numel).to(spec.device)
+        lengths = [layout.segments_of(rank)[index].numel for rank in range(layout.world)]
+        with meter.holding(Kind.FULL, param.numel * flat.itemsize):
+            return broadcast_pieces(piece, lengths, spec.comm).view(param.shape)
+    source = flat.narrow(0, plan.shard_offset, plan.numel).to(spec.device)
+    staging = source.new_empty(layout.world * plan.numel)
+    with meter.holding(Kind.FULL, staging.nbytes):
+        spec.comm.all_gather([staging], [source]).wait()
+        if not plan.copies:
+            return _torch.own_storage(staging[: param.numel].view(param.shape))
+        full = source.new_empty(param.numel)
+        with meter.holding(Kind.FULL, full.nbytes):
+            _copy_out(full, staging, plan.copies)
+    return full.view(param.shape)
+
+
+def _copy_out(
+    full: Tensor, staging: Tensor, copies: Sequence[StridedCopy], offsets: Sequence[int] = ()
+) -> None:
+    """From slices, one rank after the other, to where the elements belong."""
+    for box in copies:
+        start = (offsets[box.param] if offsets else 0) + box.param_offset
+        full.as_strided(box.sizes, box.param_strides, start).copy_(
+            staging.as_strided(box.sizes, box.staging_strides, box.staging_offset)
+        )
+
+
+def is_first(spec: BucketSpec) -> bool:
+    """Whether this is rank 0 of the data-parallel mesh, replicas included."""
+    return spec.comm.rank == 0 and is_first_copy(spec)
+
+
+def is_first_copy(spec: BucketSpec) -> bool:
+    """Whether this rank's shard is of the first of several copies."""
+    return spec.replicas is None or spec.replicas.rank == 0
+
+
+def cut_first(spec: BucketSpec, index: int, full: Tensor | None, flat: Tensor) -> None:
+    """Cut the first rank's ``full`` parameter into ``flat`` on all ranks of the first copy.
+
+    Others pass None. ``share_first`` brings it to the other copies.
+    """
+    if not is_first_copy(spec):
+        return
+    if full is None:
+        full = torch.empty(spec.layout.params[index].shape, dtype=flat.dtype, device=spec.device)
+    full = full.to(spec.device, flat.dtype).contiguous()
+    spec.comm.broadcast(full, 0).wait()
+    cut_into(full, spec.segments[index], flat)
+
+
+def share_first(spec: BucketSpec, flat: Tensor) -> None:
+    """Make ``flat`` what it is in the first copy."""
+    if spec.replicas is not None:
+        shared = flat.to(spec.device)
+        spec.replicas.broadcast(shared, 0).wait()
+        if shared is not flat:
+            flat.copy_(shared)
+
+
+def flags_of_first(spec: BucketSpec, flags: Sequence[int]) -> list[int]:
+    """The first rank's ``flags``, small numbers, on all ranks."""
+    values = torch.tensor(flags, dtype=torch.uint8, device=spec.device)
+    for wire in (spec.comm, spec.replicas):
+        if wire is not None:
+            wire.broadcast(values, 0).wait()
+    return values.tolist()
+
+
+def any_rank(spec: BucketSpec, flags: Iterable[bool], *, over_copies: bool = False) -> list[bool]:
+    """Which of the ``flags`` are set on some rank that shares this copy, or any copy."""
+    values = torch.tensor(list(flags), dtype=torch.uint8, device=spec.device)
+    for wire in (spec.comm, spec.replicas if over_copies else None):
+        if wire is not None and wire.world > 1:
+            gathered = values.new_empty(wire.world * values.numel())
+            wire.all_gather([gathered], [values]).wait()
+            values = gathered.view(wire.world, -1).amax(0)
+    return [bool(value) for value in values.tolist()]
+
+
+def differing(spec: BucketSpec, tensors: Sequence[Tensor | None]) -> list[bool]:
+    """Which of these whole tensors, one for each parameter, are not the same on all ranks.
+
+    Bit by bit, replicas included; a tensor that some ranks do not have differs.
+    """
+    some, none = [t is not None for t in tensors], [t is None for t in tensors]
+    both = zip(
+        any_rank(spec, some, over_copies=True), any_rank(spec, none, over_copies=True), strict=True
+    )
+    is_apart = [here and there for here, there in both]
+    for index, tensor in enumerate(tensors):
+        if tensor is None or is_apart[index]:
+            continue
+        own = tensor.to(spec.device).contiguous()
+        for wire in (spec.comm, spec.replicas):
+            if wire is not None and wire.world > 1:
+                others = own.clone()
+                wire.broadcast(others, 0).wait()
+                is_apart[index] |= not torch.equal(_bits(own), _bits(others))
+    return any_rank(spec, is_apart, over_copies=True)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,243 @@
+"""Full parameters of a unit, lent to the user and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.device import Kind, StorageMeter
+from fullshard.engine.bucket import Bucket
+from fullshard.engine.full import (
+    any_rank,
+    cut_first,
+    differing,
+    flags_of_first,
+    gather_full,
+    is_first,
+    is_first_copy,
+    put_values,
+    share_first,
+    values_of,
+)
+from fullshard.engine.shard import cut_into
+from fullshard.engine.unit import Unit
+from fullshard.errors import ConfigError, FullshardError, ProtocolError
+from fullshard.tensors import local_gradients, local_part
+
+__all__ = ["Loan", "Terms"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the user chose; see ``unshard_params``."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+    check: bool = False
+
+
+class Loan:
+    """The full parameters that a unit's modules show meanwhile, or on some ranks do not.
+
+    They are tensors of their own: what happens to them is nobody's business until they are taken
+    back, and who keeps one keeps its memory. The unit goes on as it was, out of sight.
+    """
+
+    def __init__(self, unit: Unit, terms: Terms, meter: StorageMeter) -> None:
+        """Gather, and show what was gathered; a collective of the ranks of each bucket."""
+        self._unit = unit
+        self._terms = terms
+        self._meter = meter
+        self._nbytes = 0
+        self._taken: list[list[Tensor] | None] = [None] * len(unit.buckets)
+        with torch.inference_mode(False), torch.no_grad():
+            self._lent = [self._fill(bucket) for bucket in unit.buckets]
+        meter.change(Kind.FULL, self._nbytes)
+        unit.registration.lend(unit.buckets, self._lent)
+        unit.loan = self
+
+    def _fill(self, bucket: Bucket) -> list[nn.Parameter] | None:
+        """The full parameters of a bucket, with gradients if they are asked for."""
+        spec, terms = bucket.spec, self._terms
+        if terms.rank0_only and not is_first_copy(spec):
+            return None
+        values: list[Tensor] = gather_full(spec, values_of(bucket), self._meter)
+        grads = self._gather_grads(bucket) if terms.with_grads else [None] * len(values)
+        if terms.rank0_only and not is_first(spec):
+            return None
+        if terms.offload_to_cpu:
+            values = [value.cpu() for value in values]
+            grads = [None if grad is None else grad.cpu() for grad in grads]
+        else:
+            self._nbytes += sum(t.nbytes for t in (*values, *grads) if t is not None)
+        params = []
+        for i, (value, grad, own) in enumerate(
+            zip(values, grads, bucket.sharded_params, strict=True)
+        ):
+            param = spec.whole_param(i, value)
+            param.requires_grad_(own.requires_grad)
+            if grad is not None:
+                parallel = spec.parallel[i] if spec.parallel else None
+                param.grad = grad if parallel is None else parallel.wrap(grad)
+            params.append(param)
+        return params
+
+    def _gather_grads(self, bucket: Bucket) -> list[Tensor | None]:
+        """Whole gradients: None where no rank has one, zeros for the part of who has none."""
+        spec, own = bucket.spec, [param.grad for param in bucket.sharded_params]
+        present = any_rank(spec, [grad is not None for grad in own])
+        if not any(present):
+            return [None] * len(own)
+        row = _zero_row(bucket)
+        for piece, grad in zip(spec.pieces, own, strict=True):
+            if grad is not None:
+                local = spec.form.local(grad).reshape(-1)
+                row.narrow(0, piece.offset, piece.numel).copy_(local)
+        full = gather_full(spec, row, self._meter)
+        return [grad if has else None for grad, has in zip(full, present, strict=True)]
+
+    def take_back(self, *, keep: bool) -> FullshardError | None:
+        """Show what was shown before; the unit is as usable as it was.
+
+        Args:
+            keep: whether what the user wrote will be, on this rank.
+
+        Returns:
+            Why it must not be: the modules show something that cannot be taken for parameters, or
+            ranks wrote different things, and the user asked to be told.
+        """
+        self._unit.loan = None
+        self._meter.change(Kind.FULL, -self._nbytes)
+        problem: FullshardError | None = None
+        try:
+            self._taken = self._unit.registration.take_back(self._unit.buckets)
+        except ConfigError as error:
+            problem, keep = error, False
+        if not self._terms.writeback:
+            return None
+        if self._terms.check:
+            with torch.no_grad():
+                problem = self._check(keep=keep) or problem
+        return problem
+
+    def write(self, *, keep: bool) -> None:
+        """Bring what was taken back into the shards, if that is wanted and this rank keeps it."""
+        if not self._terms.writeback:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
+                if self._terms.rank0_only:
+                    self._write_first(bucket, params, keep=keep)
+                elif keep and params is not None:
+                    self._write_own(bucket, params)
+        if self._unit.engine is not None:
+            self._unit.engine.rewritten(self._unit)
+
+    def _write_own(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
+        """Each rank its own elements, never padding."""
+        flat = values_of(bucket)
+        for segment, param in zip(bucket.spec.segments, params, strict=True):
+            cut_into(local_part(param).detach(), segment, flat)
+        put_values(bucket, flat)
+        _freeze(bucket, [param.requires_grad for param in params])
+        if self._terms.with_grads:
+            grads = _grads(bucket, params)
+            row = _zero_row(bucket)
+            for segment, grad in zip(bucket.spec.segments, grads, strict=True):
+                if grad is not None:
+                    cut_into(grad, segment, row)
+            _put_grads(bucket, row, [grad is not None for grad in grads])
+
+    def _write_first(self, bucket: Bucket, params: Sequence[Tensor] | None, *, keep: bool) -> None:
+        """Rank 0 tells all what it has, and whether to keep it."""
+        spec, num = bucket.spec, len(bucket.sharded_params)
+        grads: list[Tensor | None] = [None] * num
+        flags = [0] * (1 + 2 * num)
+        if params is not None:
+            grads = _grads(bucket, params) if self._terms.with_grads else grads
+            flags = [keep, *(p.requires_grad for p in params), *(g is not None for g in grads)]
+        is_kept, *flags = flags_of_first(spec, flags)
+        if not is_kept:
+            return
+        flat = values_of(bucket)
+        for i in range(num):
+            full = None if params is None else local_part(params[i]).detach()
+            cut_first(spec, i, full, flat)
+        share_first(spec, flat)
+        put_values(bucket, flat)
+        _freeze(bucket, [bool(flag) for flag in flags[:num]])
+        if self._terms.with_grads:
+            present = [bool(flag) for flag in flags[num:]]
+            row = _zero_row(bucket)
+            for i in range(num):
+                if present[i]:
+                    cut_first(spec, i, grads[i], row)
+            if any(present):
+                share_first(spec, row)
+            _put_grads(bucket, row, present)
+
+    def _check(self, *, keep: bool) -> FullshardError | None:
+        """Whether all ranks wrote the same, and came here in the same way."""
+        names: list[str] = []
+        is_left = False
+        for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
+            if any(any_rank(bucket.spec, [not keep or params is None], over_copies=True)):
+                is_left = True
+                continue
+            assert params is not None
+            is_apart = differing(bucket.spec, [local_part(param).detach() for param in params])
+            if self._terms.with_grads:
+                grads = differing(bucket.spec, _grads(bucket, params))
+                is_apart = [one or other for one, other in zip(is_apart, grads, strict=True)]
+            names += [name for name, apart in zip(bucket.names, is_apart, strict=True) if apart]
+        where = f"unshard_params(check=True), unit {self._unit.name or '(root)'}: "
+        if is_left and keep:
+            return ProtocolError(
+                where + "what some ranks wrote cannot be kept, so nothing of it was"
+            )
+        if names:
+            return ProtocolError(
+                where + f"ranks wrote different values to {', '.join(names)}; nothing was kept. "
+                "Write the same everywhere, or use rank0_only=True"
+            )
+        return None
+
+
+def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
+    """What the user left as gradients, whole for the data-parallel ranks."""
+    grads = [param.grad for param in params]
+    if bucket.spec.parallel:
+        grads = local_gradients(grads, bucket.spec.parallel)
+    return [None if grad is None else grad.detach() for grad in grads]
+
+
+def _zero_row(bucket: Bucket) -> Tensor:
+    """For gradients in the order of the shard."""
+    shards = bucket.shards
+    numel = bucket.spec.layout.shard_numel
+    return torch.zeros(numel, dtype=shards.dtype, device=shards.device)
+
+
+def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
+    """Let the sharded parameters have the gradients in ``row``, and no others."""
+    spec = bucket.spec
+    views = spec.local_views(row)
+    for i, param in enumerate(bucket.sharded_params):
+        if not present[i]:
+            param.grad = None
+        elif param.grad is None:
+            param.grad = spec.form.wrap(i, views[i])
+        else:
+            spec.form.local(param.grad).copy_(views[i])
+
+
+def _freeze(bucket: Bucket, flags: Sequence[bool]) -> None:
+    """Freeze and unfreeze the sharded parameters as the user did the full ones."""
+    for param, flag in zip(bucket.sharded_params, flags, strict=True):
+        if param.requires_grad != flag:
+            param.requires_grad_(flag)

@@ -1,0 +1,184 @@
+"""``unshard_params``: every combination, held against the same edits of plain tensors."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import fullshard
+from fullshard.device import Kind
+from fullshard.frontend.ownership import units_below
+from tests.ranks.models import fill, ids
+from tests.ranks.pool import RankPool
+from tests.ranks.test_tensor_parallel import VOCAB, Net, parallelize
+
+LAYOUTS = {
+    "per_param": fullshard.PerParameter(),
+    "row": fullshard.Ragged("row"),
+    "tensor": fullshard.Ragged("tensor"),
+    "element": fullshard.Ragged(),
+}
+WORLDS = {"1d": 3, "hsdp": 4, "copies": 2, "2d": 4}
+CASES = [*itertools.product(("1d", "hsdp", "2d"), LAYOUTS), ("copies", "per_param")]
+FLAGS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads", "recurse")
+
+
+def plain_net() -> Net:
+    model = Net(tied=True).double()
+    fill(model)
+    return model
+
+
+def sharded_net(mesh: str, layout: str, **options: Any) -> Any:
+    model = plain_net()
+    options |= {"layout": LAYOUTS[layout]}
+    if mesh == "2d":
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize(model, grid["tp"])
+        options |= {"mesh": grid["dp"]}
+    elif mesh == "hsdp":
+        options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))}
+    elif mesh == "copies":
+        options |= {
+            "mesh": init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
+            "dp_mesh_dims": fullshard.DataParallelMeshDims(replicate="dp"),
+        }
+    for block in model.blocks:
+        fullshard.fully_shard(block, **options)
+    return fullshard.fully_shard(model, **options)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    tokens = ids(4, 4, vocab=VOCAB)
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def full(value: Any) -> Any:
+    """A tensor of its own, or None."""
+    if value is None:
+        return None
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+@dataclass
+class Reference:
+    """What the parameters and gradients must be, in plain tensors."""
+
+    params: dict[str, Tensor]
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def check(self, model: nn.Module, *, grads: bool) -> None:
+        for name, param in model.named_parameters():
+            assert torch.equal(full(param), self.params[name]), name
+            if grads:
+                assert same(full(param.grad), self.grads[name]), name
+
+
+def locals_of(model: nn.Module) -> list[Tensor]:
+    """Copies of what this rank holds of parameters and gradients."""
+    tensors: list[Any] = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+    return [tensor.to_local().detach().clone() for tensor in tensors]
+
+
+def state_of(model: Any) -> list[Any]:
+    """All that must be as before: what modules show, residencies, counts."""
+    shown = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
+    units = units_below([model])
+    states = [unit.engine.scheduler.residents.units[unit.key] for unit in units]  # type: ignore[union-attr]
+    held = units[0].engine.meter.held_nbytes[Kind.FULL]  # type: ignore[union-attr]
+    flags = [param.requires_grad for param in model.parameters()]
+    loans = [unit.loan for unit in units]
+    return [shown, [(state.residency, state.holds) for state in states], held, flags, loans]
+
+
+def edit(name: str, value: Any, grad: Any) -> Any:
+    """In place; returns the gradient that there is afterwards. The same for plain tensors."""
+    value.neg_().add_(0.01)
+    if grad is None:
+        return torch.ones_like(value) if name == "gain" else None
+    return None if name == "gain" else grad.mul_(3)
+
+
+def one_combination(
+    model: Any, reference: Reference, plain: Net, is_first: bool, flags: dict[str, bool]
+) -> None:
+    before = state_of(model)
+    shards, values = dict(model.named_parameters()), locals_of(model)
+    lent = is_first or not flags["rank0_only"]
+    with fullshard.unshard_params(model, **flags), torch.no_grad():
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in plain.named_parameters()]
+        assert model.head.weight is model.embed.weight
+        for name, param in model.named_parameters():
+            inner = name.startswith("blocks.")
+            if not lent or (inner and not flags["recurse"]):
+                assert param is shards[name]
+                continue
+            assert isinstance(param, nn.Parameter) and param is not shards[name]
+            assert (type(param) is nn.Parameter) or isinstance(param, DTensor)
+            assert (param.shape, param.dtype, param.device.type, param.requires_grad) == (
+                shards[name].shape,
+                torch.float64,
+                "cpu",
+                shards[name].requires_grad,
+            )
+            assert torch.equal(full(param), reference.params[name]), name
+            expected = reference.grads[name] if flags["with_grads"] else None
+            assert same(full(param.grad), expected), name
+            param.grad = edit(name, param, param.grad)
+    if flags["writeback"]:
+        for name, value in reference.params.items():
+            if name.startswith("blocks.") and not flags["recurse"]:
+                continue
+            grad = edit(name, value, reference.grads[name] if flags["with_grads"] else None)
+            if flags["with_grads"]:
+                reference.grads[name] = grad
+        reference.check(model, grads=flags["with_grads"])
+    else:
+        assert all(map(torch.equal, locals_of(model), values))
+    assert state_of(model) == before
+
+
+def all_combinations(mesh: str, layout: str) -> int:
+    plain, model = plain_net(), sharded_net(mesh, layout)
+    loss_of(model).backward()
+    loss_of(plain).backward()
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(param), other.detach()), name
+        assert (param.grad is None) == (other.grad is None), name
+        if param.grad is not None:
+            assert (full(param.grad) - other.grad).abs().max() < 1e-12
+    reference = Reference(
+        {name: param.detach().clone() for name, param in plain.named_parameters()},
+        {name: full(param.grad) for name, param in model.named_parameters()},
+    )
+    is_first = dist.get_rank() == 0 or (mesh == "2d" and dist.get_rank() == 1)
+    combinations = list(itertools.product((True, False), repeat=len(FLAGS)))
+    for values in combinations:
+        one_combination(model, reference, plain, is_first, dict(zip(FLAGS, values, strict=True)))
+    plain.load_state_dict({**reference.params, "head.weight": reference.params["embed.weight"]})
+    with torch.no_grad():
+        assert (loss_of(model) - loss_of(plain)).abs() < 1e-12
+    return len(combinations)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), CASES)
+def test_every_combination_equals_plain_tensors(pool: RankPool, mesh: str, layout: str) -> None:
+    world = WORLDS[mesh]
+    assert pool.run(world, all_combinations, mesh, layout) == [32] * world
