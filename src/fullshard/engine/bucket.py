@@ -43,7 +43,7 @@ from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
-from fullshard.engine.reduce import Gradients, Waiting
+from fullshard.engine.reduce import Front, Gradients, Waiting
 from fullshard.engine.shard import FlatShard, SeparateShards, Shards, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
@@ -67,6 +67,7 @@ class Bucket:
         self._show_locals()
         self.unsharded: AnyUnsharded | None = None
         self.gradients: Gradients | None = None
+        self.front: Front | None = None
         self._waiting: Waiting | None = None  # gradients, while there is no unsharded side
         self.reduce_policy = ReducePolicy()
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
@@ -128,6 +129,7 @@ class Bucket:
             self.gradients = Gradients(
                 self.spec, self.unsharded.params, self.sharded_params, lanes, meter
             )
+            self.gradients.front = self.front
             self.gradients.may_be_wrapped = isinstance(self.shards, SeparateShards)
             self.gradients.policy = self.reduce_policy
             if self._waiting is not None:
@@ -253,6 +255,8 @@ class Bucket:
         for param, local in zip(self.sharded_params, self.shards.locals, strict=True):
             self.spec.form.repoint(param, local)
         self._show_locals()
+        if self.front is not None:
+            self.front.lead()
         whole = self.unsharded
         if isinstance(whole, Unsharded) and same_kind and not whole.borrows:
             whole.shard = self.shard

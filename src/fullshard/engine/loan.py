@@ -89,6 +89,8 @@ class Loan:
 
     def _gather_grads(self, bucket: Bucket) -> list[Tensor | None]:
         """Whole gradients: None where no rank has one, zeros for the part of who has none."""
+        if bucket.front is not None:
+            bucket.front.tell_gradients()
         spec, own = bucket.spec, [param.grad for param in bucket.sharded_params]
         present = any_rank(spec, [grad is not None for grad in own])
         if not any(present):
@@ -234,6 +236,8 @@ def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
             param.grad = spec.form.wrap(i, views[i])
         else:
             spec.form.local(param.grad).copy_(views[i])
+    if bucket.front is not None:
+        bucket.front.take_gradients()
 
 
 def _freeze(bucket: Bucket, flags: Sequence[bool]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import local_gradients, plain
 
-__all__ = ["Gradients", "Waiting"]
+__all__ = ["Front", "Gradients", "Waiting"]
 
 
 @dataclass
@@ -40,6 +40,23 @@ class Waiting(NamedTuple):
     """Whole ones, by parameter."""
     partial: Tensor | None
     """A row that is reduced over shards only."""
+
+
+class Front(Protocol):
+    """A parameter that is shown instead of the sharded ones of a bucket, all together."""
+
+    @property
+    def param(self) -> nn.Parameter:
+        """What users see, and put hooks on."""
+
+    def lead(self) -> None:
+        """Be over the memory of the shard, which may be another one than before."""
+
+    def tell_gradients(self) -> None:
+        """Let the sharded parameters have what the user left as its gradient."""
+
+    def take_gradients(self) -> None:
+        """Have what the sharded parameters have as gradients."""
 
 
 class Gradients:
@@ -68,6 +85,7 @@ class Gradients:
         self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
         self._meter = meter
         self.policy = ReducePolicy()
+        self.front: Front | None = None
         self.may_be_wrapped = False  # gradients, by a class of tensors that stand around others
         self._has_pending = False  # the same on all ranks
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
@@ -266,6 +284,8 @@ class Gradients:
 
     def _assign(self, result: GradShard, present: Sequence[bool]) -> None:
         """Put gradients on the parameters, or add them to those there; then tell who asked."""
+        if self.front is not None:
+            self.front.tell_gradients()
         sums: list[Tensor] = []
         parts: list[Tensor] = []
         wanted = [
@@ -281,5 +301,8 @@ class Gradients:
                 parts.append(result.locals[i])
         if sums:
             torch._foreach_add_(sums, parts)
-        for param, hook in _torch.post_accumulate_grad_hooks(param for _, param in wanted):
+        if self.front is not None:
+            self.front.take_gradients()
+        seen = [param for _, param in wanted] if self.front is None else [self.front.param]
+        for param, hook in _torch.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would have called it; an optimizer may step in one

@@ -1,0 +1,136 @@
+"""``use_orig_params=False``: one Parameter over the whole shard of a unit, instead of the pieces.
+
+The engine goes on with the pieces, which nobody sees. The flat parameter is another view of their
+memory, and its gradient another view of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.engine import Bucket, Unit
+from fullshard.errors import ProtocolError
+from fullshard.frontend.ownership import Place, Places
+from fullshard.tensors import flat_part_of
+
+__all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces"]
+
+FLAT_PARAM = "_flat_param"
+"""Its name in the module that was wrapped."""
+
+
+class FlatParameter:
+    """Keeps the flat parameter of a bucket and its pieces in step; an ``engine.Front``."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        trainable = any(param.requires_grad for param in bucket.sharded_params)
+        self.param = nn.Parameter(bucket.shard.data, requires_grad=trainable)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(param.numel for param in self.bucket.spec.layout.params)
+
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """The parts of ``flat``, laid out like the shard, that belong to each parameter."""
+        spec = self.bucket.spec
+        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in spec.pieces]
+
+    def follow(self) -> None:
+        """Let the pieces be what the user made of the flat parameter: memory, freezing, gradient.
+
+        Raises:
+            ProtocolError: it has another shape.
+        """
+        data = self.param.data
+        if data.shape != self.bucket.shard.shape:
+            raise ProtocolError(
+                f"Cannot writeback: the flat parameter of {', '.join(self.bucket.names)} was given "
+                f"data of shape {tuple(data.shape)}, expected {tuple(self.bucket.shard.shape)}"
+            )
+        moved = (data.device, data.dtype) != (self.bucket.shards.device, self.bucket.shards.dtype)
+        if moved or (not data.is_meta and data.data_ptr() != self.bucket.shard.data_ptr()):
+            for param, piece in zip(self.bucket.sharded_params, self.pieces(data), strict=True):
+                param.data = piece
+        for param in self.bucket.sharded_params:
+            if param.requires_grad != self.param.requires_grad:
+                param.requires_grad_(self.param.requires_grad)
+
+    def lead(self) -> None:
+        """See ``engine.Front``."""
+        if self.param.data_ptr() != self.bucket.shard.data_ptr() or self.bucket.shard.is_meta:
+            self.param.data = self.bucket.shard.data
+
+    def tell_gradients(self) -> None:
+        """See ``engine.Front``."""
+        grad = self.param.grad
+        pieces = [None] * len(self.bucket.sharded_params) if grad is None else self.pieces(grad)
+        for param, piece in zip(self.bucket.sharded_params, pieces, strict=True):
+            if piece is None or param.grad is not None:
+                param.grad = piece
+
+    def take_gradients(self) -> None:
+        """See ``engine.Front``."""
+        grads = [param.grad for param in self.bucket.sharded_params]
+        if all(grad is None for grad in grads):
+            self.param.grad = None
+            return
+        if self.param.grad is None:
+            self.param.grad = self._one_memory(grads)
+        for own, grad in zip(self.pieces(self.param.grad), grads, strict=True):
+            if grad is None:
+                own.zero_()
+            elif own.data_ptr() != grad.data_ptr():
+                own.copy_(grad)
+
+    def _one_memory(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The row that they are views of, or a new one."""
+        numel = self.bucket.spec.layout.shard_numel
+        for piece, grad in zip(self.bucket.spec.pieces, grads, strict=True):
+            part = None if grad is None else flat_part_of(grad)
+            if part is not None and part.start == piece.offset and len(part.flat) >= numel:
+                return part.flat[:numel]
+        return torch.zeros_like(self.param)
+
+
+class FlatPlaces(Places):
+    """Modules have no parameters while these are sharded; one of them has the flat one."""
+
+    def __init__(self, places: Sequence[Sequence[Sequence[Place]]], holder: nn.Module) -> None:
+        super().__init__(places)
+        self._holder = holder
+        self.fronts: list[FlatParameter] = []
+
+    def front_for(self, buckets: Sequence[Bucket]) -> None:
+        """Make the flat parameter, of the only bucket if there is any."""
+        for bucket in buckets:
+            front = FlatParameter(bucket)
+            bucket.front = front
+            self.fronts.append(front)
+
+    def _show(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
+        lent = self._lent
+        hidden = self.shows_sharded and (lent is None or lent[0] is None)
+        none: Any = [[None] * len(own) for own in params]
+        super()._show(none if hidden else params)
+        for front in self.fronts:
+            own = self._holder._parameters
+            if hidden:
+                own[FLAT_PARAM] = front.param
+            else:
+                own.pop(FLAT_PARAM, None)
+
+    def take_over(self, unit: Unit) -> None:
+        """See ``engine.Registration``."""
+        for front in self.fronts:
+            shown = self._holder._parameters.get(FLAT_PARAM)
+            if shown is not None and shown is not front.param:
+                front.param = shown
+            front.follow()
+        if not self.shows_sharded:
+            super().take_over(unit)
