@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard import errors, optim
+from fullshard import errors, optim, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.frontend import (
@@ -43,6 +43,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "shard_blocks",
+    "wrap",
 ]
 
 __version__ = "0.1.0"
