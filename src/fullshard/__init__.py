@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard import errors, optim
+from fullshard import errors, optim, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.frontend import (
@@ -47,6 +47,7 @@ __all__ = [
     "share_comm_ctx",
     "shard_blocks",
     "unshard_params",
+    "wrap",
 ]
 
 __version__ = "0.1.0"

@@ -4,11 +4,13 @@
     |-- ConfigError             an argument is wrong                      (also ValueError)
     |   |-- ArgumentTypeError   ... because of its type                   (also TypeError)
     |   |-- AlreadyShardedError the module belongs to a unit already      (also AssertionError)
-    |   `-- ExtensionError      a tensor's all-gather hooks do not fit    (also AssertionError)
+    |   |-- ExtensionError      a tensor's all-gather hooks do not fit    (also AssertionError)
+    |   `-- AssertedConfigError ... that PyTorch checks by an assertion   (also AssertionError)
     |-- UnsupportedError        legal in PyTorch, but cannot be sharded   (also NotImplementedError)
     |   |-- NotBuiltError       planned, not built yet
     |   `-- RaggedOperationError  a RaggedTensor holds no rows, columns or single elements
     |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
+    |   `-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
     |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
@@ -22,6 +24,8 @@ from __future__ import annotations
 __all__ = [
     "AlreadyShardedError",
     "ArgumentTypeError",
+    "AssertedConfigError",
+    "AssertedProtocolError",
     "ConfigError",
     "ExtensionError",
     "FullshardError",
@@ -54,6 +58,10 @@ class ExtensionError(ConfigError, AssertionError):
     """The all-gather hooks of a tensor do something else than their protocol says."""
 
 
+class AssertedConfigError(ConfigError, AssertionError):
+    """An argument that cannot work, where PyTorch fails an assertion."""
+
+
 class UnsupportedError(FullshardError, NotImplementedError):
     """PyTorch allows it, but it cannot be sharded."""
 
@@ -68,6 +76,10 @@ class RaggedOperationError(UnsupportedError):
 
 class ProtocolError(FullshardError, RuntimeError):
     """Calls came in an order that cannot work, such as a forward with parameters on ``meta``."""
+
+
+class AssertedProtocolError(ProtocolError, AssertionError):
+    """Calls in an order that cannot work, where PyTorch fails an assertion."""
 
 
 class NonFiniteError(FullshardError, RuntimeError):

@@ -12,11 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.frontend.buckets import Choices
 from fullshard.frontend.build import plan_unit, shard_modules
 from fullshard.frontend.checks import as_modules
 from fullshard.frontend.fully_shard import checked_choices
 from fullshard.frontend.ownership import units_below
 from fullshard.schedule import AfterForward
+from fullshard.wrap.policies import PolicyLike
+from fullshard.wrap.units import Ignored, Wanted, units_of
+from fullshard.wrap.unity import check_tied_together
 
 __all__ = ["ChosenUnit", "ChosenUnits", "shard_blocks"]
 
@@ -32,6 +36,7 @@ class Why(enum.StrEnum):
     BLOCK = "repeated block"
     EMBEDDING = "large embedding"
     HEAD = "large linear layer outside of the blocks"
+    POLICY = "chosen by the policy"
     REST = "everything else"
 
 
@@ -73,11 +78,14 @@ def shard_blocks(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
+    policy: PolicyLike | None = None,
     reshard_after_forward: bool | int | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     **options: Any,
 ) -> ChosenUnits:
     """Shard ``model`` over the ranks of ``mesh``: its repeated blocks, the large ends, the rest.
+
+    Or what ``policy`` chooses, and the rest.
 
     Units are the members of a list that holds several modules of a class (a transformer's layers,
     and not what is repeated inside of them); then embeddings and linear layers outside of them
@@ -88,9 +96,11 @@ def shard_blocks(
     Args:
         model: the whole model, not sharded yet.
         mesh: as for ``fully_shard``.
-        reshard_after_forward: as for ``fully_shard``; with None a large linear layer outside of
-            the blocks, which is the head in most models, is kept until its backward, which
-            comes at once.
+        policy: says which modules are units, one of ``fullshard.wrap``; a ``CustomPolicy`` also
+            with which options of ``fully_shard``. None: we choose.
+        reshard_after_forward: as for ``fully_shard``; with None and no policy a large linear
+            layer outside of the blocks, which is the head in most models, is kept until its
+            backward, which comes at once.
         ignored_params: as for ``fully_shard``.
         **options: the other options of ``fully_shard``, for each unit alike.
 
@@ -108,19 +118,65 @@ def shard_blocks(
             f"shard_blocks: parts of this {type(model).__name__} were given to fully_shard before; "
             "shard the rest by hand, or give it a model of which nothing is sharded"
         )
-    choices = checked_choices(
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        ignored_params=ignored_params,
+    given = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "ignored_params": ignored_params,
         **options,
+    }
+    choices = checked_choices(**given)
+    decided = (
+        _by_shape(model, choices)
+        if policy is None
+        else _by_policy(model, policy, choices, {**given, "mesh": mesh or choices.mesh.mesh})
     )
+    for one in decided:
+        shard_modules([one.module], one.choices)
+    return ChosenUnits(tuple(one.unit for one in decided))
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """A unit, checked and ready to be made."""
+
+    unit: ChosenUnit
+    module: nn.Module
+    choices: Choices
+
+
+def _by_shape(model: nn.Module, choices: Choices) -> list[_Decided]:
     plan_unit(as_modules(model), choices)  # what it refuses, it refuses before anything is changed
-    chosen = choose(model, choices.ignored)
     kept = replace(choices, after_forward=AfterForward.KEEP)
-    for unit in chosen:
-        is_kept_head = unit.why is Why.HEAD and choices.after_forward is AfterForward.AUTO
-        shard_modules([model.get_submodule(unit.name)], kept if is_kept_head else choices)
-    return chosen
+    is_auto = choices.after_forward is AfterForward.AUTO
+    return [
+        _Decided(
+            unit,
+            model.get_submodule(unit.name),
+            kept if is_auto and unit.why is Why.HEAD else choices,
+        )
+        for unit in choose(model, choices.ignored)
+    ]
+
+
+def _by_policy(
+    model: nn.Module, policy: PolicyLike, choices: Choices, given: dict[str, Any]
+) -> list[_Decided]:
+    """``given`` are the options of which ``choices`` were made."""
+    ignored = Ignored.of(params=choices.ignored)
+    wanted = units_of(model, policy, ignored)
+    check_tied_together(model, wanted, ignored)
+    found = []
+    taken: set[nn.Parameter] = set()
+    for one in (*wanted, Wanted("", model)):
+        own = checked_choices(**{**given, **one.options}) if one.options else choices
+        # Planned as if the units inside of it were made already.
+        plan_unit(as_modules(one.module), replace(own, ignored=own.ignored | taken))
+        params = set(one.module.parameters()) - own.ignored - taken
+        taken |= params
+        kind, numel = type(one.module).__name__, sum(param.numel() for param in params)
+        why = Why.REST if one.module is model else Why.POLICY
+        found.append(_Decided(ChosenUnit(one.name, kind, numel, why), one.module, own))
+    return found
 
 
 def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:

@@ -1,0 +1,230 @@
+"""``ShardedGradScaler``: loss scaling for gradients of which each rank holds a part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from fullshard import _torch
+from fullshard.comm import all_reduce
+from fullshard.errors import (
+    ArgumentTypeError,
+    AssertedConfigError,
+    AssertedProtocolError,
+    ProtocolError,
+)
+from fullshard.optim.joined import joined
+from fullshard.tensors import local_part
+
+__all__ = ["ShardedGradScaler"]
+
+
+class ShardedGradScaler(GradScaler):
+    """A ``torch.amp.GradScaler`` whose ranks skip a step together.
+
+    An infinity or NaN in the gradients of one rank counts for all ranks of the process group, also
+    for those that have no gradients, by one all-reduce for each ``unscale_`` or ``step``. Gradients
+    may be plain tensors, DTensors and RaggedTensors, on any meshes and together, on any devices,
+    fp16 and sparse ones too; every rank must call in the same order.
+
+    It is used as that one is, with any optimizer::
+
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            device: type of the devices; where there is no CUDA, "cuda" is the CPU.
+            init_scale: the first scale.
+            backoff_factor: what the scale is multiplied by after a step that was skipped.
+            growth_factor: what it is multiplied by after ``growth_interval`` steps in a row.
+            growth_interval: that many steps.
+            enabled: False: losses are not scaled, and no step is skipped.
+            process_group: the ranks that skip together: at least those over which parameters are
+                cut, copied, or parallel in any other way. None: all; without a process group this
+                one.
+
+        Raises:
+            AssertedConfigError: a factor that would not let the scale grow, or back off.
+        """
+        if enabled and not (growth_factor > 1.0 and backoff_factor < 1.0):
+            raise AssertedConfigError(
+                f"ShardedGradScaler(growth_factor={growth_factor}, backoff_factor="
+                f"{backoff_factor}): expected one above 1 and one below"
+            )
+        super().__init__(
+            "cpu" if device == "cuda" and not torch.cuda.is_available() else device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` times the scale, each in its own dtype.
+
+        Args:
+            outputs: a tensor, or an iterable of such, nested or not; lists and tuples stay what
+                they are, others become iterators.
+
+        Raises:
+            ArgumentTypeError: something in it is neither a tensor nor iterable.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return super().scale(outputs).to(outputs.dtype)
+        if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes, Mapping)):
+            raise ArgumentTypeError(
+                f"ShardedGradScaler.scale: got {type(outputs).__name__}, expected a tensor or an "
+                "iterable of tensors"
+            )
+        scaled = map(self.scale, outputs)
+        if isinstance(outputs, (list, tuple)):
+            cls = type(outputs)
+            return getattr(cls, "_make", cls)(scaled)  # a named tuple takes no iterable
+        return scaled
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, and agree on whether all are finite.
+
+        Raises:
+            ProtocolError: called twice before ``update``, or after ``step``.
+            AssertedProtocolError: nothing was scaled before.
+        """
+        if self._enabled:
+            self._check_scaled("unscale_")
+            stage = self._stage_of(optimizer)
+            if stage is not OptState.READY:
+                before = "unscale_" if stage is OptState.UNSCALED else "step"
+                raise ProtocolError(
+                    f"ShardedGradScaler.unscale_: called after {before}() for this optimizer; "
+                    "call update() in between"
+                )
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """``optimizer.step(*args, **kwargs)`` on gradients without the scale, if all are finite.
+
+        Raises:
+            ProtocolError: called twice before ``update``, or with a closure.
+            AssertedProtocolError: nothing was scaled before.
+        """
+        if self._enabled:
+            self._check_scaled("step")
+            if "closure" in kwargs or any(map(callable, args)):
+                raise ProtocolError(
+                    "ShardedGradScaler.step: got a closure, which would compute gradients that "
+                    "nobody unscales; compute them before"
+                )
+            if self._stage_of(optimizer) is OptState.STEPPED:
+                raise ProtocolError(
+                    "ShardedGradScaler.step: called twice for this optimizer; call update() in "
+                    "between"
+                )
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Let the scale grow or back off, at the end of an iteration.
+
+        Args:
+            new_scale: take this one instead.
+
+        Raises:
+            AssertedProtocolError: no gradients were looked at since the last call.
+            AssertedConfigError: ``new_scale`` is a tensor of several elements.
+        """
+        if self._enabled:
+            self._check_scaled("update")
+            states = self._per_optimizer_states.values()
+            if new_scale is None and not any(state["found_inf_per_device"] for state in states):
+                raise AssertedProtocolError(
+                    "ShardedGradScaler.update: no gradients were looked at since the last "
+                    "update(); call step() or unscale_() first"
+                )
+            if isinstance(new_scale, Tensor):
+                if new_scale.numel() != 1:
+                    raise AssertedConfigError(
+                        f"ShardedGradScaler.update: new_scale has shape {tuple(new_scale.shape)}, "
+                        "expected one element"
+                    )
+                new_scale = new_scale.detach().to(self._device).reshape(())
+            elif new_scale is not None:
+                new_scale = float(new_scale)
+        super().update(new_scale)
+
+    def _check_scaled(self, name: str) -> None:
+        if self._scale is None:
+            raise AssertedProtocolError(
+                f"ShardedGradScaler.{name}: nothing was scaled yet; call scale(loss).backward() "
+                "first"
+            )
+
+    def _stage_of(self, optimizer: Optimizer) -> OptState:
+        state = self._per_optimizer_states.get(id(optimizer))
+        return OptState.READY if state is None else state["stage"]
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, Tensor]:
+        """Where GradScaler looks at gradients, for itself and for fused optimizers.
+
+        Always one answer, on the device of the scale: a rank that has no gradients gives one too,
+        and no rank more than one.
+        """
+        with torch.no_grad():
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+            for group in optimizer.param_groups:
+                for values in map(_values, group["params"]):
+                    if values is not None:
+                        alike[values.device, values.dtype].append(values)
+            for (device, _), values in alike.items():
+                found = found_inf.to(device, copy=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    joined(values), found, inv_scale.to(device)
+                )
+                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+            group = self.process_group or dist.group.WORLD if dist.is_initialized() else None
+            if group is not None:
+                all_reduce(found_inf, group, is_max=True)
+        return {found_inf.device: found_inf}
+
+
+def _values(param: Tensor) -> Tensor | None:
+    """The memory of this rank's part of the gradient, as real numbers."""
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.is_sparse:
+        if not grad.is_coalesced():
+            # Values at one place are added up in fp32, or could overflow without being seen.
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            param.grad = grad = grad.to(wide).coalesce().to(grad.dtype)
+        return grad._values()
+    local = _torch.waited(local_part(grad))
+    return torch.view_as_real(local) if local.is_complex() else local

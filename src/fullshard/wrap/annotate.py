@@ -1,0 +1,68 @@
+"""``wrap``: a model says of itself, while it is made, which of its modules become units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import AssertedConfigError, UnsupportedError
+from fullshard.wrap.policies import Options
+
+__all__ = ["enable_wrap", "wrap"]
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """What ``wrap`` does at present."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    options: Options
+
+
+_now: ContextVar[_Wrapping | None] = ContextVar("fullshard_wrapping", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
+    """In the block, ``wrap(module)`` is ``wrapper_cls(module, **wrapper_kwargs)``.
+
+    Args:
+        wrapper_cls: a wrapper class, or a function such as ``fully_shard``.
+        wrapper_kwargs: options for all modules.
+
+    Raises:
+        UnsupportedError: in the block of another one.
+        AssertedConfigError: ``wrapper_cls`` cannot be called.
+    """
+    if _now.get() is not None:
+        raise UnsupportedError(
+            "enable_wrap: called in the block of another one; give wrap() the options that differ"
+        )
+    if not callable(wrapper_cls):
+        raise AssertedConfigError(
+            f"enable_wrap(wrapper_cls={wrapper_cls!r}): expected a class or a function that takes "
+            "a module"
+        )
+    token = _now.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module``, wrapped if this runs in the block of ``enable_wrap``, else as it is.
+
+    Args:
+        module: what may become a unit.
+        wrap_overrides: options that go before those of ``enable_wrap``.
+    """
+    wrapping = _now.get()
+    if wrapping is None:
+        return module
+    return wrapping.wrapper_cls(module, **{**wrapping.options, **wrap_overrides})

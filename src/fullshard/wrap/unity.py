@@ -1,0 +1,78 @@
+"""What a unit must have in common, seen before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fullshard.errors import ConfigError
+from fullshard.wrap.units import Ignored, Wanted, managed_by
+
+__all__ = ["check_frozen_apart", "check_tied_together"]
+
+_SHOWN = 5  # names in a message
+
+
+def check_tied_together(
+    root: nn.Module, units: Sequence[Wanted], ignored: Ignored = Ignored()
+) -> None:
+    """Refuse units that would share a parameter with each other, or with the rest of ``root``.
+
+    That is a tied parameter, or a module that stands in several units.
+
+    Raises:
+        ConfigError: which parameter, and in which units.
+    """
+    owner: dict[nn.Parameter, tuple[str, Wanted]] = {}
+    for unit, name, param in _managed(root, units, ignored):
+        first_name, first = owner.setdefault(param, (name, unit))
+        if first is not unit:
+            what = "is" if first_name == name else f"is tied to {first_name}, which is"
+            raise ConfigError(
+                f"parameter {name} in unit {unit.name or '(root)'} {what} in unit "
+                f"{first.name or '(root)'} too; tied parameters must be in one unit: let the "
+                "policy leave both modules to a common parent, or ignore the parameter"
+            )
+
+
+def check_frozen_apart(
+    root: nn.Module, units: Sequence[Wanted], ignored: Ignored = Ignored()
+) -> None:
+    """Refuse units, ``root`` as well, with frozen and with trainable parameters.
+
+    For ``use_orig_params=False``, where a unit shows one parameter.
+
+    Raises:
+        ConfigError: which unit, and which parameters.
+    """
+    by_unit: dict[Wanted, tuple[list[str], list[str]]] = {}
+    for unit, name, param in _managed(root, units, ignored):
+        by_unit.setdefault(unit, ([], []))[param.requires_grad].append(name)
+    for unit, (frozen, trainable) in by_unit.items():
+        if frozen and trainable:
+            raise ConfigError(
+                f"unit {unit.name or '(root)'} ({type(unit.module).__name__}) has frozen "
+                f"parameters ({_listed(frozen)}) and trainable ones ({_listed(trainable)}), but "
+                "with use_orig_params=False it shows them as one; make them units of their own, "
+                "or set use_orig_params=True"
+            )
+
+
+def _managed(
+    root: nn.Module, units: Sequence[Wanted], ignored: Ignored
+) -> list[tuple[Wanted, str, nn.Parameter]]:
+    """Which unit would own which parameter; the root comes last."""
+    modules = {unit.module for unit in units}
+    closed = {*modules, *ignored.modules}
+    return [
+        (unit, name, param)
+        for unit in (*units, Wanted("", root))
+        for name, param in managed_by(unit, closed)
+        if param not in ignored.params
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
