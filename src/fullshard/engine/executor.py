@@ -136,6 +136,10 @@ class Engine:
         """What the user chose for ``unit``."""
         return self.scheduler.residents.units[unit.key].policy
 
+    def set_policy(self, unit: Unit, policy: UnitPolicy) -> None:
+        """Choose for ``unit``, from now on."""
+        self.trigger(when.SetPolicy(unit.key, policy))
+
     def weights_changed(self) -> None:
         """Sharded parameters may have new values."""
         self.trigger(when.WeightsChanged())

@@ -14,6 +14,7 @@ from fullshard.engine import Bucket, Engine, Unit
 from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
 from fullshard.frontend.explain import check_optimizers_again
+from fullshard.frontend.flat.flat_param import FlatPlaces
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.module import sharded_class
 from fullshard.frontend.ownership import (
@@ -54,7 +55,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         Bucket(spec, [p.param for p in params])
         for spec, params in zip(plan.specs, plan.params, strict=True)
     ]
-    places = Places([[p.places for p in params] for params in plan.params])
+    places = _places(modules, plan, choices, buckets)
     unit = Unit(
         "",
         buckets,
@@ -83,6 +84,19 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     _name_units(modules, unit)
     _log(unit, modules)
     return unit
+
+
+def _places(
+    modules: Sequence[nn.Module], plan: Plan, choices: Choices, buckets: Sequence[Bucket]
+) -> Places:
+    """Where the parameters stand, and what stands there between steps."""
+    where = [[owned.places for owned in params] for params in plan.params]
+    if choices.shown is not Shown.FLAT:
+        return Places(where)
+    (wrapper,) = modules
+    flat = FlatPlaces(where, next(wrapper.children()))
+    flat.front_for(buckets)
+    return flat
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from fullshard.comm import AllGather, Collectives, Custom, ReduceScatter, collectives_of_twin
-from fullshard.engine import Bucket, Engine, Unit
+from fullshard.engine import Bucket, Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
 from fullshard.frontend.hooks import engine_of
-from fullshard.frontend.ownership import unit_of, units_below
-from fullshard.schedule import triggers as when
+from fullshard.frontend.ownership import unit_of
+from fullshard.frontend.sharded import ShardedModule, unit_and_engine
 
-__all__ = ["CommunicationControls", "share_comm_ctx", "unit_and_engine"]
+__all__ = ["CommunicationControls", "share_comm_ctx"]
 
 
-class CommunicationControls:
+class CommunicationControls(ShardedModule):
     """Methods of ``FSDPModule`` about reductions and the wire.
 
     They may be called at any time between steps, before or after the first. Those that change a
@@ -172,15 +171,6 @@ class CommunicationControls:
     def _buckets(self, recurse: bool) -> list[Bucket]:
         return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        module: nn.Module = self  # type: ignore[assignment]
-        return units_below([module]) if recurse else [unit_and_engine(self)[0]]
-
-    def _set_machine(self, **changes: Any) -> None:
-        """Change what holds for the whole tree."""
-        engine = unit_and_engine(self)[1]
-        engine.trigger(when.SetMachinePolicy(replace(engine.scheduler.policy, **changes)))
-
     def _single_bucket(self, what: str) -> Bucket | None:
         """The bucket, if there are not several meshes."""
         buckets = self._buckets(recurse=False)
@@ -238,18 +228,3 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 def _units_of(modules: Iterable[nn.Module]) -> list[Unit]:
     return [unit for unit in map(unit_of, modules) if unit is not None]
-
-
-def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
-    """The unit that ``module`` is a member of, and what runs it.
-
-    Raises:
-        ArgumentTypeError: there is none.
-    """
-    unit = unit_of(module)
-    if unit is None:
-        raise ArgumentTypeError(
-            f"{type(module).__name__} is a member of no unit: it is a copy of a sharded module, "
-            "or its class was used without fully_shard"
-        )
-    return unit, engine_of(unit)

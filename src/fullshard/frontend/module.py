@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import cache, wraps
 from types import MethodType
-from typing import Any, NoReturn, Self
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard.engine import Unit
-from fullshard.errors import ConfigError, NotBuiltError
-from fullshard.frontend.controls import CommunicationControls, unit_and_engine
-from fullshard.frontend.copying import copy_sharded
-from fullshard.frontend.explain import check_full_tensors, explain_forward, guarded_methods
-from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
-from fullshard.frontend.ownership import unit_of, units_below
-from fullshard.schedule import AfterForward, UnitPolicy
+from fullshard.errors import ConfigError
+from fullshard.frontend.controls import CommunicationControls
+from fullshard.frontend.explain import check_full_tensors, guarded_methods
+from fullshard.frontend.hooks import engine_of, run_as_forward
+from fullshard.frontend.ownership import unit_of
+from fullshard.frontend.sharded import unit_and_engine
+from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "sharded_class"]
@@ -50,18 +49,6 @@ class FSDPModule(CommunicationControls):
         """Build the original class: slices and ``type(module)(...)`` are not sharded."""
         original = cls.__bases__[1]  # after FSDPModule
         return original(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; whatever ends that, the engine learns of it."""
-        module: nn.Module = self  # type: ignore[assignment]
-        try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except Exception as error:  # torch tells our hook
-            explain_forward(module, error)
-            raise
-        except BaseException:
-            forward_interrupted(module)
-            raise
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's parameters, until its forward, its backward or ``reshard``.
@@ -235,12 +222,6 @@ class FSDPModule(CommunicationControls):
         """
         unit_and_engine(self)[1].trigger(when.Reset())
 
-    def _set(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            engine = engine_of(unit)
-            policy: UnitPolicy = engine.policy_of(unit)
-            engine.trigger(when.SetPolicy(unit.key, replace(policy, **changes)))
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -254,32 +235,6 @@ class FSDPModule(CommunicationControls):
         module: nn.Module = self  # type: ignore[assignment]
         check_full_tensors(module, state_dict, assign=assign)
         return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """``to``, ``cuda``, ``float``, ``to_empty`` and the like act on the shards."""
-        module: nn.Module = self  # type: ignore[assignment]
-        units = units_below([module])
-        for unit in units:
-            engine = engine_of(unit)
-            engine.check_idle("moving or casting a sharded module")
-            engine.weights_changed()
-            engine.trigger(when.UserReshard(unit.key))
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        for unit in units:
-            engine_of(unit).take_over(unit)
-            engine_of(unit).weights_changed()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A sharded module with shards and units of its own, as for a moving average."""
-        module: nn.Module = self  # type: ignore[assignment]
-        return copy_sharded(module, memo)  # type: ignore[return-value]
-
-    def __reduce__(self) -> NoReturn:
-        raise NotBuiltError(
-            f"a sharded {type(self).__name__} cannot be pickled: save its state_dict(), with "
-            "torch.distributed.checkpoint for instance"
-        )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -92,6 +92,11 @@ class Scheduler:
         return self._iteration.root if self._iteration else None
 
     @property
+    def depth(self) -> int:
+        """How many forwards run, one inside of the other."""
+        return len(self._stack)
+
+    @property
     def current_use(self) -> int:
         """The number of the innermost use that is running its forward."""
         return self._stack[-1][1]
