@@ -29,6 +29,7 @@ from fullshard.frontend.ownership import (
     held_params,
     managed,
     owner_of,
+    places_of,
     unit_of,
 )
 
@@ -213,13 +214,14 @@ def _full_params(
     module: nn.Module, units: Sequence[Unit], *, rank0_only: bool
 ) -> Iterator[tuple[str, Tensor]]:
     held_at = held_params(units)
+    in_their_place = {place for unit in units for place in places_of(unit).in_their_place()}
     is_given = not rank0_only or is_first_rank(units)
     seen: set[object] = set()
     for prefix, inner in module.named_modules():
         for name, shown in inner._parameters.items():
             held = held_at.get(Place(inner, name))
             key = shown if held is None else held
-            if shown is None or key in seen:
+            if key is None or key in seen or Place(inner, name) in in_their_place:
                 continue
             seen.add(key)
             full_name = clean_name(f"{prefix}.{name}" if prefix else name)
@@ -267,11 +269,11 @@ def is_first_rank(units: Sequence[Unit]) -> bool:
     return not any(any(one.coordinate) for one in held)
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """``name`` without what wrappers of activation checkpoints and of the compiler add."""
+    """``name`` without what wrappers add: of activation checkpoints, of the compiler, ours."""
     for prefix in _WRAPPERS:
         name = name.replace(prefix, "")
     return name

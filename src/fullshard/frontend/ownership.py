@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard import _torch
@@ -25,6 +26,7 @@ __all__ = [
     "held_params",
     "managed",
     "owner_of",
+    "places_of",
     "sharded_twin_of",
     "twin_of",
     "unit_of",
@@ -236,6 +238,10 @@ class Places:
         """All places."""
         return [slot.place for slot in self._slots]
 
+    def in_their_place(self) -> Sequence[Place]:
+        """Where modules have something that stands for the parameters while these are sharded."""
+        return ()
+
     def show_sharded(self, buckets: Sequence[Bucket]) -> None:
         """Let the modules show the sharded parameters."""
         self.shows_sharded = True
@@ -351,6 +357,13 @@ class Places:
         )
 
 
+def places_of(unit: Unit) -> Places:
+    """Where its parameters stand."""
+    places = unit.registration
+    assert isinstance(places, Places)
+    return places
+
+
 class Held(NamedTuple):
     """A parameter of a unit."""
 
@@ -365,18 +378,21 @@ class Held(NamedTuple):
 
     @property
     def coordinate(self) -> Sequence[int]:
-        """Where this rank is in the mesh that the sharded parameter lies on."""
-        param: Any = self.param
-        return param.device_mesh.get_coordinate() or ()
+        """Where this rank is among those that the sharded parameter lies on."""
+        param, spec = self.param, self.bucket.spec
+        if isinstance(param, DTensor):
+            return param.device_mesh.get_coordinate() or ()
+        over_others = spec.parallel[self.number] if spec.parallel else None
+        others = over_others.mesh.get_coordinate() if over_others is not None else None
+        copy = 0 if spec.replicas is None else spec.replicas.rank
+        return (copy, spec.comm.rank, *(others or ()))
 
 
 def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
     """What stands where, of ``units``."""
     found: dict[Place, Held] = {}
     for unit in units:
-        places = unit.registration
-        assert isinstance(places, Places)
-        for slot in places.slots():
+        for slot in places_of(unit).slots():
             found[slot.place] = Held(unit, unit.buckets[slot.bucket], slot.number)
     return found
 

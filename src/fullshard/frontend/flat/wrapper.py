@@ -14,7 +14,6 @@ from fullshard.errors import ConfigError, ProtocolError
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.contexts import unshard_params
-from fullshard.frontend.flat.flat_param import FLAT_PARAM
 from fullshard.frontend.flat.meshes import data_mesh_of
 from fullshard.frontend.flat.options import (
     BackwardPrefetch,
@@ -31,6 +30,7 @@ from fullshard.frontend.flat.prepare import (
     move,
     synchronize,
 )
+from fullshard.frontend.flat_param import FLAT_PARAM
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import unit_of, units_below

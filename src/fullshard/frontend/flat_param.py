@@ -106,6 +106,10 @@ class FlatPlaces(Places):
         self._holder = holder
         self.fronts: list[FlatParameter] = []
 
+    def in_their_place(self) -> Sequence[Place]:
+        """The place of the flat parameter."""
+        return [Place(self._holder, FLAT_PARAM) for _ in self.fronts]
+
     def front_for(self, buckets: Sequence[Bucket]) -> None:
         """Make the flat parameter, of the only bucket if there is any."""
         for bucket in buckets:

@@ -1,0 +1,108 @@
+"""The flat face: FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import ShardingStrategy, iter_full_params
+from tests.ranks.net import Net, batch, make
+from tests.ranks.pool import RankPool
+
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+originals = pytest.mark.parametrize("original", [True, False], ids=["originals", "flat"])
+EXACT = 1e-12
+
+
+def wrap(model: Net, **options: Any) -> FSDP:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = FSDP(block, **options)
+    return FSDP(model, **options)
+
+
+def clean(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def apart(model: nn.Module, plain: nn.Module) -> float:
+    theirs = dict(plain.named_parameters())
+    ours = {clean(name): full for name, full in iter_full_params(model)}
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
+
+
+def trains(original: bool, strategy: str) -> float:
+    plain = make()
+    model = wrap(
+        copy.deepcopy(plain),
+        use_orig_params=original,
+        sharding_strategy=ShardingStrategy[strategy],
+    )
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (plain, model)]
+    for number in range(3):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            for micro in range(2):
+                one(batch(number + micro)).square().mean().backward()
+            if number == 1 and one is model:
+                with model.no_sync():
+                    model(batch(9)).sum().backward()
+                model(batch(10)).sum().backward()
+            elif number == 1:
+                (one(batch(9)).sum() + one(batch(10)).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                one(batch(number))
+    assert torch.allclose(model(batch()), plain(batch()), rtol=0, atol=EXACT)
+    return apart(model, plain)
+
+
+@worlds
+@originals
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_trains_as_the_unsharded_model(
+    pool: RankPool, world: int, original: bool, strategy: str
+) -> None:
+    assert max(pool.run(world, trains, original, strategy)) < EXACT
+
+
+def shows(original: bool) -> list[tuple[str, tuple[int, ...]]]:
+    plain = make()
+    before = {id(p) for p in plain.parameters()}
+    model = wrap(plain, use_orig_params=original)
+    if original:
+        assert {id(p) for p in model.parameters()} == before
+    with FSDP.summon_full_params(model):
+        full = {name: p.shape for name, p in model.named_parameters()}
+        assert {clean(name): shape for name, shape in full.items()} == {
+            name: p.shape for name, p in make().named_parameters()
+        }
+        with torch.no_grad():
+            model.module.scale.add_(1)
+    assert (
+        next(t for n, t in iter_full_params(model) if clean(n) == "scale")
+        .eq(make().scale + 1)
+        .all()
+    )
+    return [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+@originals
+def test_what_is_shown(pool: RankPool, original: bool) -> None:
+    first, second = pool.run(2, shows, original)
+    if original:
+        assert [name for name, _ in first] == [name for name, _ in second]
+    else:
+        inner = "_fsdp_wrapped_module."
+        assert [name for name, _ in first] == [
+            f"{inner}_flat_param",
+            f"{inner}blocks.0.{inner}_flat_param",
+            f"{inner}blocks.1.{inner}_flat_param",
+        ]
+        # 6 + 49 + 40 and 42 elements over two ranks
+        assert [shape for _, shape in first] == [(48,), (21,), (21,)]
