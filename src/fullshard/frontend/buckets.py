@@ -178,11 +178,9 @@ def _form(
     members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: Choices
 ) -> ShardForm:
     """How users see the pieces."""
-    if choices.shown is not Shown.DTENSORS:
-        return PlainForm()
-    ragged = not isinstance(choices.layout_on(mesh), PerParameter)
+    ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
-    return DTensorForm(
+    form = DTensorForm(
         [member.owned.param.shape for member in members],
         [
             _named(member.owned, partial(mesh.place, member.parallel, cut))
@@ -190,6 +188,7 @@ def _form(
         ],
         RaggedTensor if ragged else DTensor,
     )
+    return form if choices.shown is Shown.DTENSORS else PlainForm(form)
 
 
 def _named(owned: OwnedParam, decide: Callable[[], Decided]) -> Decided:

@@ -47,6 +47,9 @@ class ShardForm(Protocol):
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
         """Whether ``shown`` is still around ``local``."""
 
+    def as_dtensor(self, index: int, local: Tensor) -> Tensor:
+        """``local``, laid out like the parameter's piece, as a DTensor, for state dicts."""
+
     def __str__(self) -> str:
         """How parameters lie, for people."""
 
@@ -90,6 +93,12 @@ class DTensorForm:
         """See ``ShardForm``."""
         return _torch.local_of(cast("DTensor", shown)) is local
 
+    def as_dtensor(self, index: int, local: Tensor) -> Tensor:
+        """What users see anyway; where nothing is cut, of the parameter's shape."""
+        whole = self.shapes[index]
+        is_whole = local.shape != whole and local.numel() == whole.numel()
+        return self.wrap(index, local.view(whole) if is_whole and self.cls is DTensor else local)
+
     def __str__(self) -> str:
         if self.cls is not DTensor:
             return f"{self.cls.__name__}s"
@@ -100,6 +109,8 @@ class DTensorForm:
 @dataclass(frozen=True)
 class PlainForm:
     """Plain tensors: the user's own Parameter objects, each over this rank's piece."""
+
+    dtensors: DTensorForm
 
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
         """``original`` itself; a DTensor cannot be over a plain piece, so for that a new one."""
@@ -125,6 +136,10 @@ class PlainForm:
         """See ``ShardForm``; empty tensors are all in the same place."""
         alike = (shown.shape, shown.dtype, shown.device) == (local.shape, local.dtype, local.device)
         return alike and (shown.is_meta or shown.data_ptr() == local.data_ptr())
+
+    def as_dtensor(self, index: int, local: Tensor) -> Tensor:
+        """See ``ShardForm``."""
+        return self.dtensors.as_dtensor(index, local)
 
     def __str__(self) -> str:
         return "plain pieces"
