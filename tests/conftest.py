@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
+
+from tests.selection import MANY, covering
 
 # The machines that run this have few cores, and one torch thread gives the same sums everywhere.
 torch.set_num_threads(1)
@@ -11,3 +14,31 @@ torch.set_num_threads(1)
 # The same examples on every run, and no time limit an example could miss on a loaded machine.
 settings.register_profile("fullshard", derandomize=True, deadline=None)
 settings.load_profile("fullshard")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="every variant of every test, see tests/selection.py"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests on ranks with many variants leave enough to run, unless one was asked for."""
+    if config.getoption("--all") or config.getoption("keyword") or _names_a_test(config):
+        return
+    alike: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.nodeid.startswith("tests/ranks/"):
+            alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for variants in alike.values():
+        if len(variants) > MANY:
+            chosen = covering([tuple(item.callspec._idlist) for item in variants])
+            left_out.update(item for n, item in enumerate(variants) if n not in chosen)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _names_a_test(config: pytest.Config) -> bool:
+    return any("::" in argument for argument in config.args)
