@@ -66,6 +66,8 @@ __all__ = [
     "overrides_setattr",
     "post_accumulate_grad_hooks",
     "preserved_versions",
+    "public_all_gather",
+    "public_reduce_scatter",
     "root_ranks",
     "sequence_number",
     "sharded_dim",
@@ -124,6 +126,16 @@ def broadcast(group: dist.ProcessGroup, values: Tensor, root: int) -> dist.Work:
 def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
     """Start the backend's exchange of equal slices of 1-D ``source`` into 1-D ``output``."""
     return group.alltoall_base(output, source, [], [], dist.AllToAllOptions())
+
+
+def public_all_gather() -> Callable[..., dist.Work | None]:
+    """What stands in ``torch.distributed`` to gather right now; it may be the user's."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def public_reduce_scatter() -> Callable[..., dist.Work | None]:
+    """The same to reduce and scatter."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
