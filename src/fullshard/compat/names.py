@@ -15,7 +15,7 @@ from fullshard.frontend import (
     share_comm_ctx,
 )
 
-__all__ = ["OURS", "keeps_torchs"]
+__all__ = ["OURS", "is_ours", "keeps_torchs"]
 
 OURS: dict[str, dict[str, object]] = {
     "torch.distributed.fsdp": {
@@ -53,19 +53,23 @@ Wherever else PyTorch's object stands, ours is put as well, but for ``keeps_torc
 (``FSDPMeshInfo`` and the like) stay PyTorch's: they say what a mesh is for, and we read them.
 """
 
+# Implements PyTorch's FSDP, or is built on how that works inside.
 _IMPLEMENTATION = (
     "torch.distributed.fsdp._",
     "torch.distributed._composable.replicate_with_fsdp",
     "torch.distributed._tools.fsdp2_mem_tracker",
 )
-_FACES = ("torch.distributed.fsdp._fully_shard",)
+_FACE = "torch.distributed.fsdp._fully_shard"
 
 
 def keeps_torchs(module: str) -> bool:
     """Whether a module goes on with PyTorch's names, but for those that ``OURS`` has for it.
 
-    It implements PyTorch's FSDP or is built on how that works inside, and models that PyTorch
-    sharded go on training; or it is ours.
+    So what PyTorch sharded before goes on training.
     """
-    ours = module == "fullshard" or module.startswith("fullshard.")
-    return ours or (module.startswith(_IMPLEMENTATION) and module not in _FACES)
+    return is_ours(module) or (module.startswith(_IMPLEMENTATION) and module != _FACE)
+
+
+def is_ours(module: str) -> bool:
+    """Whether it is part of fullshard."""
+    return module == "fullshard" or module.startswith("fullshard.")

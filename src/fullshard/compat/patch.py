@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from fullshard.comm import Public, choose_wire
 from fullshard.compat.handles import state_of
-from fullshard.compat.names import OURS, keeps_torchs
+from fullshard.compat.names import OURS, is_ours, keeps_torchs
 from fullshard.frontend import fully_shard
 
 __all__ = ["Patch", "patch_torch"]
@@ -86,7 +86,7 @@ class _Patched:
         listed = list(_listed())
         self._theirs_of = {id(change.ours): change.theirs for change in listed}
         # Who has our names of his own keeps them. The namespaces are held, as ids are used again.
-        self._before = [space for _, space in _open_modules()]
+        self._before = [space for _, space in _modules_but(keeps_torchs)]
         self._held = set(_places(self._before, self._theirs_of))
         ours_of = {id(change.theirs): change.ours for change in listed}
         self._changes = [
@@ -103,7 +103,7 @@ class _Patched:
         choose_wire(self._wire)
         for change in self._changes:
             change.undo()
-        for module, space in _open_modules():
+        for module, space in _modules_but(is_ours):
             late = [
                 change
                 for change in _changes([space], self._theirs_of)
@@ -144,12 +144,12 @@ def _listed() -> Iterator[_Change]:
                     yield _Change(space, name, space[name], ours)
 
 
-def _open_modules() -> list[tuple[ModuleType, Namespace]]:
-    """Modules in which names may be replaced; read in a way that loads no lazy one."""
+def _modules_but(left_out: Callable[[str], bool]) -> list[tuple[ModuleType, Namespace]]:
+    """Modules and what stands in them; read in a way that loads no lazy one."""
     return [
         (module, object.__getattribute__(module, "__dict__"))
         for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and not keeps_torchs(name)
+        if isinstance(module, ModuleType) and not left_out(name)
     ]
 
 
