@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fullshard
 from fullshard import comm
 from fullshard.compat import patch_torch
-from tests.ranks.models import full_parameters
+from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool, every_world
 
@@ -137,6 +137,27 @@ def trains_as_unsharded(replicas: int) -> float:
 def test_a_model_of_a_patched_program_trains_as_unsharded(pool: RankPool, world: int) -> None:
     for replicas in (1, 2) if world == 4 else (1,):
         assert max(pool.run(world, trains_as_unsharded, replicas)) <= EXACT
+
+
+def in_our_own_layouts() -> list[float]:
+    """Ragged shards, and a weight so large that it is gathered in place, by a call of its own."""
+    plain, large = make(), fill(nn.Linear(512, 512).double(), scale=0.1)
+    with patch_torch(), watched() as calls:
+        ragged = shard(copy.deepcopy(plain), layout=fullshard.Ragged())
+        direct = fsdp.fully_shard(copy.deepcopy(large), mesh=init_device_mesh("cpu", (2,)))
+        for one in (plain, ragged):
+            step(one, optimizer_of(one))
+        calls.clear()
+        for one in (large, direct):
+            one(torch.ones(1, 512, dtype=torch.float64)).square().mean().backward()
+    names = [call.name for call in calls]
+    assert names == ["all_gather_single", "all_gather_single", "reduce_scatter_single"]
+    return [apart(ragged, plain), apart_in_gradients(large, direct)]
+
+
+def test_our_own_layouts_call_the_same_functions(pool: RankPool) -> None:
+    for far in pool.run(2, in_our_own_layouts):
+        assert max(far) <= EXACT
 
 
 def low_precision() -> list[float]:
