@@ -66,8 +66,7 @@ __all__ = [
     "overrides_setattr",
     "post_accumulate_grad_hooks",
     "preserved_versions",
-    "public_all_gather",
-    "public_reduce_scatter",
+    "public_collectives",
     "root_ranks",
     "sequence_number",
     "sharded_dim",
@@ -128,14 +127,11 @@ def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist
     return group.alltoall_base(output, source, [], [], dist.AllToAllOptions())
 
 
-def public_all_gather() -> Callable[..., dist.Work | None]:
-    """What stands in ``torch.distributed`` to gather right now; it may be the user's."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def public_reduce_scatter() -> Callable[..., dist.Work | None]:
-    """The same to reduce and scatter."""
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What gathers, and reduces and scatters, in ``torch.distributed`` now; it may be replaced."""
+    if hasattr(dist, "all_gather_single"):
+        return dist.all_gather_single, dist.reduce_scatter_single
+    return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:

@@ -30,7 +30,7 @@ class Public(C10d):
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
-        gather = _torch.public_all_gather()
+        gather, _ = _torch.public_collectives()
         works = [
             gather(output, source, group=self.group, async_op=True)
             for output, source in zip(outputs, sources, strict=True)
@@ -42,7 +42,7 @@ class Public(C10d):
         op, after = self._prepared(source)
         same = output.dtype == source.dtype
         result = output if same else source.new_empty(output.shape)
-        reduce = _torch.public_reduce_scatter()
+        _, reduce = _torch.public_collectives()
         work = reduce(output=result, input=source, op=op, group=self.group, async_op=True)
         return _Scaled(work, result, after, output)
 
