@@ -257,13 +257,15 @@ def test_pytorchs_own_trains_before_during_and_after(pool: RankPool, world: int)
 def objects_of_pytorchs() -> float:
     """Policies and placements made before, of classes that are no longer there."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
-    offload = fsdp.OffloadPolicy()
-    plain = make()
-    with patch_torch():
-        model = shard(copy.deepcopy(plain), mp_policy=policy, offload_policy=offload)
-    for one in (plain, model):
+    plain, *models = make(), make(), make()
+    for model, offload in zip(
+        models, (fsdp.OffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)), strict=True
+    ):
+        with patch_torch():
+            shard(model, mp_policy=policy, offload_policy=offload)
+    for one in (plain, *models):
         step(one, optimizer_of(one))
-    return apart(model, plain)
+    return max(apart(model, plain) for model in models)
 
 
 def test_policies_of_pytorchs_classes_do(pool: RankPool) -> None:
