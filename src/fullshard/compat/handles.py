@@ -68,5 +68,6 @@ class ParamGroup:
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
     """Classes of modules and their sharded ones, by which Dynamo knows them; PyTorch's and ours."""
-    ours = {cls.__bases__[1]: cls for cls in FSDPModule.__subclasses__()}
+    subclasses = FSDPModule.__subclasses__()
+    ours = {cls.__bases__[1]: cls for cls in subclasses if len(cls.__bases__) == 2}
     return torch_fully_shard.cls_to_fsdp_cls | ours
