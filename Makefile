@@ -50,5 +50,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== installing $(TORCH) (the first time takes minutes)"
 	@$(PIP) install $(TORCH)
 	@echo "== installing fullshard and its tools"
-	@$(PIP) install --constraint constraints.txt --editable '.[plot,dev,hf]'
+	@$(PIP) install --constraint constraints.txt --editable '.[plot,dev,hf,frameworks]'
 	@touch $@

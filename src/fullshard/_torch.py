@@ -66,6 +66,7 @@ __all__ = [
     "overrides_setattr",
     "post_accumulate_grad_hooks",
     "preserved_versions",
+    "public_collectives",
     "root_ranks",
     "sequence_number",
     "sharded_dim",
@@ -124,6 +125,13 @@ def broadcast(group: dist.ProcessGroup, values: Tensor, root: int) -> dist.Work:
 def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
     """Start the backend's exchange of equal slices of 1-D ``source`` into 1-D ``output``."""
     return group.alltoall_base(output, source, [], [], dist.AllToAllOptions())
+
+
+def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What gathers, and reduces and scatters, in ``torch.distributed`` now; it may be replaced."""
+    if hasattr(dist, "all_gather_single"):
+        return dist.all_gather_single, dist.reduce_scatter_single
+    return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:

@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "docs" / f"{name}.md"
-    for name in ("quickstart", "concepts", "layouts", "meshes", "communication")
+    for name in ("quickstart", "concepts", "layouts", "meshes", "communication", "compat")
 ]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 SVG = "{http://www.w3.org/2000/svg}"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -72,4 +72,4 @@ def test_an_example_is_short_and_says_how_to_run_it(example: Path) -> None:
     explained = ast.get_docstring(ast.parse(source)) or ""
     assert len(source.splitlines()) < 80
     for command in ("python examples/", "torchrun --nproc-per-node 2 examples/"):
-        assert command + example.name in explained
+        assert command + example.relative_to(ROOT / "examples").as_posix() in explained

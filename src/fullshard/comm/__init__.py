@@ -1,7 +1,7 @@
 """The wire: collectives, and nothing else in fullshard talks to another rank.
 
-``Collectives`` is the seam; ``C10d`` speaks NCCL and gloo through ``torch.distributed``, and
-``Recording`` wraps any of them and notes what was asked for.
+``Collectives`` is the seam. ``C10d`` speaks NCCL and gloo through process groups, ``Public`` by the
+functions of ``torch.distributed``; ``Recording`` wraps any of them and notes what was asked for.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from fullshard.comm.c10d import C10d
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.mesh import (
+    Wire,
     all_reduce,
     broadcast_pieces,
     broadcast_together,
+    choose_wire,
     collectives_of,
     collectives_of_part,
     collectives_of_twin,
@@ -24,6 +26,7 @@ from fullshard.comm.mesh import (
     wrapped,
 )
 from fullshard.comm.protocol import Alone, Collectives, Done, Pending
+from fullshard.comm.public import Public
 from fullshard.comm.recording import CollectiveCall, Recording
 
 __all__ = [
@@ -36,11 +39,14 @@ __all__ = [
     "Custom",
     "Done",
     "Pending",
+    "Public",
     "Recording",
     "ReduceScatter",
+    "Wire",
     "all_reduce",
     "broadcast_pieces",
     "broadcast_together",
+    "choose_wire",
     "collectives_of",
     "collectives_of_part",
     "collectives_of_twin",

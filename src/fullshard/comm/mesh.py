@@ -18,9 +18,11 @@ from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import Alone, Collectives, Together
 
 __all__ = [
+    "Wire",
     "all_reduce",
     "broadcast_pieces",
     "broadcast_together",
+    "choose_wire",
     "collectives_of",
     "collectives_of_part",
     "collectives_of_twin",
@@ -35,9 +37,13 @@ __all__ = [
 
 _BROADCAST_NBYTES = 256 << 20  # about; what is joined takes that much memory
 
-# One object per group: its tags must be counted once, whoever uses it.
-_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives]
+Wire = Callable[[dist.ProcessGroup, str], Collectives]
+"""Makes collectives for a group and a type of device."""
+
+# One object per group and kind: its tags must be counted once, whoever uses it.
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Wire, Collectives]]
 _of_group = weakref.WeakKeyDictionary()
+_wire: Wire = C10d  # not of a context: ranks that are threads share what the process chose
 _parts_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _parts_of_group = weakref.WeakKeyDictionary()
 
@@ -88,12 +94,20 @@ def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -
 
 
 def _collectives(group: dist.ProcessGroup, device_type: str) -> Collectives:
-    collectives = _of_group.get(group)
+    kinds = _of_group.setdefault(group, {})
+    collectives = kinds.get(_wire)
     if collectives is None:
         alone = group.size() == 1
-        collectives = _of_group[group] = Alone() if alone else C10d(group, device_type)
+        collectives = kinds[_wire] = Alone() if alone else _wire(group, device_type)
     wrapper = _wrapper.get()
     return collectives if wrapper is None else wrapper(collectives)
+
+
+def choose_wire(wire: Wire) -> Wire:
+    """Make what is sharded from now on use ``wire``, ``C10d`` or ``Public``; returns the last."""
+    global _wire
+    last, _wire = _wire, wire
+    return last
 
 
 @contextmanager

@@ -132,6 +132,13 @@ class Engine:
         """Reshard ``unit``, if nothing uses it."""
         self.trigger(when.UserReshard(unit.key))
 
+    def reduce_now(self) -> None:
+        """Reduce what is in the gradients of all units, as backward does when it ends.
+
+        For who assigns gradients by himself, without a backward that we see.
+        """
+        self.trigger(when.TaskEnd(NO_TASK, tuple(unit.key for unit in self.units)))
+
     def policy_of(self, unit: Unit) -> UnitPolicy:
         """What the user chose for ``unit``."""
         return self.scheduler.residents.units[unit.key].policy

@@ -1,0 +1,87 @@
+"""Collectives by the functions of ``torch.distributed``, one call for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.c10d import C10d, Transport
+from fullshard.comm.protocol import Pending, Together
+
+__all__ = ["Public"]
+
+_AVERAGED = (torch.float32, torch.bfloat16)
+"""Dtypes of which every backend knows a mean, and whose sums do not overflow."""
+
+
+class Public(C10d):
+    """The backend's own, the way PyTorch's FSDP2 calls them, for those who count or replace them.
+
+    The functions are looked up in ``torch.distributed`` at each call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        super().__init__(group, device_type, Transport.NATIVE)
+        self._averages = True
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        """See ``Collectives.all_gather``."""
+        gather, _ = _torch.public_collectives()
+        works = [
+            gather(output, source, group=self.group, async_op=True)
+            for output, source in zip(outputs, sources, strict=True)
+        ]
+        return Together([work for work in works if work is not None])
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """See ``Collectives.reduce_scatter_mean``."""
+        op, after = self._prepared(source)
+        same = output.dtype == source.dtype
+        result = output if same else source.new_empty(output.shape)
+        _, reduce = _torch.public_collectives()
+        work = reduce(output=result, input=source, op=op, group=self.group, async_op=True)
+        return _Scaled(work, result, after, output)
+
+    def all_reduce_mean(self, values: Tensor) -> Pending:
+        """See ``Collectives.all_reduce_mean``."""
+        op, after = self._prepared(values)
+        work = dist.all_reduce(values, op, group=self.group, async_op=True)
+        return _Scaled(work, values, after, values)
+
+    def _prepared(self, values: Tensor) -> tuple[dist.ReduceOp.RedOpType, float]:
+        """How to reduce ``values``, and what to divide the result by.
+
+        Sums in fp16 overflow, means of small numbers underflow: it is divided by about the square
+        root of the number of ranks before, and by the rest after.
+        """
+        if self._averages and values.dtype in _AVERAGED:
+            return dist.ReduceOp.AVG, 1
+        if values.dtype is not torch.float16:
+            return dist.ReduceOp.SUM, self.world
+        before = 1 << (self.world.bit_length() // 2)
+        values.div_(before)
+        return dist.ReduceOp.SUM, self.world / before
+
+
+class _Scaled:
+    """A result on its way, to be divided and to be put where it belongs."""
+
+    def __init__(
+        self, work: dist.Work | None, result: Tensor, divisor: float, output: Tensor
+    ) -> None:
+        self._work = work
+        self._result = result
+        self._divisor = divisor
+        self._output = output
+
+    def wait(self) -> None:
+        if self._work is not None:  # else what the user put there has waited
+            self._work.wait()
+        if self._divisor != 1:
+            self._result.div_(self._divisor)
+        if self._result is not self._output:
+            self._output.copy_(self._result)

@@ -1,0 +1,7 @@
+"""Standing in for ``torch.distributed.fsdp``: programs written for it run on fullshard."""
+
+from __future__ import annotations
+
+from fullshard.compat.patch import Patch, patch_torch
+
+__all__ = ["Patch", "patch_torch"]

@@ -1,0 +1,75 @@
+"""Which names of PyTorch stand for what of ours: one line for each."""
+
+from __future__ import annotations
+
+from fullshard.comm import AllGather, Comm, ReduceScatter
+from fullshard.compat.handles import get_cls_to_fsdp_cls
+from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.frontend import (
+    DataParallelMeshDims,
+    FSDPModule,
+    ShardPlacementResult,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+
+__all__ = ["OURS", "is_ours", "keeps_torchs"]
+
+OURS: dict[str, dict[str, object]] = {
+    "torch.distributed.fsdp": {
+        "CPUOffloadPolicy": CPUOffloadPolicy,
+        "DataParallelMeshDims": DataParallelMeshDims,
+        "FSDPModule": FSDPModule,
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+        "OffloadPolicy": OffloadPolicy,
+        "UnshardHandle": UnshardHandle,
+        "fully_shard": fully_shard,
+        "register_fsdp_forward_method": register_fsdp_forward_method,
+        "share_comm_ctx": share_comm_ctx,
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_api": {
+        "AllGather": AllGather,
+        "CPUOffloadPolicy": CPUOffloadPolicy,
+        "Comm": Comm,
+        "DataParallelMeshDims": DataParallelMeshDims,
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+        "OffloadPolicy": OffloadPolicy,
+        "ReduceScatter": ReduceScatter,
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_common": {
+        "DataParallelMeshDims": DataParallelMeshDims,
+        "ShardPlacementResult": ShardPlacementResult,
+    },
+    # Asked by Dynamo; PyTorch's own code reads the variable behind it.
+    "torch.distributed.fsdp._fully_shard._fully_shard": {
+        "get_cls_to_fsdp_cls": get_cls_to_fsdp_cls,
+    },
+}
+"""Module of PyTorch -> name there -> what it is while PyTorch is patched.
+
+Wherever else PyTorch's object stands, ours is put as well, but for ``keeps_torchs``. The mesh infos
+(``FSDPMeshInfo`` and the like) stay PyTorch's: they say what a mesh is for, and we read them.
+"""
+
+# Implements PyTorch's FSDP, or is built on how that works inside.
+_IMPLEMENTATION = (
+    "torch.distributed.fsdp._",
+    "torch.distributed._composable.replicate_with_fsdp",
+    "torch.distributed._tools.fsdp2_mem_tracker",
+)
+_FACE = "torch.distributed.fsdp._fully_shard"
+
+
+def keeps_torchs(module: str) -> bool:
+    """Whether a module goes on with PyTorch's names, but for those that ``OURS`` has for it.
+
+    So what PyTorch sharded before goes on training.
+    """
+    return is_ours(module) or (module.startswith(_IMPLEMENTATION) and module != _FACE)
+
+
+def is_ours(module: str) -> bool:
+    """Whether it is part of fullshard."""
+    return module == "fullshard" or module.startswith("fullshard.")

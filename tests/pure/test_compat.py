@@ -1,0 +1,191 @@
+"""``patch_torch`` puts our names where PyTorch has its own, and nothing else, and back again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp as fsdp
+from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common, _fully_shard
+from torch.distributed.pipelining import stage
+
+import fullshard
+from fullshard.compat import patch_torch
+from fullshard.compat.names import OURS
+
+THEIRS = {name: getattr(fsdp, name) for name in fsdp.__all__}
+FSDP2 = set(fsdp._fully_shard.__all__)
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_as_before() -> Iterator[None]:
+    yield
+    assert {name: getattr(fsdp, name) for name in fsdp.__all__} == THEIRS
+    assert not hasattr(fullshard.fully_shard, "state")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a test may put modules; those that it imported are forgotten."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def module_of(folder: Path, name: str, source: str) -> Any:
+    (folder / f"{name}.py").write_text(source)
+    return __import__(name)
+
+
+def test_every_name_of_fsdp2_is_ours_and_every_other_is_pytorchs() -> None:
+    with patch_torch():
+        now = {name: getattr(fsdp, name) for name in fsdp.__all__}
+        assert {name for name in now if now[name] is not THEIRS[name]} == FSDP2
+        for name in FSDP2:
+            assert now[name] is getattr(fullshard, name)
+            assert getattr(fsdp._fully_shard, name) is now[name]
+        for name in ("AllGather", "ReduceScatter", "Comm"):
+            assert getattr(_fsdp_api, name) is getattr(fullshard, name)
+        assert _fsdp_common.ShardPlacementResult is fullshard.ShardPlacementResult
+
+
+def test_every_name_of_the_table_is_one_of_this_pytorch() -> None:
+    for module, names in OURS.items():
+        assert names.keys() <= vars(import_module(module)).keys()
+
+
+def test_what_implements_pytorchs_fsdp_keeps_its_names() -> None:
+    with patch_torch():
+        for module in (_fully_shard, replicate_with_fsdp):
+            assert module.FSDPModule is THEIRS["FSDPModule"]
+        assert issubclass(replicate_with_fsdp.ReplicateModule, THEIRS["FSDPModule"])
+
+
+def test_modules_that_imported_before_have_ours_meanwhile(folder: Path) -> None:
+    lines = "from torch.distributed.fsdp import FSDPModule, fully_shard as shard, ShardingStrategy"
+    user = module_of(folder, "imports_before", lines)
+    with patch_torch():
+        assert user.FSDPModule is stage.FSDPModule is fullshard.FSDPModule
+        assert user.shard is stage.fully_shard is fullshard.fully_shard
+        assert user.ShardingStrategy is THEIRS["ShardingStrategy"]
+    assert user.FSDPModule is stage.FSDPModule is THEIRS["FSDPModule"]
+    assert user.shard is stage.fully_shard is THEIRS["fully_shard"]
+
+
+def test_modules_imported_meanwhile_have_pytorchs_afterwards(folder: Path) -> None:
+    lines = "from torch.distributed.fsdp import FSDPModule\nimport torch.distributed.fsdp as f\n"
+    with patch_torch():
+        user = module_of(folder, "imports_meanwhile", lines + "also = f.fully_shard")
+        assert user.FSDPModule is fullshard.FSDPModule
+        assert user.also is fullshard.fully_shard
+    assert user.FSDPModule is THEIRS["FSDPModule"]
+    assert user.also is THEIRS["fully_shard"]
+
+
+def test_who_takes_our_names_from_us_keeps_them(folder: Path) -> None:
+    lines = "from fullshard import FSDPModule, fully_shard as mine\n"
+    both = lines + "from torch.distributed.fsdp import fully_shard as theirs"
+    before = module_of(folder, "ours_before", both)
+    with patch_torch():
+        meanwhile = module_of(folder, "ours_meanwhile", both)
+        star = module_of(folder, "star_meanwhile", "from fullshard import *")
+        assert before.theirs is meanwhile.theirs is fullshard.fully_shard
+    for user in (before, meanwhile):
+        assert user.FSDPModule is fullshard.FSDPModule
+        assert user.mine is fullshard.fully_shard
+        assert user.theirs is THEIRS["fully_shard"]
+    assert star.fully_shard is fullshard.fully_shard
+
+
+def test_a_name_that_somebody_changed_meanwhile_is_left_alone(folder: Path) -> None:
+    user = module_of(folder, "changes", "from torch.distributed.fsdp import fully_shard")
+    gone = module_of(folder, "gone", "from torch.distributed.fsdp import fully_shard")
+    with patch_torch():
+        user.fully_shard = "something else"
+        del sys.modules["gone"]
+    assert user.fully_shard == "something else"
+    assert gone.fully_shard is THEIRS["fully_shard"]
+
+
+def test_calls_may_be_nested_and_undone_in_any_order() -> None:
+    first, second = patch_torch(), patch_torch()
+    first.undo()
+    first.undo()
+    assert fsdp.fully_shard is fullshard.fully_shard
+    with second:
+        assert fsdp.fully_shard is fullshard.fully_shard
+    assert fsdp.fully_shard is THEIRS["fully_shard"]
+    second.undo()
+    with patch_torch():
+        assert fsdp.fully_shard is fullshard.fully_shard
+
+
+def test_an_exception_ends_it_too() -> None:
+    with pytest.raises(ZeroDivisionError), patch_torch():
+        raise ZeroDivisionError
+    assert fsdp.fully_shard is THEIRS["fully_shard"]
+
+
+def test_a_lazy_module_is_not_loaded() -> None:
+    class Lazy(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was asked for")
+
+    sys.modules["lazy"] = Lazy("lazy")
+    sys.modules["none"] = None  # type: ignore[assignment]
+    try:
+        patch_torch().undo()
+    finally:
+        del sys.modules["lazy"], sys.modules["none"]
+
+
+def test_what_is_not_sharded_has_no_state() -> None:
+    with patch_torch():
+        assert fsdp.fully_shard.state(nn.Linear(2, 2)) is None  # type: ignore[attr-defined]
+
+
+FRESH = """
+import sys, importlib
+import fullshard.compat, torch.distributed.pipelining, torch.distributed.checkpoint, torch._dynamo
+import transformers
+def everything():
+    return {name: (m, dict(object.__getattribute__(m, "__dict__")))
+            for name, m in sys.modules.items() if m is not None}
+before = everything()
+patch = fullshard.compat.patch_torch()
+changed = sum(
+    vars(m)[key] is not value for m, names in before.values() for key, value in names.items())
+late = ["torch.distributed._composable.fsdp", "torch.distributed._tools.fsdp2_mem_tracker"]
+late = [importlib.import_module(name) for name in late if name not in sys.modules]
+patch.undo()
+after = everything()
+for name, (module, names) in before.items():
+    now = after[name][1]
+    assert after[name][0] is module
+    for key, value in names.items():
+        assert now[key] is value, (name, key)
+ours = [fullshard.fully_shard, fullshard.FSDPModule, fullshard.UnshardHandle]
+for name, (module, names) in after.items():
+    if not name.startswith("fullshard"):
+        assert not any(value is one for value in names.values() for one in ours), name
+print(changed, len(late))
+"""
+
+
+def test_in_a_fresh_interpreter_all_modules_are_afterwards_what_they_were() -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-W", "ignore", "-c", FRESH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    changed, late = map(int, done.stdout.split())
+    assert changed > 20 and late > 0

@@ -1,0 +1,351 @@
+"""``patch_torch`` with process groups: the collectives are PyTorch's, the training is right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fullshard
+from fullshard import comm
+from fullshard.compat import patch_torch
+from tests.ranks.models import fill, full_parameters
+from tests.ranks.net import Net, apart, batch, make, optimizer_of, step
+from tests.ranks.pool import RankPool, every_world
+
+EXACT = 1e-12
+COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+
+
+def shard(model: Net, mesh: Any = None, **options: Any) -> Any:
+    """As a program written for PyTorch shards it, with whatever stands in its place."""
+    for block in model.blocks:
+        fsdp.fully_shard(block, mesh=mesh, **options)
+    return fsdp.fully_shard(model, mesh=mesh, **options)
+
+
+class Call(NamedTuple):
+    """A call of a function of ``torch.distributed``."""
+
+    name: str
+    dtype: torch.dtype
+    op: str
+
+
+@contextmanager
+def watched() -> Iterator[list[Call]]:
+    """What is called through the attributes of ``torch.distributed``, replaced for the moment."""
+    calls: list[Call] = []
+
+    def watch(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            ops = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ReduceOp.RedOpType)]
+            calls.append(Call(name, tensors[-1].dtype, str(*ops)))
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, watch(name)))
+        yield calls
+
+
+def mesh_of(name: str) -> Any:
+    shapes: dict[str, tuple[int, ...]] = {"1-D": (4,), "2-D": (2, 2)}
+    shape = shapes[name]
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def what_is_issued(
+    patched: bool, mesh: str, reshard: bool | None, dtypes: tuple[torch.dtype, ...]
+) -> tuple[Counter[Call], Counter[str]]:
+    """In two steps: calls of functions, and the operators that they come to."""
+    dtype, param_dtype, reduce_dtype = dtypes
+    with patch_torch() if patched else nullcontext():
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        options = {"reshard_after_forward": reshard, "mp_policy": policy}
+        model = shard(make(dtype), mesh_of(mesh), **options)
+        assert isinstance(model, fullshard.FSDPModule) == patched
+        counts: Counter[str] = Counter()
+        with watched() as calls:
+            for number in range(2):
+                with CommDebugMode() as operators:
+                    model(batch(number, dtype)).float().square().mean().backward()
+                counts.update({str(op): num for op, num in operators.get_comm_counts().items()})
+    return Counter(calls), counts
+
+
+DTYPES = [
+    (torch.float64, None, None),
+    (torch.float32, None, None),
+    (torch.float32, torch.bfloat16, None),
+    (torch.float32, torch.bfloat16, torch.float32),
+    (torch.float32, torch.float16, None),
+]
+
+
+def compare_what_is_issued(mesh: str) -> int:
+    warnings.simplefilter("ignore")  # those of CommDebugMode
+    total = 0
+    for dtypes in DTYPES:
+        for reshard in (True, False, None) if dtypes[0] is torch.float64 else (True,):
+            ours = what_is_issued(True, mesh, reshard, dtypes)
+            theirs = what_is_issued(False, mesh, reshard, dtypes)
+            assert ours == theirs, (dtypes, reshard, ours, theirs)
+            total += sum(ours[0].values())
+    return total
+
+
+@pytest.mark.parametrize(("mesh", "total"), [("1-D", 118), ("2-D", 160)])
+def test_what_is_issued_is_what_fsdp2_issues(pool: RankPool, mesh: str, total: int) -> None:
+    """The functions called, as often, with these dtypes and operations, and nothing else."""
+    assert pool.run(4, compare_what_is_issued, mesh) == [total] * 4
+
+
+def trains_as_unsharded(replicas: int) -> float:
+    plain = make()
+    mesh = None
+    if replicas > 1:
+        shape = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    with patch_torch():
+        model = shard(copy.deepcopy(plain), mesh)
+    optimizers = [optimizer_of(plain), optimizer_of(model)]
+    for number in range(3):  # patched no longer, it goes on as it began
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            step(one, optimizer, number)
+    return apart(model, plain)
+
+
+@every_world
+def test_a_model_of_a_patched_program_trains_as_unsharded(pool: RankPool, world: int) -> None:
+    for replicas in (1, 2) if world == 4 else (1,):
+        assert max(pool.run(world, trains_as_unsharded, replicas)) <= EXACT
+
+
+def in_our_own_layouts() -> list[float]:
+    """Ragged shards, and a weight so large that it is gathered in place, by a call of its own."""
+    plain, large = make(), fill(nn.Linear(512, 512).double(), scale=0.1)
+    with patch_torch(), watched() as calls:
+        ragged = shard(copy.deepcopy(plain), layout=fullshard.Ragged())
+        direct = fsdp.fully_shard(copy.deepcopy(large), mesh=init_device_mesh("cpu", (2,)))
+        for one in (plain, ragged):
+            step(one, optimizer_of(one))
+        calls.clear()
+        for one in (large, direct):
+            one(torch.ones(1, 512, dtype=torch.float64)).square().mean().backward()
+    names = [call.name for call in calls]
+    assert names == ["all_gather_single", "all_gather_single", "reduce_scatter_single"]
+    return [apart(ragged, plain), apart_in_gradients(large, direct)]
+
+
+def test_our_own_layouts_call_the_same_functions(pool: RankPool) -> None:
+    for far in pool.run(2, in_our_own_layouts):
+        assert max(far) <= EXACT
+
+
+def low_precision() -> list[float]:
+    """How far we are from PyTorch's FSDP2, in dtypes whose sums depend on their order."""
+    far = []
+    for param_dtype, reduce_dtype in [(None, None), *(dtypes[1:] for dtypes in DTYPES[2:])]:
+        models = []
+        for patched in (True, False):
+            with patch_torch() if patched else nullcontext():
+                policy = fsdp.MixedPrecisionPolicy(
+                    param_dtype=param_dtype, reduce_dtype=reduce_dtype
+                )
+                model = shard(make(torch.float32), mp_policy=policy)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for number in range(3):
+                    model(batch(number, torch.float32)).float().square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                models.append(model)
+        far.append(apart(*models))
+    return far
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_low_precision_is_that_of_fsdp2(pool: RankPool, world: int) -> None:
+    """Equal bits where the dtype is reduced by one operation; fp16 is divided around it."""
+    for fp32, bf16, bf16_and_fp32, fp16 in pool.run(world, low_precision):
+        assert fp32 <= 1e-6 and bf16 <= 1e-3 and bf16_and_fp32 <= 1e-3 and fp16 <= 1e-3
+
+
+def large_fp16() -> float:
+    """Gradients whose sum does not fit in fp16, but whose mean does."""
+    mesh = init_device_mesh("cpu", (4,))
+    with patch_torch():
+        reduce = comm.collectives_of(mesh)
+    source = torch.full((8,), 30_000.0, dtype=torch.float16)
+    output = torch.empty(2, dtype=torch.float16)
+    reduce.reduce_scatter_mean(output, source).wait()
+    values = torch.full((3,), 30_000.0, dtype=torch.float16)
+    reduce.all_reduce_mean(values).wait()
+    return max((output - 30_000.0).abs().max().item(), (values - 30_000.0).abs().max().item())
+
+
+def test_means_in_fp16_do_not_overflow(pool: RankPool) -> None:
+    assert pool.run(4, large_fp16) == [0.0] * 4
+
+
+def side_by_side() -> list[bool]:
+    """PyTorch's own before, during and after; ours during and after."""
+    plain, theirs = make(), shard(make())
+    models = [plain, theirs]
+    with patch_torch():
+        ours = shard(make())
+        models.append(ours)
+        state = fsdp.fully_shard.state(ours)  # type: ignore[attr-defined]
+        known = [
+            isinstance(ours, fsdp.FSDPModule) and not isinstance(theirs, fsdp.FSDPModule),
+            len(state._state_ctx.all_states) == 3,
+            state in state._state_ctx.all_states,
+        ]
+        optimizers = [optimizer_of(model) for model in models]
+        for one, optimizer in zip(models, optimizers, strict=True):
+            step(one, optimizer, 0)
+        theirs.set_requires_gradient_sync(False)  # it finds its modules by its own class
+        theirs(batch(8)).sum().backward()
+        assert all(param.grad is None for param in theirs.parameters())
+        theirs.set_requires_gradient_sync(True)
+        theirs(batch(8)).sum().backward()
+        for model in (plain, ours):
+            model(batch(8)).sum().mul(2).backward()
+        known.append(max(apart_in_gradients(plain, m) for m in (theirs, ours)) <= EXACT)
+    models.append(shard(make()))
+    known.append(not isinstance(models[-1], fullshard.FSDPModule))
+    for one, optimizer in zip(models, optimizers, strict=False):
+        optimizer.zero_grad()
+        step(one, optimizer, 1)
+    known.append(max(apart(model, plain) for model in (theirs, ours)) <= EXACT)
+    anew = make()
+    for one in (anew, models[-1]):
+        step(one, optimizer_of(one), 0)
+    return [*known, apart(models[-1], anew) <= EXACT]
+
+
+def apart_in_gradients(plain: nn.Module, sharded: nn.Module) -> float:
+    return max(
+        (one.grad - other.grad.full_tensor()).abs().max().item()
+        for one, other in zip(plain.parameters(), sharded.parameters(), strict=True)
+    )
+
+
+@every_world
+def test_pytorchs_own_trains_before_during_and_after(pool: RankPool, world: int) -> None:
+    for result in pool.run(world, side_by_side):
+        assert result == [True] * 7
+
+
+def objects_of_pytorchs() -> float:
+    """Policies and placements made before, of classes that are no longer there."""
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
+    plain, *models = make(), make(), make()
+    for model, offload in zip(
+        models, (fsdp.OffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)), strict=True
+    ):
+        with patch_torch():
+            shard(model, mp_policy=policy, offload_policy=offload)
+    for one in (plain, *models):
+        step(one, optimizer_of(one))
+    return max(apart(model, plain) for model in models)
+
+
+def test_policies_of_pytorchs_classes_do(pool: RankPool) -> None:
+    assert max(pool.run(2, objects_of_pytorchs)) <= EXACT
+
+
+def wires() -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    before = comm.collectives_of(mesh)
+    with patch_torch():
+        meanwhile = comm.collectives_of(mesh)
+        again = comm.collectives_of(mesh)
+    after = comm.collectives_of(mesh)
+    return [
+        type(before) is comm.C10d and before is after,
+        type(meanwhile) is comm.Public and meanwhile is again,
+    ]
+
+
+def test_what_is_sharded_later_communicates_in_our_way_again(pool: RankPool) -> None:
+    assert pool.run(2, wires) == [[True, True]] * 2
+
+
+def compiled() -> list[float]:
+    """Blocks one by one, and a whole model."""
+    warnings.simplefilter("ignore")  # the compiler's own
+    torch._dynamo.reset()
+    far = []
+    for what in ("blocks", "model"):
+        plain = make()
+        with patch_torch():
+            model = shard(copy.deepcopy(plain))
+            run = model
+            if what == "model":
+                run = torch.compile(model, backend="aot_eager")
+            else:
+                for block in model.blocks:
+                    block.compile(backend="aot_eager")
+            for one in (plain, run):
+                optimizer = optimizer_of(one)
+                for number in range(3):
+                    one(batch(number)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            classes = fsdp._fully_shard._fully_shard.get_cls_to_fsdp_cls()
+            assert classes[Net] is type(model) and classes[nn.Linear] is type(model.blocks[0])
+        far.append(apart(model, plain))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return far
+
+
+def test_a_patched_program_may_compile(pool: RankPool) -> None:
+    for far in pool.run(2, compiled, timeout_s=120):
+        assert max(far) <= EXACT
+
+
+def checkpointed() -> bool:
+    """``torch.distributed.checkpoint`` and its helpers, which know PyTorch's FSDP by name."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    with patch_torch():
+        model, other = shard(make()), shard(make(seed_scale=0.1))
+        optimizers = [optimizer_of(model), optimizer_of(other)]
+        step(model, optimizers[0])
+        full = StateDictOptions(full_state_dict=True)
+        states = get_state_dict(model, optimizers[0], options=full)
+        set_state_dict(
+            other,
+            optimizers[1],
+            model_state_dict=states[0],
+            optim_state_dict=states[1],
+            options=full,
+        )
+    a, b = full_parameters(model), full_parameters(other)
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_helpers_of_torch_save_and_load(pool: RankPool) -> None:
+    assert pool.run(2, checkpointed) == [True, True]

@@ -1,0 +1,137 @@
+"""``torch.distributed.pipelining`` drives our modules: stages of a pipeline, each sharded."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import fullshard
+from fullshard.compat import patch_torch
+from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.pool import RankPool
+
+EXACT = 1e-12
+WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 2
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
+SEVERAL = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
+MIRRORED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+
+
+class Part(nn.Module):
+    """One stage: the root owns ``scale``, the two layers are units of their own.
+
+    Each weight is used once: PyTorch's split of backward into inputs and weights asks for that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x * self.scale
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def stage_numbers(schedule: str, rank: int) -> list[int]:
+    """Which stages a pipeline rank of two has."""
+    if schedule in SINGLE:
+        return [rank]
+    return [rank, 3 - rank] if schedule in MIRRORED else [rank, rank + 2]
+
+
+def sharded(part: Part, mesh: Any, **options: Any) -> Part:
+    from torch.distributed.fsdp import fully_shard  # as a program written for PyTorch
+
+    for layer in part.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(part, mesh=mesh, **options)
+    assert isinstance(part, fullshard.FSDPModule)
+    return part
+
+
+def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    seed = 10 * step + 2 * replica
+    return noise(BATCH, WIDTH, seed=seed), noise(BATCH, WIDTH, seed=seed + 1)
+
+
+def reference_step(model: nn.Sequential, step: int) -> None:
+    """What all ranks compute together, without a pipeline and unsharded."""
+    for replica in range(2):
+        x, target = batch(step, replica)
+        (loss_of(model(x), target) / 2).backward()
+
+
+def differences(part: nn.Module, plain: nn.Module) -> float:
+    grads = {name: param.grad.full_tensor() for name, param in part.named_parameters()}
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    assert grads.keys() == expected.keys()
+    weights, plain_weights = full_parameters(part), full_parameters(plain)
+    return max(
+        max((grads[name] - expected[name]).abs().max().item() for name in grads),
+        max((weights[name] - plain_weights[name]).abs().max().item() for name in weights),
+    )
+
+
+def pipeline(schedule: str, reshard_after_forward: bool) -> float:
+    warnings.simplefilter("ignore")  # those of the schedules
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    num_stages = 2 if schedule in SINGLE else 4
+    model = nn.Sequential(*(Part() for _ in range(num_stages))).double()
+    fill(model, scale=0.4)
+    numbers = stage_numbers(schedule, rank)
+    with patch_torch():
+        parts = [
+            sharded(
+                copy.deepcopy(model[i]), mesh["dp"], reshard_after_forward=reshard_after_forward
+            )
+            for i in numbers
+        ]
+        group = mesh["pp"].get_group()
+        stages = [
+            PipelineStage(part, number, num_stages, torch.device("cpu"), group=group)
+            for part, number in zip(parts, numbers, strict=True)
+        ]
+        make: Any = getattr(schedules, schedule)
+        run = make(stages[0] if schedule in SINGLE else stages, MICROBATCHES, loss_fn=loss_of)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (*parts, model)]
+        worst = 0.0
+        for step in range(STEPS):
+            x, target = batch(step, replica)
+            inputs = (x,) if 0 in numbers else ()
+            run.step(*inputs, **({"target": target} if num_stages - 1 in numbers else {}))
+            reference_step(model, step)
+            for optimizer in optimizers:
+                optimizer.step()
+            found = (differences(part, model[i]) for part, i in zip(parts, numbers, strict=True))
+            worst = max(worst, *found)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return worst
+
+
+# Where weights and inputs have backwards of their own, both read what forward read, so that it has
+# to stay: PyTorch loses gradients there with reshard_after_forward=True.
+@pytest.mark.parametrize(
+    ("schedule", "reshard_after_forward"),
+    [(schedule, False) for schedule in SINGLE + SEVERAL + MIRRORED]
+    + [(schedule, True) for schedule in [*SINGLE, "ScheduleInterleaved1F1B"]],
+)
+def test_a_pipeline_of_sharded_stages_has_the_gradients_of_the_whole_model(
+    pool: RankPool, schedule: str, reshard_after_forward: bool
+) -> None:
+    worst = pool.run(4, pipeline, schedule, reshard_after_forward)
+    assert max(worst) <= EXACT
