@@ -23,6 +23,7 @@ from fullshard.compat.names import OURS
 
 THEIRS = {name: getattr(fsdp, name) for name in fsdp.__all__}
 FSDP2 = set(fsdp._fully_shard.__all__)
+FSDP1 = (*fsdp.api.__all__, "FullyShardedDataParallel", "OptimStateKeyType")
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +48,20 @@ def module_of(folder: Path, name: str, source: str) -> Any:
     return __import__(name)
 
 
-def test_every_name_of_fsdp2_is_ours_and_every_other_is_pytorchs() -> None:
+def test_every_name_is_ours() -> None:
     with patch_torch():
-        now = {name: getattr(fsdp, name) for name in fsdp.__all__}
-        assert {name for name in now if now[name] is not THEIRS[name]} == FSDP2
+        for name in fsdp.__all__:
+            assert getattr(fsdp, name) is getattr(fullshard, name)
         for name in FSDP2:
-            assert now[name] is getattr(fullshard, name)
-            assert getattr(fsdp._fully_shard, name) is now[name]
+            assert getattr(fsdp._fully_shard, name) is getattr(fullshard, name)
+        for name in FSDP1:
+            assert getattr(fsdp.fully_sharded_data_parallel, name) is getattr(fullshard, name)
+        for name in fsdp.api.__all__:
+            assert getattr(fsdp.api, name) is getattr(fullshard, name)
+        for name in fullshard.wrap.__all__:
+            assert getattr(fsdp.wrap, name) is getattr(fullshard.wrap, name)
+        ours = fullshard.optim.ShardedGradScaler
+        assert fsdp.sharded_grad_scaler.ShardedGradScaler is ours
         for name in ("AllGather", "ReduceScatter", "Comm"):
             assert getattr(_fsdp_api, name) is getattr(fullshard, name)
         assert _fsdp_common.ShardPlacementResult is fullshard.ShardPlacementResult
@@ -77,7 +85,8 @@ def test_modules_that_imported_before_have_ours_meanwhile(folder: Path) -> None:
     with patch_torch():
         assert user.FSDPModule is stage.FSDPModule is fullshard.FSDPModule
         assert user.shard is stage.fully_shard is fullshard.fully_shard
-        assert user.ShardingStrategy is THEIRS["ShardingStrategy"]
+        assert user.ShardingStrategy is fullshard.ShardingStrategy
+    assert user.ShardingStrategy is THEIRS["ShardingStrategy"]
     assert user.FSDPModule is stage.FSDPModule is THEIRS["FSDPModule"]
     assert user.shard is stage.fully_shard is THEIRS["fully_shard"]
 

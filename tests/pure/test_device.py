@@ -17,6 +17,7 @@ from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec
 from fullshard.layout import ParamSpec, PerParameter, Ragged
+from fullshard.tensors import DTensorForm, PlainForm
 
 
 class FakeAccelerator:
@@ -78,19 +79,6 @@ class FakeWire:
         return Done()
 
 
-class PlainForm:
-    """Shows local tensors as they are."""
-
-    def wrap(self, index: int, local: Tensor) -> Tensor:
-        return local
-
-    def local(self, shown: Tensor) -> Tensor:
-        return shown
-
-    def repoint(self, shown: Tensor, local: Tensor) -> None:
-        shown.data = local
-
-
 @pytest.fixture
 def cuda() -> FakeAccelerator:
     return FakeAccelerator()
@@ -103,7 +91,8 @@ def lanes_of(cuda: FakeAccelerator) -> Lanes:
 def bucket_on(cuda: FakeAccelerator, layout: Any) -> Bucket:
     params = [torch.nn.Parameter(torch.arange(8.0).view(4, 2)), torch.nn.Parameter(torch.ones(6))]
     specs = [ParamSpec("w", (4, 2)), ParamSpec("b", (6,))]
-    spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), PlainForm(), torch.device("cpu"))
+    form = PlainForm(DTensorForm([], []))
+    spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), form, torch.device("cpu"))
     return Bucket(spec, params)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fullshard import wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.compat.handles import get_cls_to_fsdp_cls
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -10,15 +11,21 @@ from fullshard.frontend import (
     FSDPModule,
     ShardPlacementResult,
     UnshardHandle,
+    flat,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.optim import ShardedGradScaler
 
 __all__ = ["OURS", "is_ours", "keeps_torchs"]
 
+_FSDP1 = {name: getattr(flat, name) for name in flat.__all__}
+_NOT_IN_API = ("FullyShardedDataParallel", "OptimStateKeyType")
+
 OURS: dict[str, dict[str, object]] = {
     "torch.distributed.fsdp": {
+        **_FSDP1,
         "CPUOffloadPolicy": CPUOffloadPolicy,
         "DataParallelMeshDims": DataParallelMeshDims,
         "FSDPModule": FSDPModule,
@@ -29,6 +36,10 @@ OURS: dict[str, dict[str, object]] = {
         "register_fsdp_forward_method": register_fsdp_forward_method,
         "share_comm_ctx": share_comm_ctx,
     },
+    "torch.distributed.fsdp.api": {n: _FSDP1[n] for n in _FSDP1 if n not in _NOT_IN_API},
+    "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
+    "torch.distributed.fsdp.sharded_grad_scaler": {"ShardedGradScaler": ShardedGradScaler},
+    "torch.distributed.fsdp.wrap": {name: getattr(wrap, name) for name in wrap.__all__},
     "torch.distributed.fsdp._fully_shard._fsdp_api": {
         "AllGather": AllGather,
         "CPUOffloadPolicy": CPUOffloadPolicy,
