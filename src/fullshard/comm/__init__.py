@@ -10,6 +10,8 @@ from fullshard.comm.c10d import C10d
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.mesh import (
     all_reduce,
+    broadcast_from_first,
+    broadcast_object_from_first,
     broadcast_pieces,
     collectives_of,
     collectives_of_part,
@@ -35,6 +37,8 @@ __all__ = [
     "Recording",
     "ReduceScatter",
     "all_reduce",
+    "broadcast_from_first",
+    "broadcast_object_from_first",
     "broadcast_pieces",
     "collectives_of",
     "collectives_of_part",

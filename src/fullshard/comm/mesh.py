@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from fullshard.comm.protocol import Alone, Collectives, Together
 
 __all__ = [
     "all_reduce",
+    "broadcast_from_first",
+    "broadcast_object_from_first",
     "broadcast_pieces",
     "collectives_of",
     "collectives_of_part",
@@ -120,6 +123,21 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
     there = values.to(torch.device(kind, torch.get_device_module(kind).current_device()))
     dist.all_reduce(there, op, group=group)  # of offloaded gradients, say
     values.copy_(there)
+
+
+def broadcast_from_first(values: Tensor, mesh: DeviceMesh) -> None:
+    """Replace contiguous ``values`` by what they are on the first rank of ``mesh``."""
+    for dim in range(mesh.ndim):
+        collectives_of(mesh, dim).broadcast(values, 0).wait()
+
+
+def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
+    """What ``value``, which is pickled, is on the first rank of ``mesh``."""
+    for dim in range(mesh.ndim):
+        box = [value]
+        dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
+        (value,) = box
+    return value
 
 
 def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
