@@ -38,12 +38,14 @@ def plain_net() -> Net:
     return model
 
 
-def sharded_net(mesh: str, layout: str, **options: Any) -> Any:
-    model = plain_net()
+def sharded_net(mesh: str, layout: str, *, model: Net | None = None, **options: Any) -> Any:
+    model = model or plain_net()
     options |= {"layout": LAYOUTS[layout]}
     if mesh == "2d":
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        is_frozen = not model.blocks[1].up.weight.requires_grad
         parallelize(model, grid["tp"])
+        model.blocks[1].requires_grad_(not is_frozen)
         options |= {"mesh": grid["dp"]}
     elif mesh == "hsdp":
         options |= {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))}

@@ -11,6 +11,8 @@ from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.mesh import (
     Wire,
     all_reduce,
+    broadcast_from_first,
+    broadcast_object_from_first,
     broadcast_pieces,
     broadcast_together,
     choose_wire,
@@ -44,6 +46,8 @@ __all__ = [
     "ReduceScatter",
     "Wire",
     "all_reduce",
+    "broadcast_from_first",
+    "broadcast_object_from_first",
     "broadcast_pieces",
     "broadcast_together",
     "choose_wire",

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from fullshard.comm.protocol import Alone, Collectives, Together
 __all__ = [
     "Wire",
     "all_reduce",
+    "broadcast_from_first",
+    "broadcast_object_from_first",
     "broadcast_pieces",
     "broadcast_together",
     "choose_wire",
@@ -157,6 +160,21 @@ def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> N
         parts = joined.split([tensor.numel() for tensor in those])
         for tensor, part in zip(those, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+def broadcast_from_first(values: Tensor, mesh: DeviceMesh) -> None:
+    """Replace contiguous ``values`` by what they are on the first rank of ``mesh``."""
+    for dim in range(mesh.ndim):
+        collectives_of(mesh, dim).broadcast(values, 0).wait()
+
+
+def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
+    """What ``value``, which is pickled, is on the first rank of ``mesh``."""
+    for dim in range(mesh.ndim):
+        box = [value]
+        dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
+        (value,) = box
+    return value
 
 
 def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:

@@ -39,6 +39,8 @@ __all__ = [
     "full_value",
     "is_first_rank",
     "iter_full_params",
+    "named_sharded",
+    "units_at_rest",
     "unshard_params",
 ]
 
@@ -174,6 +176,18 @@ def _owners_in(modules: Sequence[nn.Module]) -> list[Unit]:
     return list(found)
 
 
+def units_at_rest(module: nn.Module, what: str) -> list[Unit]:
+    """The units that own parameters in ``module``, with values that can be read and written.
+
+    Raises:
+        ArgumentTypeError: it is no module.
+        ProtocolError: inside of a forward or backward, lent, or on the meta device.
+    """
+    units = _units_to_lend(module, recurse=True)
+    _check_lendable(units, what)
+    return units
+
+
 def _check_lendable(units: Sequence[Unit], what: str) -> None:
     """Raises before anything is changed."""
     for unit in units:
@@ -205,17 +219,34 @@ def iter_full_params(
         ProtocolError: inside of a forward or backward, while ``unshard_params()`` lends a unit, or
             parameters are on the meta device.
     """
-    units = _units_to_lend(module, recurse=True)
-    _check_lendable(units, "iter_full_params")
+    units = units_at_rest(module, "iter_full_params")
     return _full_params(module, units, rank0_only=rank0_only)
 
 
 def _full_params(
     module: nn.Module, units: Sequence[Unit], *, rank0_only: bool
 ) -> Iterator[tuple[str, Tensor]]:
+    is_given = not rank0_only or is_first_rank(units)
+    for name, param, held in named_sharded(module, units):
+        full = full_value(param) if held is None else full_held(held, rank0_only=rank0_only)
+        if full is None or not is_given:
+            continue
+        if held is None:
+            yield name, full
+            continue
+        with engine_of(held.unit).meter.holding(Kind.FULL, full.nbytes):
+            yield name, full
+
+
+def named_sharded(
+    module: nn.Module, units: Sequence[Unit]
+) -> Iterator[tuple[str, nn.Parameter, Held | None]]:
+    """``named_parameters()`` as they are sharded, whatever the modules show, tied ones once.
+
+    Names are clean; None stands with parameters that none of ``units`` owns.
+    """
     held_at = held_params(units)
     in_their_place = {place for unit in units for place in places_of(unit).in_their_place()}
-    is_given = not rank0_only or is_first_rank(units)
     seen: set[object] = set()
     for prefix, inner in module.named_modules():
         for name, shown in inner._parameters.items():
@@ -225,15 +256,7 @@ def _full_params(
                 continue
             seen.add(key)
             full_name = clean_name(f"{prefix}.{name}" if prefix else name)
-            if held is None:
-                full = full_value(shown)
-                if is_given:
-                    yield full_name, full
-                continue
-            got = full_held(held, rank0_only=rank0_only)
-            if got is not None and is_given:
-                with engine_of(held.unit).meter.holding(Kind.FULL, got.nbytes):
-                    yield full_name, got
+            yield full_name, shown if held is None else held.param, held
 
 
 def full_held(held: Held, *, rank0_only: bool = False) -> Tensor | None:

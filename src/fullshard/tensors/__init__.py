@@ -29,6 +29,7 @@ from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.random import draw_whole_on
 from fullshard.tensors.tree import find_tensors, map_tensors
+from fullshard.tensors.whole import on_larger_mesh, part_like, plainly_sharded, taken_by
 
 __all__ = [
     "DTensorForm",
@@ -55,8 +56,12 @@ __all__ = [
     "local_part",
     "map_tensors",
     "names_of",
+    "on_larger_mesh",
     "parallel_spec_of",
+    "part_like",
     "place_in_order_of_cuts",
+    "plainly_sharded",
+    "taken_by",
     "plain",
     "post_all_gather",
     "pre_all_gather",

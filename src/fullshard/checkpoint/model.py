@@ -1,0 +1,181 @@
+"""State dicts of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.source import Key, Source
+from fullshard.checkpoint.tree import Entry, Tree, shown_sharded
+from fullshard.errors import ConfigError
+from fullshard.frontend.contexts import clean_name
+from fullshard.tensors import local_part, taken_by
+
+__all__ = [
+    "full_state_dict",
+    "load_full_state_dict",
+    "load_sharded_state_dict",
+    "sharded_state_dict",
+]
+
+
+def full_state_dict(
+    module: nn.Module, *, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, Any]:
+    """The state dict of the unsharded model: whole plain tensors, under its names, in its order.
+
+    Parameters are gathered one at a time, tensor-parallel ones too; on ranks that get nothing only
+    that one is in memory meanwhile. All ranks must call this.
+
+    Args:
+        module: a sharded model, or a part of one.
+        rank0_only: only the first rank gets it, the others an empty dictionary.
+        cpu: on the CPU, not on the device.
+
+    Raises:
+        ProtocolError: inside of a forward or backward, while parameters are lent, or on ``meta``.
+    """
+    tree = Tree(module, "full_state_dict")
+    is_given = not rank0_only or tree.is_first
+    state: dict[str, Any] = {}
+    seen: dict[int, Any] = {}  # tied ones are one tensor here, too
+    for entry in tree.entries():
+        key = id(entry.value)
+        if key not in seen:
+            full = tree.full(entry.value, entry.held, first_only=rank0_only)
+            seen[key] = full.cpu() if cpu and is_given and isinstance(full, Tensor) else full
+            if not is_given:
+                seen[key] = None
+        if is_given:
+            state[entry.name] = seen[key]
+    return state
+
+
+def sharded_state_dict(
+    module: nn.Module, *, plain_shards: bool = False, whole_mesh: bool = False
+) -> dict[str, Any]:
+    """What each rank holds, as DTensors and RaggedTensors around the live shards.
+
+    Names are clean. By default nothing is communicated, and tensors are placed as parameters are,
+    which is what ``torch.distributed.fsdp.fully_shard`` does. With both options they are placed as
+    in FSDP1's sharded state dicts.
+
+    Args:
+        module: a sharded model, or a part of one.
+        plain_shards: use ``Shard`` and ``Replicate`` only, for readers that know neither strided
+            nor ragged shards; what is placed otherwise is gathered, one tensor at a time, and cut.
+        whole_mesh: on a model with tensor-parallel parameters let all lie on the whole mesh, the
+            others replicated over the tensor-parallel dims. It takes no communication.
+
+    Raises:
+        ProtocolError: as for ``full_state_dict``.
+    """
+    tree = Tree(module, "sharded_state_dict")
+    mesh = tree.mesh if whole_mesh else None
+    with torch.no_grad():
+        return {
+            entry.name: shown_sharded(entry.value, mesh, plain_shards=plain_shards)
+            for entry in tree.entries()
+        }
+
+
+def load_full_state_dict(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    broadcast_from_rank0: bool = False,
+    strict: bool = True,
+) -> None:
+    """Load whole tensors: each rank takes its part. Any layout, any mesh.
+
+    Args:
+        module: a sharded model, or a part of one.
+        state: by name. Of tied parameters one name is enough.
+        broadcast_from_rank0: only the first rank has ``state``, the others pass anything; tensors
+            are sent one at a time.
+        strict: refuse names that one side lacks.
+
+    Raises:
+        ConfigError: names or shapes that do not fit; on all ranks, before anything was changed.
+        ProtocolError: as for ``full_state_dict``.
+    """
+    _load(module, state, "load_full_state_dict", send=broadcast_from_rank0, strict=strict)
+
+
+def load_sharded_state_dict(
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Load DTensors, placed as ours are or in another way.
+
+    What lies as our parameters do is copied; so is what lies so on a larger mesh, and is
+    replicated over the rest of it. Anything else is gathered, one tensor at a time. Plain tensors
+    are taken to be whole.
+
+    Raises:
+        ConfigError, ProtocolError: as for ``load_full_state_dict``.
+    """
+    _load(module, state, "load_sharded_state_dict", send=False, strict=strict)
+
+
+@torch.no_grad()
+def _load(
+    module: nn.Module, state: Mapping[str, Any], what: str, *, send: bool, strict: bool
+) -> None:
+    tree = Tree(module, what)
+    entries = list(tree.entries())
+    values: dict[Key, Any] = {clean_name(name): value for name, value in (state or {}).items()}
+    source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
+    _check(what, entries, source, strict=strict)
+    by_torch: dict[str, Any] = {}
+    for entry in entries:
+        if entry.name not in source.announced:
+            continue
+        value = source.get(entry.name)
+        if isinstance(entry.value, DTensor):
+            local_part(entry.value).copy_(taken_by(entry.value, value))
+        else:
+            is_spread = isinstance(value, DTensor)
+            by_torch[entry.own_name] = value.full_tensor() if is_spread else value
+    # Buffers, parameters that no unit owns and extra state, with whatever their modules do to them.
+    nn.Module.load_state_dict(module, by_torch, strict=False)
+    tree.rewritten()
+
+
+def _check(what: str, entries: Sequence[Entry], source: Source, *, strict: bool) -> None:
+    """Refuse what does not fit, as the unsharded model would."""
+    problems = []
+    names = {entry.name for entry in entries}
+    given = {id(entry.value) for entry in entries if entry.name in source.announced}
+    missing = [e.name for e in entries if e.name not in source.announced]
+    missing = [e.name for e in entries if e.name in missing and not _is_given(e, given)]
+    unexpected = [str(key) for key in source.announced if key not in names]
+    if strict and missing:
+        problems.append(f"missing: {_some(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected: {_some(unexpected)}")
+    for entry in entries:
+        if entry.name in source.announced and isinstance(entry.value, Tensor):
+            shape = source.shape_of(entry.name)
+            if shape != entry.value.shape:
+                got = "no tensor" if shape is None else tuple(shape)
+                problems.append(f"{entry.name}: got {got}, expected {tuple(entry.value.shape)}")
+    if problems:
+        raise _Mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))
+
+
+def _is_given(entry: Entry, given: set[int]) -> bool:
+    """Whether it comes under the name of a tied one."""
+    return isinstance(entry.value, Tensor) and id(entry.value) in given
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+class _Mismatch(ConfigError, RuntimeError):
+    """PyTorch raises a RuntimeError here."""

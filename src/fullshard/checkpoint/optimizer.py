@@ -1,0 +1,318 @@
+"""State dicts of optimizers, by names of parameters.
+
+    {"state": {"head.weight": {"step": ..., "exp_avg": ..., ...}, ...},
+     "param_groups": [{"lr": ..., "params": ["head.weight", ...]}, ...]}
+
+It is the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, and that of
+FSDP1's ``optim_state_dict``. State with an element for each of the parameter's lies as the
+parameter does; anything else, such as a step count, is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.source import Key, Source
+from fullshard.checkpoint.tree import Tree, shown_sharded
+from fullshard.errors import ConfigError
+from fullshard.frontend.contexts import clean_name, named_sharded
+from fullshard.tensors import shown_like, taken_by
+
+__all__ = [
+    "full_optim_state_dict",
+    "load_full_optim_state_dict",
+    "load_sharded_optim_state_dict",
+    "sharded_optim_state_dict",
+]
+
+
+def full_optim_state_dict(
+    module: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, Any]:
+    """The state of ``optimizer`` with whole plain tensors, gathered one at a time.
+
+    Args:
+        module: the model whose parameters it steps, or a model around it.
+        optimizer: of ``torch.optim``, or a ``ShardedOptimizer``.
+        rank0_only: only the first rank gets it, the others an empty dictionary.
+        cpu: on the CPU, not on the device.
+
+    Raises:
+        ConfigError: the optimizer has a parameter that is not in ``module``.
+        ProtocolError: as for ``full_state_dict``.
+    """
+    tree = Tree(module, "full_optim_state_dict")
+    is_given = not rank0_only or tree.is_first
+
+    def full(value: Any) -> Any:
+        whole = tree.full(value, first_only=rank0_only)
+        return whole.cpu() if cpu and is_given and isinstance(whole, Tensor) else whole
+
+    state = _by_name(tree, optimizer, full, is_given=is_given)
+    return state if is_given else {}
+
+
+def sharded_optim_state_dict(
+    module: nn.Module,
+    optimizer: Optimizer,
+    *,
+    plain_shards: bool = False,
+    whole_mesh: bool = False,
+    template: bool = False,
+) -> dict[str, Any]:
+    """The state of ``optimizer`` as it is sharded; see ``sharded_state_dict``.
+
+    Args:
+        module: the model whose parameters it steps, or a model around it.
+        optimizer: of ``torch.optim``, or a ``ShardedOptimizer``.
+        plain_shards, whole_mesh: how tensors are placed.
+        template: let an optimizer that has not stepped yet have state, by a step with zero
+            gradients and ``lr=0``: for ``torch.distributed.checkpoint.load``, which fills in what
+            is there.
+
+    Raises:
+        ConfigError, ProtocolError: as for ``full_optim_state_dict``.
+    """
+    tree = Tree(module, "sharded_optim_state_dict")
+    if template and not optimizer.state:
+        _make_state(optimizer)
+    mesh = tree.mesh if whole_mesh else None
+    with torch.no_grad():
+        return _by_name(
+            tree,
+            optimizer,
+            lambda value: _own_count(shown_sharded(value, mesh, plain_shards=plain_shards)),
+            is_given=True,
+        )
+
+
+def _own_count(value: Any) -> Any:
+    """A step count that does not go on counting."""
+    is_count = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == 0
+    return value.clone() if is_count else value
+
+
+def _by_name(tree: Tree, optimizer: Optimizer, show: Any, *, is_given: bool) -> dict[str, Any]:
+    """The optimizer's own state dict with names for numbers; ``show`` turns values."""
+    names = _names(tree, optimizer)
+    own = optimizer.state_dict()
+    state: dict[str, dict[str, Any]] = {}
+    for number, kept in own["state"].items():
+        shown = {key: show(value) for key, value in kept.items()}
+        if is_given:
+            state[names[number]] = shown
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in own["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _names(tree: Tree, optimizer: Optimizer) -> list[str]:
+    """The name of each parameter of the optimizer, in its order."""
+    name_of = {id(param): name for name, param, _ in named_sharded(tree.module, tree.units)}
+    names: list[str] = []
+    for param in _params(optimizer):
+        name = name_of.get(id(param))
+        if name is None:
+            raise ConfigError(
+                f"{type(optimizer).__name__}: its parameter number {len(names)}, of shape "
+                f"{tuple(param.shape)}, is not in the {type(tree.module).__name__}; pass the "
+                "model that the optimizer steps, and build the optimizer after fully_shard"
+            )
+        names.append(name)
+    return names
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def load_full_optim_state_dict(
+    module: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    *,
+    broadcast_from_rank0: bool = False,
+    strict: bool = True,
+) -> None:
+    """Load whole tensors into ``optimizer``: each rank takes its part. Any layout, any mesh.
+
+    Args:
+        module: the model whose parameters it steps, or a model around it.
+        optimizer: of ``torch.optim``, or a ``ShardedOptimizer``; it need not have stepped.
+        state: by name.
+        broadcast_from_rank0: only the first rank has ``state``; tensors are sent one at a time.
+        strict: refuse parameters of ``optimizer`` that are in no group of ``state``, and state of
+            parameters that the model does not have.
+
+    Raises:
+        ConfigError: names, shapes or groups that do not fit; before anything was changed.
+        ProtocolError: as for ``full_state_dict``.
+    """
+    what = "load_full_optim_state_dict"
+    _load(module, optimizer, state, what, send=broadcast_from_rank0, strict=strict)
+
+
+def load_sharded_optim_state_dict(
+    module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Load DTensors, placed as ours are or in another way, into ``optimizer``.
+
+    Raises:
+        ConfigError, ProtocolError: as for ``load_full_optim_state_dict``.
+    """
+    what = "load_sharded_optim_state_dict"
+    _load(module, optimizer, state, what, send=False, strict=strict)
+
+
+@torch.no_grad()
+def _load(
+    module: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    what: str,
+    *,
+    send: bool,
+    strict: bool,
+) -> None:
+    tree = Tree(module, what)
+    names = _names(tree, optimizer)
+    values: dict[Key, Any] = dict(_flat(state or {}))
+    source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
+    groups: list[dict[str, Any]] = source.get("param_groups")
+    loaded = _Loaded(what, tree, source, groups)
+    if strict:
+        loaded.check(names)
+    own_groups, first = [], 0
+    for group in optimizer.param_groups:
+        end = first + len(group["params"])
+        own_groups.append({**group, **loaded.options(names[first:end])})
+        own_groups[-1]["params"] = list(range(first, end))
+        first = end
+    numbers = dict(zip(names, range(len(names)), strict=True))
+    params = _params(optimizer)
+    for (name, key), param in loaded.needed(names, params):
+        loaded.check_shape(name, key, param)
+    own_state: dict[int, dict[str, Any]] = {}
+    for (name, key), param in loaded.needed(names, params):
+        value = source.get((name, key))
+        if _is_cut(param, source.shape_of((name, key))):
+            part = taken_by(param, value).clone()
+            value = shown_like(param, part.to(param.device))
+        elif isinstance(value, Tensor):
+            value = value.clone()  # optimizers count steps in place
+        own_state.setdefault(numbers[loaded.own_name[name]], {})[key] = value
+    optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
+
+
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+    """``state`` by (name, key), and the groups."""
+    for name, kept in state.get("state", {}).items():
+        for key, value in kept.items():
+            yield (clean_name(name), key), value
+    yield (
+        "param_groups",
+        [
+            {**group, "params": [clean_name(name) for name in group["params"]]}
+            for group in state.get("param_groups", ())
+        ],
+    )
+
+
+def _is_cut(param: Tensor, shape: torch.Size | None) -> bool:
+    """Whether state of this shape has an element for each of the parameter's."""
+    return shape == param.shape and param.dim() > 0
+
+
+class _Loaded:
+    """What is loaded, by the names that this model has for it."""
+
+    def __init__(self, what: str, tree: Tree, source: Source, groups: list[dict[str, Any]]) -> None:
+        self._what = what
+        self._source = source
+        self._groups = groups
+        first_name = {id(p): name for name, p, _ in named_sharded(tree.module, tree.units)}
+        own = tree.entries()
+        self.own_name = {entry.name: first_name.get(id(entry.value), entry.name) for entry in own}
+
+    def _own(self, name: str) -> str:
+        return self.own_name.get(name, name)
+
+    def check(self, names: list[str]) -> None:
+        """Refuse what one side lacks."""
+        grouped = {self._own(name) for group in self._groups for name in group["params"]}
+        missing = [name for name in names if name not in grouped]
+        unknown = sorted({str(k[0]) for k in self._keys() if k[0] not in self.own_name})
+        if missing or unknown:
+            raise ConfigError(
+                f"{self._what}: the state does not fit the optimizer; parameters that it lacks: "
+                f"{missing[:8]}, that the model lacks: {unknown[:8]}; pass strict=False to load "
+                "what fits"
+            )
+
+    def options(self, names: list[str]) -> dict[str, Any]:
+        """Those of the group that has these parameters."""
+        wanted = set(names)
+        found = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self._groups
+            if wanted & {self._own(name) for name in group["params"]}
+        ]
+        if any(one != found[0] for one in found[1:]):
+            raise ConfigError(
+                f"{self._what}: parameters of one group, {names[:4]} and others, were in groups "
+                "with different options; give the optimizer the groups that were saved"
+            )
+        return found[0] if found else {}
+
+    def needed(
+        self, names: list[str], params: list[Tensor]
+    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """What is to be loaded, in the order of the source; of tied names the last counts."""
+        param_of = dict(zip(names, params, strict=True))
+        for key in self._keys():
+            param = param_of.get(self._own(key[0]))
+            if param is not None:
+                yield key, param
+
+    def check_shape(self, name: str, key: str, param: Tensor) -> None:
+        """Refuse a DTensor, or what has more than one element, of another shape."""
+        shape = self._source.shape_of((name, key))
+        value = self._source.announced[name, key]
+        if shape is not None and shape != param.shape and getattr(value, "is_dtensor", False):
+            raise ConfigError(
+                f"{self._what}: state {key!r} of {name} is a DTensor of {tuple(shape)}, the "
+                f"parameter is of {tuple(param.shape)}"
+            )
+
+    def _keys(self) -> Iterator[tuple[str, str]]:
+        for key in self._source.announced:
+            if isinstance(key, tuple):
+                yield key
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """A step that changes no parameter."""
+    grads = [param.grad for param in _params(optimizer)]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for param in _params(optimizer):
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                rate = group["lr"]
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for param, grad in zip(_params(optimizer), grads, strict=True):
+            param.grad = grad
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate

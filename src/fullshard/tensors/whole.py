@@ -1,0 +1,126 @@
+"""Between whole tensors and the parts of them that DTensors hold, on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fullshard import _torch
+from fullshard.errors import ConfigError
+from fullshard.tensors.parts import coordinate_in, own_part
+from fullshard.tensors.ragged_cut import cut_of, is_ragged
+from fullshard.tensors.ragged_shard import RaggedShard
+from fullshard.tensors.ragged_tensor import RaggedTensor
+
+__all__ = ["on_larger_mesh", "part_like", "plainly_sharded", "taken_by"]
+
+
+def part_like(whole: Tensor, like: DTensor) -> Tensor:
+    """What this rank holds of ``whole`` where it is placed as ``like``; no communication.
+
+    Raises:
+        ConfigError: that is not as large as what ``like`` holds.
+    """
+    if is_ragged(like):
+        cut = cut_of(like)
+        part = cut.own_part(cut.tp_part(whole))
+    else:
+        mesh = like.device_mesh
+        part = own_part(whole, like.placements, mesh.shape, coordinate_in(mesh))
+    local = _torch.local_of(like)
+    if part.shape != local.shape:
+        raise ConfigError(
+            f"this rank holds {tuple(local.shape)} of a tensor of {tuple(like.shape)}, where "
+            f"{like.placements} on a mesh of shape {tuple(like.device_mesh.shape)} say "
+            f"{tuple(part.shape)}: save and load it sharded"
+        )
+    return part
+
+
+def taken_by(like: Tensor, value: Tensor) -> Tensor:
+    """This rank's part of ``value`` for ``like``, a DTensor or not, of the same global shape.
+
+    What lies alike, or lies alike and is replicated over further mesh dims, is at hand; of other
+    DTensors the whole is gathered, which is a collective of their mesh.
+    """
+    if isinstance(value, DTensor):
+        if isinstance(like, DTensor) and _lies_alike(value, like):
+            return _torch.local_of(value)
+        value = value.full_tensor()
+    return part_like(value, like) if isinstance(like, DTensor) else value
+
+
+def _lies_alike(value: DTensor, like: DTensor) -> bool:
+    """Whether ranks hold the same of both, mesh dims over which ``value`` is replicated apart."""
+    if value.device_mesh == like.device_mesh:
+        return value.placements == like.placements
+    own = placements_on(like, value.device_mesh)
+    return own is not None and own == value.placements
+
+
+def on_larger_mesh(value: DTensor, mesh: DeviceMesh) -> DTensor:
+    """The same, around the same memory, replicated over the dims of ``mesh`` that it lacks.
+
+    Itself where its mesh is no part of ``mesh``. Whether ranks along those dims hold the same is
+    not checked.
+    """
+    placements = placements_on(value, mesh)
+    if placements is None or value.device_mesh == mesh:
+        return value
+    return _placed(_torch.local_of(value), value, mesh, placements, type(value))
+
+
+def placements_on(value: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...] | None:
+    """Those of ``value`` by name on ``mesh``, else Replicate; None if its mesh is no part of it."""
+    own, names = value.device_mesh, mesh.mesh_dim_names or ()
+    mine = dict(zip(own.mesh_dim_names or (), value.placements, strict=False))
+    is_part = len(mine) == own.ndim and [name for name in names if name in mine] == list(mine)
+    if not is_part or any(
+        own.size(dim) != mesh.size(names.index(name)) for dim, name in enumerate(mine)
+    ):
+        return None
+    if _torch.root_ranks(own) != _torch.root_ranks(mesh):
+        return None
+    return tuple(mine.get(name, Replicate()) for name in names)
+
+
+def plainly_sharded(value: DTensor) -> DTensor:
+    """The same placed with ``Shard`` and ``Replicate`` alone, which every reader understands.
+
+    Cuts that were made after those of later mesh dims become cuts made before them, which moves
+    elements, and intervals of a RaggedTensor become rows: the whole tensor is gathered for it.
+    """
+    placements = [_plain(placement) for placement in value.placements]
+    if all(new is old for new, old in zip(placements, value.placements, strict=True)):
+        return value
+    mesh = value.device_mesh
+    whole = value.full_tensor()
+    part = own_part(whole, placements, mesh.shape, coordinate_in(mesh)).clone()
+    return _placed(part, value, mesh, tuple(placements), DTensor)
+
+
+def _plain(placement: Placement) -> Placement:
+    if isinstance(placement, RaggedShard):
+        return Shard(0)
+    if isinstance(placement, _torch.StridedShard):
+        return Shard(placement.dim)
+    return placement
+
+
+def _placed(
+    local: Tensor,
+    like: DTensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    cls: type[DTensor],
+) -> DTensor:
+    stride = torch.empty(like.shape, device="meta").stride()
+    spec = _torch.dtensor_spec(
+        mesh, tuple(placements), shape=like.shape, stride=stride, dtype=local.dtype
+    )
+    kind = RaggedTensor if issubclass(cls, RaggedTensor) else DTensor
+    return _torch.dtensor_from_spec(local.detach(), spec, requires_grad=False, cls=kind)
