@@ -5,21 +5,7 @@ from __future__ import annotations
 from fullshard import errors, optim, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.frontend import (
-    ChosenUnit,
-    ChosenUnits,
-    DataParallelMeshDims,
-    FSDPModule,
-    ShardPlacementResult,
-    UnshardHandle,
-    fully_shard,
-    iter_full_params,
-    register_fsdp_forward_method,
-    shard_blocks,
-    share_comm_ctx,
-    unshard_params,
-)
-from fullshard.frontend.flat import (
+from fullshard.flat import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -36,6 +22,20 @@ from fullshard.frontend.flat import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+)
+from fullshard.frontend import (
+    ChosenUnit,
+    ChosenUnits,
+    DataParallelMeshDims,
+    FSDPModule,
+    ShardPlacementResult,
+    UnshardHandle,
+    fully_shard,
+    iter_full_params,
+    register_fsdp_forward_method,
+    shard_blocks,
+    share_comm_ctx,
+    unshard_params,
 )
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.tensors import RaggedTensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard import wrap
+from fullshard import flat, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.compat.handles import get_cls_to_fsdp_cls
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -11,7 +11,6 @@ from fullshard.frontend import (
     FSDPModule,
     ShardPlacementResult,
     UnshardHandle,
-    flat,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,

@@ -11,25 +11,25 @@ from torch import Tensor, nn
 
 from fullshard.engine import Offload, Unit
 from fullshard.errors import ConfigError, ProtocolError
-from fullshard.frontend.buckets import Choices, Shown, device_of
-from fullshard.frontend.build import shard_modules
-from fullshard.frontend.contexts import unshard_params
-from fullshard.frontend.flat.meshes import data_mesh_of
-from fullshard.frontend.flat.options import (
+from fullshard.flat.meshes import data_mesh_of
+from fullshard.flat.options import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     member_of,
 )
-from fullshard.frontend.flat.precision import Precision, as_mixed_precision
-from fullshard.frontend.flat.prepare import (
+from fullshard.flat.precision import Precision, as_mixed_precision
+from fullshard.flat.prepare import (
     checked_device,
     ignored_params,
     materialize,
     move,
     synchronize,
 )
+from fullshard.frontend.buckets import Choices, Shown, device_of
+from fullshard.frontend.build import shard_modules
+from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from fullshard.frontend.flat.options import (
+from fullshard.flat.options import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -23,7 +23,7 @@ from fullshard.frontend.flat.options import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.frontend.flat.wrapper import FullyShardedDataParallel
+from fullshard.flat.wrapper import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm import default_mesh, mesh_of_group, mesh_of_groups, mesh_of_nodes
 from fullshard.errors import ArgumentTypeError, ConfigError
-from fullshard.frontend.flat.options import ShardingStrategy
+from fullshard.flat.options import ShardingStrategy
 from fullshard.frontend.meshes import DataMesh
 
 __all__ = ["data_mesh_of"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.errors import ArgumentTypeError
-from fullshard.frontend.flat.options import MixedPrecision
+from fullshard.flat.options import MixedPrecision
 from fullshard.tensors import map_tensors
 
 __all__ = ["Precision", "as_mixed_precision"]
