@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.pieces import ByParameters, by_parameters
 from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.tree import Tree, shown_sharded
 from fullshard.errors import ConfigError
-from fullshard.frontend.contexts import clean_name, named_sharded
+from fullshard.frontend.contexts import clean_name
 from fullshard.tensors import shown_like, taken_by
 
 __all__ = [
@@ -49,12 +50,13 @@ def full_optim_state_dict(
     """
     tree = Tree(module, "full_optim_state_dict")
     is_given = not rank0_only or tree.is_first
+    stepped = by_parameters(optimizer, tree)
 
     def full(value: Any) -> Any:
         whole = tree.full(value, first_only=rank0_only)
         return whole.cpu() if cpu and is_given and isinstance(whole, Tensor) else whole
 
-    state = _by_name(tree, optimizer, full, is_given=is_given)
+    state = _by_name(tree, stepped, full, is_given=is_given)
     return state if is_given else {}
 
 
@@ -82,11 +84,12 @@ def sharded_optim_state_dict(
     tree = Tree(module, "sharded_optim_state_dict")
     if template and not optimizer.state:
         _make_state(optimizer)
+    stepped = by_parameters(optimizer, tree)
     mesh = tree.mesh if whole_mesh else None
     with torch.no_grad():
         return _by_name(
             tree,
-            optimizer,
+            stepped,
             lambda value: _own_count(shown_sharded(value, mesh, plain_shards=plain_shards)),
             is_given=True,
         )
@@ -98,7 +101,9 @@ def _own_count(value: Any) -> Any:
     return value.clone() if is_count else value
 
 
-def _by_name(tree: Tree, optimizer: Optimizer, show: Any, *, is_given: bool) -> dict[str, Any]:
+def _by_name(
+    tree: Tree, optimizer: Optimizer | ByParameters, show: Any, *, is_given: bool
+) -> dict[str, Any]:
     """The optimizer's own state dict with names for numbers; ``show`` turns values."""
     names = _names(tree, optimizer)
     own = optimizer.state_dict()
@@ -114,9 +119,9 @@ def _by_name(tree: Tree, optimizer: Optimizer, show: Any, *, is_given: bool) -> 
     return {"state": state, "param_groups": groups}
 
 
-def _names(tree: Tree, optimizer: Optimizer) -> list[str]:
+def _names(tree: Tree, optimizer: Optimizer | ByParameters) -> list[str]:
     """The name of each parameter of the optimizer, in its order."""
-    name_of = {id(param): name for name, param, _ in named_sharded(tree.module, tree.units)}
+    name_of = {id(param): name for name, param in tree.named()}
     names: list[str] = []
     for param in _params(optimizer):
         name = name_of.get(id(param))
@@ -130,7 +135,7 @@ def _names(tree: Tree, optimizer: Optimizer) -> list[str]:
     return names
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
+def _params(optimizer: Optimizer | ByParameters) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -183,7 +188,8 @@ def _load(
     strict: bool,
 ) -> None:
     tree = Tree(module, what)
-    names = _names(tree, optimizer)
+    stepped = by_parameters(optimizer, tree)
+    names = _names(tree, stepped)
     values: dict[Key, Any] = dict(_flat(state or {}))
     source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
     groups: list[dict[str, Any]] = source.get("param_groups")
@@ -191,13 +197,13 @@ def _load(
     if strict:
         loaded.check(names)
     own_groups, first = [], 0
-    for group in optimizer.param_groups:
+    for group in stepped.param_groups:
         end = first + len(group["params"])
         own_groups.append({**group, **loaded.options(names[first:end])})
         own_groups[-1]["params"] = list(range(first, end))
         first = end
     numbers = dict(zip(names, range(len(names)), strict=True))
-    params = _params(optimizer)
+    params = _params(stepped)
     for (name, key), param in loaded.needed(names, params):
         loaded.check_shape(name, key, param)
     own_state: dict[int, dict[str, Any]] = {}
@@ -209,7 +215,7 @@ def _load(
         elif isinstance(value, Tensor):
             value = value.clone()  # optimizers count steps in place
         own_state.setdefault(numbers[loaded.own_name[name]], {})[key] = value
-    optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
+    stepped.load_state_dict({"state": own_state, "param_groups": own_groups})
 
 
 def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
@@ -238,7 +244,7 @@ class _Loaded:
         self._what = what
         self._source = source
         self._groups = groups
-        first_name = {id(p): name for name, p, _ in named_sharded(tree.module, tree.units)}
+        first_name = {id(param): name for name, param in tree.named()}
         own = tree.entries()
         self.own_name = {entry.name: first_name.get(id(entry.value), entry.name) for entry in own}
 

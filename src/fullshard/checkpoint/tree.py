@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ from fullshard.frontend.contexts import (
     full_held,
     full_value,
     is_first_rank,
+    named_sharded,
     units_at_rest,
 )
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import Held, held_params
+from fullshard.frontend.sharded import state_dict_as_it_is
 from fullshard.tensors import on_larger_mesh, plainly_sharded
 
 __all__ = ["Entry", "Tree", "shown_sharded"]
@@ -52,10 +54,11 @@ class Tree:
         self.module = module
         self.units: list[Unit] = units_at_rest(module, what)
         self._held = {id(held.param): held for held in held_params(self.units).values()}
+        self._shown: dict[Held, Tensor] = {}
 
     def entries(self) -> Iterator[Entry]:
         """All lines, in the order of the unsharded model's state dict."""
-        own = self.module.state_dict(keep_vars=True)
+        own = state_dict_as_it_is(self.module, self.units)
         names = {clean_name(name) for name in own}
         if len(names) < len(own):
             raise ConfigError(
@@ -63,7 +66,24 @@ class Tree:
                 f"{sorted(own)[:8]}; rename a module"
             )
         for name, value in own.items():
-            yield Entry(clean_name(name), name, value, self._held.get(id(value)))
+            held = self._held.get(id(value))
+            shown = value if held is None else self.shown(held)
+            yield Entry(clean_name(name), name, shown, held)
+
+    def shown(self, held: Held) -> Tensor:
+        """A sharded parameter as a DTensor, always the same one."""
+        if held not in self._shown:
+            self._shown[held] = held.as_dtensor()
+        return self._shown[held]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters by clean names, sharded ones as ``shown``, tied ones once."""
+        for name, param, held in named_sharded(self.module, self.units):
+            yield name, param if held is None else self.shown(held)
+
+    def all_held(self) -> Iterable[Held]:
+        """The parameters that units keep."""
+        return self._held.values()
 
     def full(self, value: Any, held: Held | None = None, *, first_only: bool) -> Any:
         """``value`` whole and in memory of its own, or None where it is not wanted; collective."""
@@ -82,7 +102,7 @@ class Tree:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The largest mesh that something of the model lies on."""
-        meshes = [held.param.device_mesh for held in self._held.values()]  # type: ignore[attr-defined]
+        meshes = [self.shown(held).device_mesh for held in self._held.values()]  # type: ignore[attr-defined]
         return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim), default=None)
 
     @property

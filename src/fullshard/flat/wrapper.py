@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fullshard.engine import Offload, Unit
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.flat.meshes import data_mesh_of
+from fullshard.flat.optim_state import OptimStateDicts
 from fullshard.flat.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -27,6 +28,7 @@ from fullshard.flat.prepare import (
     move,
     synchronize,
 )
+from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.contexts import unshard_params
@@ -48,7 +50,7 @@ WRAPPED = "_fsdp_wrapped_module"
 """The name of the module inside, and what it adds to the names of parameters."""
 
 
-class FullyShardedDataParallel(ShardedModule, nn.Module):
+class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
     """Shards the parameters of ``module`` and runs it; the interface is PyTorch's FSDP1.
 
     Between steps a rank has a part of every unit: its own elements of the unit's parameters, laid

@@ -6,7 +6,8 @@ memory, and its gradient another view of theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ class FlatPlaces(Places):
         super().__init__(places)
         self._holder = holder
         self.fronts: list[FlatParameter] = []
+        self._in_pieces = False
 
     def in_their_place(self) -> Sequence[Place]:
         """The place of the flat parameter."""
@@ -119,7 +121,8 @@ class FlatPlaces(Places):
 
     def _show(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
         lent = self._lent
-        hidden = self.shows_sharded and (lent is None or lent[0] is None)
+        is_lent = lent is not None and lent[0] is not None
+        hidden = self.shows_sharded and not is_lent and not self._in_pieces
         none: Any = [[None] * len(own) for own in params]
         super()._show(none if hidden else params)
         for front in self.fronts:
@@ -128,6 +131,21 @@ class FlatPlaces(Places):
                 own[FLAT_PARAM] = front.param
             else:
                 own.pop(FLAT_PARAM, None)
+
+    @contextmanager
+    def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """See ``Places``; else modules show the flat parameter, or whole ones."""
+        for front in self.fronts:
+            front.follow()
+        showed_sharded = self.shows_sharded
+        self._in_pieces = True
+        self.show_sharded(buckets)
+        try:
+            yield
+        finally:
+            self._in_pieces = False
+            self.shows_sharded = showed_sharded
+            self._show_again(buckets)
 
     def take_over(self, unit: Unit) -> None:
         """See ``engine.Registration``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -238,6 +239,11 @@ class Places:
         """All places."""
         return [slot.place for slot in self._slots]
 
+    @contextmanager
+    def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Within the block modules show the sharded parameters themselves, for a state dict."""
+        yield
+
     def in_their_place(self) -> Sequence[Place]:
         """Where modules have something that stands for the parameters while these are sharded."""
         return ()
@@ -375,6 +381,16 @@ class Held(NamedTuple):
     def param(self) -> nn.Parameter:
         """The sharded parameter."""
         return self.bucket.sharded_params[self.number]
+
+    def as_dtensor(self, piece: Tensor | None = None) -> Tensor:
+        """The sharded parameter, or a tensor laid out like its local part, as a DTensor.
+
+        The parameter itself, if it is one; else a new one around the same memory.
+        """
+        if piece is None and isinstance(self.param, DTensor):
+            return self.param
+        local = self.param.data if piece is None else piece
+        return self.bucket.spec.form.as_dtensor(self.number, local)
 
     @property
     def coordinate(self) -> Sequence[int]:

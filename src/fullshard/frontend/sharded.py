@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
@@ -13,10 +15,29 @@ from fullshard.errors import ArgumentTypeError, NotBuiltError
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted
-from fullshard.frontend.ownership import unit_of, units_below
+from fullshard.frontend.ownership import places_of, unit_of, units_below
 from fullshard.schedule import triggers as when
 
-__all__ = ["ShardedModule", "unit_and_engine"]
+__all__ = ["ShardedModule", "is_taken_as_it_is", "state_dict_as_it_is", "unit_and_engine"]
+
+_as_it_is: ContextVar[bool] = ContextVar("fullshard_state_dict_as_it_is", default=False)
+
+
+def state_dict_as_it_is(module: nn.Module, units: Iterable[Unit]) -> dict[str, Any]:
+    """``module.state_dict(keep_vars=True)`` with the sharded parameters themselves in it."""
+    token = _as_it_is.set(True)
+    try:
+        with ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(places_of(unit).showing_pieces(unit.buckets))
+            return module.state_dict(keep_vars=True)
+    finally:
+        _as_it_is.reset(token)
+
+
+def is_taken_as_it_is() -> bool:
+    """Whether a wrapper that has state dicts of its own shall give the plain one."""
+    return _as_it_is.get()
 
 
 class ShardedModule:

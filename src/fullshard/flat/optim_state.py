@@ -1,0 +1,252 @@
+"""State dicts of optimizers of wrapped modules, by names of parameters.
+
+Two functions, ``optim_state_dict`` and ``optim_state_dict_to_load``, do everything; what PyTorch
+had before them is expressed by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.checkpoint import (
+    full_optim_state_dict,
+    load_full_optim_state_dict,
+    load_sharded_optim_state_dict,
+    sharded_optim_state_dict,
+)
+from fullshard.errors import AssertedConfigError, ConfigError
+from fullshard.flat.options import (
+    FullOptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictType,
+)
+from fullshard.flat.state import settings_of
+
+__all__ = ["OptimStateDicts"]
+
+StateDict = dict[str, Any]
+
+
+class OptimStateDicts:
+    """What ``FullyShardedDataParallel`` does about optimizers' state dicts; all are collectives."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: StateDict | None = None,
+        group: Any = None,
+    ) -> StateDict:
+        """The state of ``optim`` by names, full or sharded as ``set_state_dict_type`` says.
+
+        Args:
+            model: the model whose parameters ``optim`` steps.
+            optim: the optimizer.
+            optim_state_dict: its ``state_dict()``, if something else than what that returns.
+            group: accepted; the ranks are those of the model.
+
+        Raises:
+            ConfigError: ``optim`` has a parameter that is not in ``model``.
+        """
+        settings = settings_of(model)
+        source: Any = optim if optim_state_dict is None else _Saved(optim, optim_state_dict)
+        config: Any = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return sharded_optim_state_dict(model, source, plain_shards=True, whole_mesh=True)
+        return full_optim_state_dict(
+            model, source, rank0_only=config.rank0_only, cpu=config.offload_to_cpu
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: StateDict,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> StateDict:
+        """What ``optim.load_state_dict`` takes, from a full or sharded state by names.
+
+        Args:
+            model: the model whose parameters ``optim`` steps.
+            optim: the optimizer.
+            optim_state_dict: from ``optim_state_dict``, for any wrapping and number of ranks; with
+                ``rank0_only`` chosen only rank 0's counts.
+            is_named_optimizer: ``optim`` wants names, not numbers.
+            load_directly: load it as well.
+            group: accepted; the ranks are those of the model.
+
+        Raises:
+            ConfigError: names or shapes that do not fit.
+        """
+        settings = settings_of(model)
+        config: Any = settings.optim_state_dict_config
+        rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+        if "state" not in (optim_state_dict or {}) and not rank0_only:
+            raise ConfigError(
+                'optim_state_dict_to_load: got a dictionary without "state"; expected what '
+                "optim_state_dict returns"
+            )
+        loading = _Loading(optim)
+        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            load_sharded_optim_state_dict(model, loading, optim_state_dict, strict=False)
+        else:
+            load_full_optim_state_dict(
+                model, loading, optim_state_dict, broadcast_from_rank0=rank0_only, strict=False
+            )
+        loaded = loading.loaded
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return _by_names(loaded, _names(model, optim)) if is_named_optimizer else loaded
+
+    # as it was called before
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> StateDict:
+        """``optim_state_dict``, full."""
+        return full_optim_state_dict(model, optim, rank0_only=rank0_only)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: Any = None
+    ) -> StateDict:
+        """``optim_state_dict``, sharded."""
+        return sharded_optim_state_dict(model, optim, plain_shards=True, whole_mesh=True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: StateDict,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """``optim_state_dict_to_load`` of a full one."""
+        loading = _Loading(_given(optim))
+        load_full_optim_state_dict(model, loading, full_optim_state_dict, strict=False)
+        return loading.loaded
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
+    ) -> StateDict:
+        """``optim_state_dict_to_load`` of a sharded one."""
+        loading = _Loading(optim)
+        load_sharded_optim_state_dict(model, loading, sharded_optim_state_dict, strict=False)
+        return loading.loaded
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: StateDict | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> StateDict:
+        """``optim_state_dict_to_load`` of rank 0's full one."""
+        loading = _Loading(_given(optim))
+        load_full_optim_state_dict(
+            model, loading, full_optim_state_dict or {}, broadcast_from_rank0=True, strict=False
+        )
+        return loading.loaded
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: StateDict,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """A full state dict by names as one by numbers, as unwrapped optimizers have it, or back.
+
+        ``model`` is not wrapped. Without ``optim`` its parameters are numbered in their own order.
+
+        Raises:
+            AssertedConfigError: ``optim_state_key_type`` is none.
+            ConfigError: the keys are neither all names nor all numbers.
+        """
+        kind = getattr(optim_state_key_type, "name", None)
+        if kind not in OptimStateKeyType.__members__:
+            raise AssertedConfigError(
+                f"rekey_optim_state_dict: got {optim_state_key_type!r}, expected an "
+                "OptimStateKeyType"
+            )
+        keys = list(optim_state_dict["state"])
+        are_names = all(isinstance(key, str) for key in keys)
+        if not are_names and not all(isinstance(key, int) for key in keys):
+            raise ConfigError(f"Invalid parameter keys: {keys[:8]}; expected names or numbers")
+        if are_names is (kind == "PARAM_NAME"):
+            return optim_state_dict
+        names = _names(model, optim)
+        if not are_names:
+            return _by_names(optim_state_dict, names)
+        number = {name: i for i, name in enumerate(names)}
+        return _rekeyed(optim_state_dict, number)
+
+
+def _names(model: nn.Module, optim: Optimizer | None) -> list[str]:
+    """Names of parameters as ``optim`` numbers them."""
+    named = dict(model.named_parameters())
+    if optim is None:
+        return list(named)
+    name_of = {id(param): name for name, param in named.items()}
+    return [name_of[id(p)] for group in optim.param_groups for p in group["params"]]
+
+
+def _by_names(state: Mapping[str, Any], names: list[str]) -> StateDict:
+    return _rekeyed(state, dict(enumerate(names)))
+
+
+def _rekeyed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> StateDict:
+    groups: Iterable[Mapping[str, Any]] = state.get("param_groups", ())
+    rekeyed: StateDict = {"state": {new[key]: kept for key, kept in state["state"].items()}}
+    rekeyed["param_groups"] = [
+        {**group, "params": sorted((new[key] for key in group["params"]), key=str)}
+        if isinstance(next(iter(group["params"]), 0), int)
+        else {**group, "params": [new[key] for key in group["params"]]}
+        for group in groups
+    ]
+    return rekeyed
+
+
+def _given(optim: Optimizer | None) -> Optimizer:
+    if optim is None:
+        raise ConfigError(
+            "optim=None: expected the optimizer; what optim_input was for is found there"
+        )
+    return optim
+
+
+class _Saved(Optimizer):
+    """An optimizer whose state dict is one that the user has."""
+
+    def __init__(self, optim: Optimizer, saved: StateDict) -> None:
+        self.param_groups = optim.param_groups
+        self.state = optim.state
+        self._saved = saved
+
+    def state_dict(self) -> StateDict:
+        return self._saved
+
+
+class _Loading(Optimizer):
+    """Takes what would be loaded into an optimizer."""
+
+    def __init__(self, optim: Optimizer) -> None:
+        self.param_groups = optim.param_groups
+        self.state = optim.state
+        self.loaded: StateDict = {}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self.loaded = state_dict
