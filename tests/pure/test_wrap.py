@@ -549,6 +549,15 @@ def test_shard_blocks_refuses_containers_and_ties(world_of_one: None) -> None:
     assert sharded_names(model) == []
 
 
+def test_shard_blocks_refuses_what_an_attention_reads(world_of_one: None) -> None:
+    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"0\.out_proj cannot be a unit"):
+        fullshard.shard_blocks(model, policy=ours.ModuleWrapPolicy({nn.Linear}))
+    assert sharded_names(model) == []
+    small = partial(ours.size_based_auto_wrap_policy, min_num_params=16)
+    assert [unit.name for unit in fullshard.shard_blocks(model, policy=small)] == ["1", ""]
+
+
 def test_annotated_modules_may_be_given_to_fully_shard(world_of_one: None) -> None:
     with ours.enable_wrap(wrapper_cls=fullshard.fully_shard, reshard_after_forward=True):
         model = nn.Sequential(ours.wrap(nn.Linear(3, 3)), ours.wrap(nn.Linear(3, 3)))

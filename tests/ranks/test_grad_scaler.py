@@ -27,6 +27,7 @@ from tests.ranks.models import full_parameters, noise
 from tests.ranks.net import Net, batch, make, shard
 from tests.ranks.pool import RankPool
 from tests.ranks.ragged import CASES, SHAPES, param_of, placed
+from tests.ranks.test_flat import clean, wrap
 
 EXACT = 1e-12
 STEPS = 6
@@ -123,11 +124,17 @@ def torch_fsdp(use_orig_params: bool) -> tuple[dict[str, Tensor], list[float]]:
 
 def beside_torch(use_orig_params: bool) -> None:
     their_params, their_scales = torch_fsdp(use_orig_params)
+    assert their_scales == SCALES
+    assert difference(their_params, train_plain(sgd)) <= EXACT
     model = shard(make())
-    scales = train(model, sgd(model.parameters()), ShardedGradScaler(**OPTIONS))
-    assert scales == their_scales == SCALES
+    assert train(model, sgd(model.parameters()), ShardedGradScaler(**OPTIONS)) == SCALES
     assert difference(full_parameters(model), their_params) <= EXACT
-    assert difference(full_parameters(model), train_plain(sgd)) <= EXACT
+    for make_optimizer in (sgd, sharded_adam):
+        flat = wrap(make(), use_orig_params=use_orig_params)
+        optimizer = make_optimizer(flat.parameters())
+        assert train(flat, optimizer, ShardedGradScaler(**OPTIONS)) == SCALES
+        got = {clean(name): value.clone() for name, value in fullshard.iter_full_params(flat)}
+        assert difference(got, train_plain(make_optimizer)) <= EXACT
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
