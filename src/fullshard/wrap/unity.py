@@ -79,8 +79,7 @@ def _managed(
     root: nn.Module, units: Sequence[Wanted], ignored: Ignored
 ) -> list[tuple[Wanted, str, nn.Parameter]]:
     """Which unit would own which parameter; the root comes last."""
-    modules = {unit.module for unit in units}
-    closed = {*modules, *ignored.modules}
+    closed = {unit.module for unit in units}
     return [
         (unit, name, param)
         for unit in (*units, Wanted("", root))
