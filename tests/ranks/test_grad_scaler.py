@@ -252,19 +252,23 @@ def test_ranks_without_gradients_take_part(pool: RankPool) -> None:
     assert pool.run(3, some_without) == [[False, False], [True, False], [False, False]]
 
 
-def fused(scaler_cls: Any) -> tuple[bool, float]:
+def fused(scaler_cls: Any, num_bad: int) -> tuple[bool, float]:
     param = nn.Parameter(torch.ones(3))
     param.grad = torch.full((3,), 2.0)
-    if dist.get_rank() == 0:
+    if dist.get_rank() < num_bad:
         param.grad[1] = float("inf")
     scaler = scaler_cls("cpu", init_scale=8.0)
     return one_step(scaler, [param], torch.optim.Adam, fused=True), scaler.get_scale()
 
 
 def test_fused_optimizers_skip_together_too(pool: RankPool) -> None:
-    """With the scaler of torch's FSDP the ranks part here: only the first one skips."""
-    assert pool.run(3, fused, ShardedGradScaler) == [(False, 4.0)] * 3
-    assert pool.run(3, fused, torch_scaler) == [(False, 4.0)] + [(True, 8.0)] * 2
+    """With the scaler of torch's FSDP the ranks part here: only the first one skips.
+
+    And they stop only for a found-inf of 1, which a sum over ranks is not.
+    """
+    for num_bad in (1, 2, 3):
+        assert pool.run(3, fused, ShardedGradScaler, num_bad) == [(False, 4.0)] * 3
+    assert pool.run(3, fused, torch_scaler, 1) == [(False, 4.0)] + [(True, 8.0)] * 2
 
 
 def pairs() -> bool:

@@ -199,11 +199,11 @@ class ShardedGradScaler(GradScaler):
         """
         with torch.no_grad():
             for (device, _), grads in _by_kind(optimizer).items():
-                found = found_inf.to(device, copy=True)
+                found = found_inf.to(device)  # itself, if it is there
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     joined(grads), found, inv_scale.to(device)
                 )
-                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+                found_inf.copy_(found)
             ranks = dist.group.WORLD if self.process_group is None else self.process_group
             if ranks is not None:
                 all_reduce(found_inf, ranks, is_max=True)
