@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.fsdp.wrap as theirs
 from torch import Tensor, nn
@@ -170,6 +171,25 @@ def test_what_is_ignored_does_not_count(name: str) -> None:
     model, other = Model(), Model()
     expected = names_by_torch(model, policy, ignored(model))
     assert list(names_by_us(other, own, ignored(other)).items()) == list(expected.items())
+
+
+def test_nobody_is_asked_about_what_is_ignored() -> None:
+    """Nor twice about a shared module, nor a function policy about the model itself."""
+    model = Model()
+    model.outer[1].layers[0] = model.outer[0].layers[0]
+    ignored = Ignored.of([model.outer[0].parts, model.encoder])
+    asked: dict[str, list[nn.Module]] = {"custom": [], "function": []}
+
+    def function(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        asked["function"] += [] if recurse else [module]
+        return True
+
+    units_of(model, ours.CustomPolicy(lambda m: bool(asked["custom"].append(m))), ignored)
+    units_of(model, function, ignored)
+    expected = set(model.modules()) - set(ignored.modules)
+    assert set(asked["custom"]) == expected and len(asked["custom"]) == len(expected)
+    assert set(asked["function"]) == expected - {model}
+    assert len(asked["function"]) == len(expected) - 1
 
 
 def test_ignored_elements_decide() -> None:
@@ -521,6 +541,26 @@ def test_shard_blocks_follows_a_policy(world_of_one: None) -> None:
     assert set(sharded_names(model)) == {"", "0", "0.0", "0.1", "1.0", "1.1", "2"}
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_options_of_a_unit_are_not_those_of_the_model(world_of_one: None) -> None:
+    """The model itself could not shard a scalar."""
+    model = nn.Sequential(nn.Linear(3, 3), Scale())
+    with pytest.raises(ConfigError, match="is a scalar"):
+        fullshard.shard_blocks(model, policy=ours.ModuleWrapPolicy({nn.Linear}))
+    options = {"layout": fullshard.Ragged()}
+    policy = ours.CustomPolicy(lambda m: options if isinstance(m, Scale) else False)
+    fullshard.shard_blocks(model, policy=policy)
+    assert type(model[1].factor) is fullshard.RaggedTensor
+
+
 @pytest.mark.parametrize(
     ("policy", "kind"),
     [
@@ -547,6 +587,15 @@ def test_shard_blocks_refuses_containers_and_ties(world_of_one: None) -> None:
     with pytest.raises(ConfigError, match=r"2\.weight in unit 2 is tied to 0\.weight"):
         fullshard.shard_blocks(model, policy=ours.ModuleWrapPolicy({nn.Linear}))
     assert sharded_names(model) == []
+
+
+def test_shard_blocks_refuses_what_an_attention_reads(world_of_one: None) -> None:
+    model = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"0\.out_proj cannot be a unit"):
+        fullshard.shard_blocks(model, policy=ours.ModuleWrapPolicy({nn.Linear}))
+    assert sharded_names(model) == []
+    small = partial(ours.size_based_auto_wrap_policy, min_num_params=16)
+    assert [unit.name for unit in fullshard.shard_blocks(model, policy=small)] == ["1", ""]
 
 
 def test_annotated_modules_may_be_given_to_fully_shard(world_of_one: None) -> None:

@@ -20,7 +20,7 @@ from fullshard.frontend.ownership import units_below
 from fullshard.schedule import AfterForward
 from fullshard.wrap.policies import PolicyLike
 from fullshard.wrap.units import Ignored, Wanted, units_of
-from fullshard.wrap.unity import check_tied_together
+from fullshard.wrap.unity import check_read_together, check_tied_together
 
 __all__ = ["ChosenUnit", "ChosenUnits", "shard_blocks"]
 
@@ -164,6 +164,7 @@ def _by_policy(
     """``given`` are the options of which ``choices`` were made."""
     ignored = Ignored.of(params=choices.ignored)
     wanted = units_of(model, policy, ignored)
+    check_read_together(model, wanted)
     check_tied_together(model, wanted, ignored)
     found = []
     taken: set[nn.Parameter] = set()

@@ -198,21 +198,26 @@ class ShardedGradScaler(GradScaler):
         and no rank more than one.
         """
         with torch.no_grad():
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-            for group in optimizer.param_groups:
-                for values in map(_values, group["params"]):
-                    if values is not None:
-                        alike[values.device, values.dtype].append(values)
-            for (device, _), values in alike.items():
-                found = found_inf.to(device, copy=True)
+            for (device, _), grads in _by_kind(optimizer).items():
+                found = found_inf.to(device)  # itself, if it is there
                 torch._amp_foreach_non_finite_check_and_unscale_(
-                    joined(values), found, inv_scale.to(device)
+                    joined(grads), found, inv_scale.to(device)
                 )
-                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-            group = self.process_group or dist.group.WORLD if dist.is_initialized() else None
-            if group is not None:
-                all_reduce(found_inf, group, is_max=True)
+                found_inf.copy_(found)
+            ranks = dist.group.WORLD if self.process_group is None else self.process_group
+            if ranks is not None:
+                all_reduce(found_inf, ranks, is_max=True)
         return {found_inf.device: found_inf}
+
+
+def _by_kind(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """What this rank holds of the gradients, by what one kernel can do."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    found = defaultdict(list)
+    for values in map(_values, params):
+        if values is not None and values.numel():
+            found[values.device, values.dtype].append(values)
+    return found
 
 
 def _values(param: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import nn
 from fullshard.errors import ConfigError
 from fullshard.wrap.units import Ignored, Wanted, managed_by
 
-__all__ = ["check_frozen_apart", "check_tied_together"]
+__all__ = ["check_frozen_apart", "check_read_together", "check_tied_together"]
 
 _SHOWN = 5  # names in a message
 
@@ -59,12 +59,27 @@ def check_frozen_apart(
             )
 
 
+def check_read_together(root: nn.Module, units: Sequence[Wanted]) -> None:
+    """Refuse a unit whose parameters its parent reads without calling it.
+
+    Raises:
+        ConfigError: which unit.
+    """
+    read = {m.out_proj for m in root.modules() if type(m) is nn.MultiheadAttention}
+    for unit in units:
+        if unit.module in read:
+            raise ConfigError(
+                f"{unit.name} cannot be a unit: MultiheadAttention reads its weight without "
+                "calling it; let the policy leave it out, as size_based_auto_wrap_policy does "
+                "with force_leaf_modules={nn.MultiheadAttention}"
+            )
+
+
 def _managed(
     root: nn.Module, units: Sequence[Wanted], ignored: Ignored
 ) -> list[tuple[Wanted, str, nn.Parameter]]:
     """Which unit would own which parameter; the root comes last."""
-    modules = {unit.module for unit in units}
-    closed = {*modules, *ignored.modules}
+    closed = {unit.module for unit in units}
     return [
         (unit, name, param)
         for unit in (*units, Wanted("", root))

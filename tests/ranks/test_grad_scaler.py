@@ -1,0 +1,509 @@
+"""``ShardedGradScaler``: all ranks skip together, wherever the infinity is and lies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fullshard
+from fullshard.errors import FullshardError
+from fullshard.optim import ShardedGradScaler, ShardedOptimizer, clip_grad_norm_
+from fullshard.tensors import local_part
+from tests.ranks.models import full_parameters, noise
+from tests.ranks.net import Net, batch, make, shard
+from tests.ranks.pool import RankPool
+from tests.ranks.ragged import CASES, SHAPES, param_of, placed
+from tests.ranks.test_flat import clean, wrap
+
+EXACT = 1e-12
+STEPS = 6
+# In these steps one rank has an infinity or NaN, each time another one.
+BAD = {1: float("inf"), 2: float("nan"), 5: float("-inf")}
+
+
+def spoil(model: nn.Module, number: int, apart: int) -> None:
+    """Put the bad value of this step into the gradients of one rank that holds some.
+
+    And of those that are multiples of ``apart`` ranks away.
+    """
+    if number not in BAD:
+        return
+    grads = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    held = [grad for grad in grads if grad.numel()]
+    holders = [bool(held)] * dist.get_world_size()
+    dist.all_gather_object(holders, bool(held))
+    ranks = [rank for rank, holds in enumerate(holders) if holds]
+    if (dist.get_rank() - ranks[number % len(ranks)]) % apart == 0:
+        held[-1].view(-1)[-1] = BAD[number]
+
+
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def sharded_adam(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return ShardedOptimizer(params, torch.optim.AdamW, lr=1e-2)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: Any,
+    *,
+    by_hand: bool = False,
+    apart: int | None = None,
+) -> list[float]:
+    """The scale after each step."""
+    scales = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(number)).square().mean()).backward()
+        spoil(model, number, apart or dist.get_world_size())
+        if by_hand:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def train_plain(make_optimizer: Any) -> dict[str, Tensor]:
+    """What must come out: the bad steps left out."""
+    model = make()
+    optimizer = make_optimizer(model.parameters())
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(number)).square().mean().backward()
+        if number not in BAD:
+            optimizer.step()
+    return full_parameters(model)
+
+
+def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max((got[name] - want[name]).abs().max().item() for name in want)
+
+
+def torch_scaler(device: str = "cpu", **options: Any) -> TorchShardedGradScaler:
+    """Its own default is the group that there was when it was imported."""
+    return TorchShardedGradScaler(device, process_group=dist.group.WORLD, **options)
+
+
+OPTIONS: dict[str, Any] = {"init_scale": 64.0, "growth_interval": 2}
+SCALES = [64.0, 32.0, 16.0, 16.0, 32.0, 16.0]
+
+
+def torch_fsdp(use_orig_params: bool) -> tuple[dict[str, Tensor], list[float]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = make()
+        blocks = [FullyShardedDataParallel(block, device_id=torch.device("cpu"),
+                                           use_orig_params=use_orig_params)
+                  for block in model.blocks]  # fmt: skip
+        model.blocks = nn.ModuleList(blocks)
+        whole = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        scales = train(whole, sgd(whole.parameters()), torch_scaler(**OPTIONS))
+        return {name: value.clone() for name, value in whole.state_dict().items()}, scales
+
+
+def beside_torch(use_orig_params: bool) -> None:
+    their_params, their_scales = torch_fsdp(use_orig_params)
+    assert their_scales == SCALES
+    assert difference(their_params, train_plain(sgd)) <= EXACT
+    model = shard(make())
+    assert train(model, sgd(model.parameters()), ShardedGradScaler(**OPTIONS)) == SCALES
+    assert difference(full_parameters(model), their_params) <= EXACT
+    for make_optimizer in (sgd, sharded_adam):
+        flat = wrap(make(), use_orig_params=use_orig_params)
+        optimizer = make_optimizer(flat.parameters())
+        assert train(flat, optimizer, ShardedGradScaler(**OPTIONS)) == SCALES
+        got = {clean(name): value.clone() for name, value in fullshard.iter_full_params(flat)}
+        assert difference(got, train_plain(make_optimizer)) <= EXACT
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_scales_and_parameters_are_those_of_torchs_fsdp(
+    pool: RankPool, world: int, use_orig_params: bool
+) -> None:
+    pool.run(world, beside_torch, use_orig_params)
+
+
+def everywhere(scaler_cls: type[GradScaler]) -> None:
+    world = dist.get_world_size()
+    options: list[dict[str, Any]] = [{}, {"layout": fullshard.Ragged()}]
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        options += [{"mesh": mesh, **one} for one in options]
+    # Copies of gradients are alike, which torch's scaler relies on, and ours need not.
+    apart = 2 if scaler_cls is GradScaler and world == 4 else world
+    for make_optimizer, by_hand in ((sgd, True), (sharded_adam, False)):
+        want = train_plain(make_optimizer)
+        for one in options:
+            model = shard(make(), **one)
+            optimizer = make_optimizer(model.parameters())
+            scaler = scaler_cls("cpu", **OPTIONS)
+            assert train(model, optimizer, scaler, by_hand=by_hand, apart=apart) == SCALES
+            assert difference(full_parameters(model), want) <= EXACT
+
+
+@pytest.mark.parametrize("scaler_cls", [ShardedGradScaler, GradScaler])
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_layout_mesh_and_optimizer(
+    pool: RankPool, world: int, scaler_cls: type[GradScaler]
+) -> None:
+    """The plain one of torch works on sharded models as well."""
+    pool.run(world, everywhere, scaler_cls)
+
+
+def all_kinds(bad_rank: int | None) -> None:
+    """Gradients on all meshes, plain and sparse ones, in one optimizer."""
+    rank = dist.get_rank()
+    values, params = [], []
+    meshes = {case.mesh_shape: case.mesh() for case in CASES.values()}
+    for seed, case in enumerate(CASES.values()):
+        for shape in SHAPES:
+            value = noise(*shape, seed=seed)
+            grad = placed(value * 64, meshes[case.mesh_shape], case.placements, seed)
+            values.append(value)
+            params.append(param_of(torch.zeros_like(grad), grad))
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+    for seed, dtype in enumerate(dtypes):
+        value = noise(4, 3, seed=seed).to(dtype)
+        values.append(value)
+        params.append(param_of(torch.zeros_like(value), value * 64))
+    mesh = init_device_mesh("cpu", (4,))
+    sum_of = DTensor.from_local(noise(3, 2) * 64, mesh, [Partial()])  # as tensor parallelism has
+    values.append(noise(3, 2) * 4)
+    params.append(param_of(torch.zeros_like(sum_of), sum_of))
+    if rank == bad_rank:
+        local_part(params[7].grad).fill_(float("inf"))
+        params[-3].grad[0] = float("nan")
+    before = [full(param.detach()) for param in params]
+    scaler = ShardedGradScaler(init_scale=64.0)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.scale(torch.ones(()))
+    with CommDebugMode() as counted:
+        scaler.unscale_(optimizer)
+    assert counted.get_total_counts() == 1
+    if bad_rank is None:
+        for param, value in zip(params, values, strict=True):
+            assert torch.equal(full(param.grad), value)
+    stepped = [False]
+    optimizer.step = lambda: stepped.append(True)  # type: ignore[method-assign, assignment, return-value]
+    scaler.step(optimizer)
+    scaler.update()
+    assert stepped[-1] == (bad_rank is None)
+    assert scaler.get_scale() == (64.0 if bad_rank is None else 32.0)
+    assert all(torch.equal(full(p.detach()), b) for p, b in zip(params, before, strict=True))
+
+
+def full(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_gradients_of_all_kinds_together(pool: RankPool) -> None:
+    for bad_rank in (None, 0, 3):
+        pool.run(4, all_kinds, bad_rank)
+
+
+def one_step(
+    scaler: Any, params: list[nn.Parameter], cls: Any = torch.optim.SGD, **kw: Any
+) -> bool:
+    """Whether it was one."""
+    before = [param.detach().clone() for param in params]
+    optimizer = cls(params, lr=1.0, **kw)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return not all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+def some_without() -> list[bool]:
+    """Whether a step was made: with gradients on one rank only, good and bad ones."""
+    found = []
+    for bad in (False, True):
+        param = nn.Parameter(torch.ones(3))
+        if dist.get_rank() == 1:
+            param.grad = torch.full((3,), float("inf") if bad else 2.0)
+        scaler = ShardedGradScaler(init_scale=8.0)
+        found.append(one_step(scaler, [param]))
+        assert scaler.get_scale() == (4.0 if bad else 8.0)
+    return found
+
+
+def test_ranks_without_gradients_take_part(pool: RankPool) -> None:
+    assert pool.run(3, some_without) == [[False, False], [True, False], [False, False]]
+
+
+def fused(scaler_cls: Any, num_bad: int) -> tuple[bool, float]:
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.full((3,), 2.0)
+    if dist.get_rank() < num_bad:
+        param.grad[1] = float("inf")
+    scaler = scaler_cls("cpu", init_scale=8.0)
+    return one_step(scaler, [param], torch.optim.Adam, fused=True), scaler.get_scale()
+
+
+def test_fused_optimizers_skip_together_too(pool: RankPool) -> None:
+    """With the scaler of torch's FSDP the ranks part here: only the first one skips.
+
+    And they stop only for a found-inf of 1, which a sum over ranks is not.
+    """
+    for num_bad in (1, 2, 3):
+        assert pool.run(3, fused, ShardedGradScaler, num_bad) == [(False, 4.0)] * 3
+    assert pool.run(3, fused, torch_scaler, 1) == [(False, 4.0)] + [(True, 8.0)] * 2
+
+
+def pairs() -> bool:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.full((3,), float("inf") if dist.get_rank() == 3 else 1.0)
+    return one_step(ShardedGradScaler(process_group=groups[dist.get_rank() // 2]), [param])
+
+
+def test_only_ranks_of_the_group_skip(pool: RankPool) -> None:
+    assert pool.run(4, pairs) == [True, True, False, False]
+
+
+def two_optimizers() -> None:
+    model = shard(make())
+    parts = [list(model.blocks.parameters()), [model.scale, *model.head.parameters()]]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    scaler = ShardedGradScaler(init_scale=8.0)
+    before = full_parameters(model)
+    scaler.scale(model(batch()).square().mean()).backward()
+    local_part(model.head.weight.grad).fill_(float("nan"))
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    after = full_parameters(model)
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in after if name.startswith("blocks.")}
+    assert scaler.get_scale() == 4.0
+
+
+def test_each_optimizer_skips_for_itself(pool: RankPool) -> None:
+    pool.run(2, two_optimizers)
+
+
+def clipped() -> float:
+    """Clipping sees gradients without the scale."""
+    plain, model = make(), shard(make())
+    scaler = ShardedGradScaler(init_scale=1024.0)
+    plain(batch()).square().mean().backward()
+    scaler.scale(model(batch()).square().mean()).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    return abs(float(clip_grad_norm_(model.parameters(), 0.01)) - float(want))
+
+
+def test_clipping_in_between(pool: RankPool) -> None:
+    assert max(pool.run(3, clipped)) <= EXACT
+
+
+# what needs no other rank
+
+
+def sparse() -> None:
+    for dtype, size, is_bad in (
+        (torch.float16, 40000.0, True),  # the sum of two is too much
+        (torch.float16, 20000.0, False),
+        (torch.float32, 2e38, True),
+        (torch.float64, 4e4, False),
+    ):
+        param = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
+        values = torch.full((3, 2), size, dtype=dtype)
+        param.grad = torch.sparse_coo_tensor(
+            torch.tensor([[0, 2, 0]]), values, (3, 2), check_invariants=True
+        )
+        scaler = ShardedGradScaler(init_scale=16.0)
+        scaler.scale(torch.ones(()))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        scaler.unscale_(optimizer)
+        assert param.grad.is_coalesced() and param.grad.dtype == dtype
+        if not is_bad:
+            want = torch.tensor([[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]], dtype=dtype) * size / 16
+            assert torch.equal(param.grad.to_dense(), want)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if is_bad else 16.0)
+
+
+def test_sparse_gradients_are_added_up_first(pool: RankPool) -> None:
+    pool.run(1, sparse)
+
+
+class Losses(NamedTuple):
+    main: Tensor
+    others: list[Tensor]
+
+
+def outputs() -> None:
+    ours, torchs = ShardedGradScaler(init_scale=2.0), torch_scaler(init_scale=2.0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for value in (torch.ones((), dtype=dtype), torch.ones(3, dtype=dtype)):
+            got, want = ours.scale(value), torchs.scale(value)
+            assert got.dtype == want.dtype == dtype and torch.equal(got, want)
+            nested = [value, (value, [value]), iter([value, value])]
+            got, want = ours.scale(nested), torchs.scale(copy.copy(nested[:2]))
+            assert [type(one) for one in got] == [Tensor, tuple, map]
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1][1][0], want[1][1][0])
+            assert got[1][0].dtype == dtype and len(list(got[2])) == 2
+    losses = ours.scale(Losses(torch.ones(2), [torch.ones(())]))
+    assert type(losses) is Losses and losses.others[0] == 2.0
+    off = ShardedGradScaler(enabled=False)
+    assert off.scale(losses) is losses and off.get_scale() == 1.0 and off.state_dict() == {}
+
+
+def test_outputs_keep_dtype_and_form(pool: RankPool) -> None:
+    pool.run(1, outputs)
+
+
+def model_and_scaler(cls: Any, scaled: bool = True) -> tuple[torch.optim.Optimizer, Any]:
+    model = nn.Linear(2, 2)
+    scaler = cls("cpu")
+    if scaled:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    return torch.optim.SGD(model.parameters(), lr=0.1), scaler
+
+
+def twice(cls: Any) -> None:
+    optimizer, scaler = model_and_scaler(cls)
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def late(cls: Any) -> None:
+    optimizer, scaler = model_and_scaler(cls)
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def two_steps(cls: Any) -> None:
+    optimizer, scaler = model_and_scaler(cls)
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
+def closure(cls: Any) -> None:
+    optimizer, scaler = model_and_scaler(cls)
+    scaler.step(optimizer, closure=lambda: None)
+
+
+def nothing_looked_at(cls: Any) -> None:
+    model_and_scaler(cls)[1].update()
+
+
+def looked_at_long_ago(cls: Any) -> None:
+    optimizer, scaler = model_and_scaler(cls)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.update()
+
+
+def not_scaled(name: str) -> Callable[[Any], None]:
+    def call(cls: Any) -> None:
+        optimizer, scaler = model_and_scaler(cls, scaled=False)
+        getattr(scaler, name)(*([] if name == "update" else [optimizer]))
+
+    return call
+
+
+MISTAKES: dict[str, tuple[Any, type[Exception]]] = {
+    "twice": (twice, RuntimeError),
+    "late": (late, RuntimeError),
+    "two_steps": (two_steps, RuntimeError),
+    "closure": (closure, RuntimeError),
+    "nothing_looked_at": (nothing_looked_at, AssertionError),
+    "looked_at_long_ago": (looked_at_long_ago, AssertionError),
+    **{name: (not_scaled(name), AssertionError) for name in ("unscale_", "step", "update")},
+    "number": (lambda cls: cls("cpu").scale(3.0), ValueError),
+    "numbers": (lambda cls: cls("cpu").scale([torch.ones(2), 3.0]), ValueError),
+    "growth": (lambda cls: cls("cpu", growth_factor=1.0), AssertionError),
+    "backoff": (lambda cls: cls("cpu", backoff_factor=1.0), AssertionError),
+    "new_scale": (lambda cls: model_and_scaler(cls)[1].update(torch.ones(2)), AssertionError),
+}
+
+
+def mistakes() -> None:
+    for name, (make_it, kind) in MISTAKES.items():
+        with pytest.raises(kind):
+            make_it(torch_scaler)
+        with pytest.raises(FullshardError) as raised:
+            make_it(ShardedGradScaler)
+        assert isinstance(raised.value, kind), name
+    optimizer, scaler = model_and_scaler(ShardedGradScaler)
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(optimizer, lambda: None)  # which torch would call with scaled gradients
+    for wrong in ("loss", {"loss": torch.ones(2)}):
+        with pytest.raises(TypeError, match="expected a tensor"):
+            scaler.scale(wrong)
+
+
+def test_mistakes_are_those_of_torch_and_ours(pool: RankPool) -> None:
+    pool.run(1, mistakes)
+
+
+def alone() -> None:
+    """Without a process group, and with the default device where there is none of it."""
+    assert not dist.is_initialized()
+    scaler = ShardedGradScaler(init_scale=8.0)
+    assert scaler.is_enabled()
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), float("inf"))
+    assert not one_step(scaler, [param]) and scaler.get_scale() == 4.0
+    param.grad = torch.full((2,), 4.0)
+    assert one_step(scaler, [param]) and param.tolist() == [0.0, 0.0]
+    other = GradScaler("cpu")
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+    for same in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert type(same) is ShardedGradScaler and same.state_dict() == scaler.state_dict()
+    for value in (2.0, 3, torch.tensor([5.0]), torch.tensor(7.0, dtype=torch.float64)):
+        scaler.update(value)
+        assert scaler.get_scale() == float(value)
+
+
+def test_alone_on_the_cpu(pool: RankPool) -> None:
+    pool.run(1, alone, process_group=False)
+
+
+def half(world_dtype: torch.dtype) -> None:
+    """A model in fp16: what would underflow does not, and fp16 gradients are unscaled."""
+    plain: Net = make().to(torch.float32)
+    model = shard(copy.deepcopy(plain).to(world_dtype))
+    scaler = ShardedGradScaler(init_scale=2.0**10)
+    tiny = 2.0**-20
+    loss = model(batch(0, world_dtype)).float().square().mean() * tiny
+    scaler.scale(loss).backward()
+    plain(batch(0, torch.float32)).square().mean().backward()
+    for name, param in model.named_parameters():
+        got = param.grad.full_tensor().float() * 2.0**10
+        assert torch.allclose(got, plain.get_parameter(name).grad, rtol=0.05, atol=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**10
+
+
+def test_gradients_in_fp16(pool: RankPool) -> None:
+    pool.run(2, half, torch.float16)
