@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -50,10 +51,12 @@ __all__ = [
     "is_fake",
     "is_profiling",
     "is_mean",
+    "is_replicated",
     "is_sum",
     "joined_mesh",
     "local_of",
     "make_param",
+    "mark_sharded",
     "node_number",
     "none_is_held",
     "num_owners",
@@ -338,6 +341,17 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
         ValueError: the name is that of other dims.
     """
     return mesh._flatten(name)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether ``replicate``, the function for DDP, was applied to ``module``."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
+def mark_sharded(module: nn.Module) -> None:
+    """Let ``replicate`` around ``module`` leave its parameters to us."""
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry.setdefault("fully_shard", RegistryItem())
 
 
 def overrides_setattr(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -39,10 +40,13 @@ log = logging.getLogger("fullshard")
 # An optimizer that steps makes unsharded copies stale, whichever engine's they are: version
 # counters do not see what foreach and fused optimizers write.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines_lock = threading.Lock()  # a program may train models in threads
 
 
 def _after_optimizer_step(*_: object) -> None:
-    for engine in _engines:
+    with _engines_lock:
+        engines = list(_engines)
+    for engine in engines:
         engine.trigger(when.WeightsChanged())
 
 
@@ -83,7 +87,8 @@ class Engine:
                 replicated=unit.replicated,
                 policy=policy,
             )
-        _engines.add(self)
+        with _engines_lock:
+            _engines.add(self)
 
     @classmethod
     def join(cls, engines: Iterable[Engine], unit: Unit, policy: UnitPolicy) -> Engine:
