@@ -240,6 +240,9 @@ class FSDPModule(CommunicationControls):
         """
         unit_and_engine(self)[1].trigger(when.Reset())
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to choose, gathers are asynchronous; there are callers of PyTorch's own."""
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -262,13 +265,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     that are not sharded are left as they are, as in PyTorch.
 
     Raises:
-        ConfigError: there is no such method (an ``AttributeError`` too).
+        ConfigError: a sharded module has no such method (an ``AttributeError`` too).
     """
+    if unit_of(module) is None:
+        return
     method = getattr(module, method_name, None)
     if not callable(method):
         raise _NoMethod(f"{type(module).__name__} has no method {method_name!r}")
-    if unit_of(module) is None:
-        return
     is_bound = isinstance(method, MethodType) and method.__self__ is module
     function: Any = method.__func__ if is_bound else None  # else a static or class method
 
