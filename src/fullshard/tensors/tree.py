@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -85,6 +86,8 @@ def _map_mapping(inner: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
         return changed
     try:
         copied: Any = value.copy()  # type: ignore[attr-defined]
+        if type(copied) is not type(value):
+            copied = copy.copy(value)
         for key, part in changed.items():
             copied[key] = part
     except (AttributeError, TypeError):
