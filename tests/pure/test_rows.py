@@ -42,10 +42,6 @@ def missing(tests: list[str]) -> list[str]:
         if match is None or not (ROOT / match[1]).is_file():
             found.append(test)
         elif not {match[2], match[3] or match[2]} <= functions_in(match[1]):
-            match is None
-            or not (ROOT / match[1]).is_file()
-            or not {match[2], match[3] or match[2]} <= functions_in(match[1])
-        ):
             found.append(test)
     return found
 
