@@ -35,15 +35,16 @@ def functions_in(path: str) -> frozenset[str]:
 
 
 def missing(tests: list[str]) -> list[str]:
-    """Those that are not there; a case in brackets is a program of the same file."""
-    found = []
-    for test in tests:
-        match = re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)(?:\[(\w+)\])?", test)
-        if match is None or not (ROOT / match[1]).is_file():
-            found.append(test)
-        elif not {match[2], match[3] or match[2]} <= functions_in(match[1]):
-            found.append(test)
-    return found
+    """Those that are not there."""
+    return [test for test in tests if not is_there(test)]
+
+
+def is_there(test: str) -> bool:
+    """A case in brackets is a program of the same file."""
+    match = re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)(?:\[(\w+)\])?", test)
+    if match is None or not (ROOT / match[1]).is_file():
+        return False
+    return {match[2], match[3] or match[2]} <= functions_in(match[1])
 
 
 def runs_beside_torch(test: str) -> bool:
