@@ -51,6 +51,7 @@ __all__ = [
     "is_fake",
     "is_profiling",
     "is_mean",
+    "is_of_python",
     "is_replicated",
     "is_sum",
     "joined_mesh",
@@ -80,13 +81,16 @@ __all__ = [
 
 
 # Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their
-# successors; the methods of the group are the same in all versions, and cost less host time.
+# successors; the methods of the group are the same in all versions, and cost less host time. Only
+# groups that are written in Python, such as one whose ranks are threads, have the newer ones alone.
 
 
 def all_gather(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
 ) -> dist.Work:
     """Start the backend's all-gather of each 1-D source into its 1-D output, all in one call."""
+    if is_of_python(group):
+        return group.all_gather_single_coalesced(list(outputs), list(sources))
     if len(outputs) == 1:
         return group._allgather_base(outputs[0], sources[0])
     return group.allgather_into_tensor_coalesced(list(outputs), list(sources))
@@ -96,6 +100,8 @@ def reduce_scatter(
     group: dist.ProcessGroup, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
 ) -> dist.Work:
     """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
+    if is_of_python(group):
+        return group.reduce_scatter_single(output, source, _reduce_options(op))
     return group._reduce_scatter_base(output, source, _reduce_options(op))
 
 
@@ -137,18 +143,29 @@ def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
+def is_of_python(group: dist.ProcessGroup) -> bool:
+    """Whether the group has no backends, but methods of its own."""
+    return not group._device_types
+
+
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
     """Device types that the group can communicate on."""
+    if is_of_python(group):
+        return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     return [device.type for device in group._device_types]
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     """Name of the backend that serves ``device_type``."""
+    if is_of_python(group):
+        return dist.get_backend(group)
     return group._get_backend(torch.device(device_type)).name()
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """How long the group waits for a peer."""
+    if is_of_python(group):
+        return dist.constants.default_pg_timeout
     timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     return timeout
 
