@@ -331,3 +331,21 @@ def deep_copies(fsdp: Any) -> Any:
 def test_sharded_modules_are_copied(pool: RankPool) -> None:
     for theirs, ours in pool.run(2, outcomes, deep_copies):
         assert theirs == "refused" and ours is True
+
+
+def int_on_a_full_mesh(fsdp: Any) -> Any:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model: Any = fill(nn.Linear(6, 5, bias=False).double())
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    dims = fsdp.DataParallelMeshDims(shard="dp")
+    try:
+        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2)
+    except NotImplementedError:
+        return "refused"
+    x = DTensor.from_local(noise(2, 6), mesh, [Replicate()])
+    model(x).sum().backward()
+    return torch.allclose(whole(model.weight.grad), noise(2, 6).sum(0).expand(5, 6))
+
+
+def test_a_smaller_group_on_a_full_mesh(pool: RankPool) -> None:
+    assert pool.run(4, outcomes, int_on_a_full_mesh) == [("refused", True)] * 4
