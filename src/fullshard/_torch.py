@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -67,6 +68,7 @@ __all__ = [
     "reduce_scatter",
     "repoint",
     "never_compiled",
+    "outside_of_transforms",
     "overrides_setattr",
     "post_accumulate_grad_hooks",
     "preserved_versions",
@@ -181,6 +183,17 @@ def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch is active."""
     return profiler._is_profiler_enabled
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """What is made and written here has memory, also where ``torch.func`` runs the forward."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    cleared: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
+    return cleared
+
+
+_NOTHING = nullcontext()
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:

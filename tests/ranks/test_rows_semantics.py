@@ -248,6 +248,15 @@ def several_graphs(fsdp: Any) -> Any:
     return seen
 
 
+def forward_mode(fsdp: Any) -> Any:
+    """The first forward runs inside of a transform, later ones around it."""
+    layer = fsdp.fully_shard(linears(1), reshard_after_forward=False)
+    x, tangent = noise(2, 3, seed=dist.get_rank()), noise(2, 3, seed=5)
+    first = torch.func.jvp(layer, (x,), (tangent,))
+    layer(x).square().sum().backward()
+    return [first, torch.func.jvp(layer, (x,), (tangent,)), grads(layer)]
+
+
 def objects_stay(fsdp: Any) -> Any:
     """The same parameter objects, sharded and whole, through every reshard."""
     layer = fsdp.fully_shard(linears(1))
@@ -435,6 +444,7 @@ def several_meshes_in_a_unit(fsdp: Any) -> Any:
     hooks_of_users,
     outputs,
     several_graphs,
+    forward_mode,
     objects_stay,
     changes_before_the_first_forward,
     checkpoints,

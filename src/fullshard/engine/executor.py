@@ -176,7 +176,7 @@ class Engine:
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
         if actions:
-            with torch.no_grad():
+            with torch.no_grad(), _torch.outside_of_transforms():
                 for action in actions:
                     self._act(action)
 
