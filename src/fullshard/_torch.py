@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -50,10 +52,13 @@ __all__ = [
     "is_fake",
     "is_profiling",
     "is_mean",
+    "is_of_python",
+    "is_replicated",
     "is_sum",
     "joined_mesh",
     "local_of",
     "make_param",
+    "mark_sharded",
     "node_number",
     "none_is_held",
     "num_owners",
@@ -63,6 +68,7 @@ __all__ = [
     "reduce_scatter",
     "repoint",
     "never_compiled",
+    "outside_of_transforms",
     "overrides_setattr",
     "post_accumulate_grad_hooks",
     "preserved_versions",
@@ -77,13 +83,16 @@ __all__ = [
 
 
 # Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their
-# successors; the methods of the group are the same in all versions, and cost less host time.
+# successors; the methods of the group are the same in all versions, and cost less host time. Only
+# groups that are written in Python, such as one whose ranks are threads, have the newer ones alone.
 
 
 def all_gather(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
 ) -> dist.Work:
     """Start the backend's all-gather of each 1-D source into its 1-D output, all in one call."""
+    if is_of_python(group):
+        return group.all_gather_single_coalesced(list(outputs), list(sources))
     if len(outputs) == 1:
         return group._allgather_base(outputs[0], sources[0])
     return group.allgather_into_tensor_coalesced(list(outputs), list(sources))
@@ -93,6 +102,8 @@ def reduce_scatter(
     group: dist.ProcessGroup, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
 ) -> dist.Work:
     """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
+    if is_of_python(group):
+        return group.reduce_scatter_single(output, source, _reduce_options(op))
     return group._reduce_scatter_base(output, source, _reduce_options(op))
 
 
@@ -134,18 +145,29 @@ def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
+def is_of_python(group: dist.ProcessGroup) -> bool:
+    """Whether the group has no backends, but methods of its own."""
+    return not group._device_types
+
+
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
     """Device types that the group can communicate on."""
+    if is_of_python(group):
+        return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     return [device.type for device in group._device_types]
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     """Name of the backend that serves ``device_type``."""
+    if is_of_python(group):
+        return dist.get_backend(group)
     return group._get_backend(torch.device(device_type)).name()
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """How long the group waits for a peer."""
+    if is_of_python(group):
+        return dist.constants.default_pg_timeout
     timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     return timeout
 
@@ -161,6 +183,17 @@ def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
 def is_profiling() -> bool:
     """Whether a profiler of PyTorch is active."""
     return profiler._is_profiler_enabled
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """What is made and written here has memory, also where ``torch.func`` runs the forward."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    cleared: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
+    return cleared
+
+
+_NOTHING = nullcontext()
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
@@ -338,6 +371,17 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
         ValueError: the name is that of other dims.
     """
     return mesh._flatten(name)
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether ``replicate``, the function for DDP, was applied to ``module``."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
+def mark_sharded(module: nn.Module) -> None:
+    """Let ``replicate`` around ``module`` leave its parameters to us."""
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry.setdefault("fully_shard", RegistryItem())
 
 
 def overrides_setattr(module: nn.Module) -> bool:

@@ -50,7 +50,7 @@ SEAMS = {
 # The same for names that say something only with their module.
 DOTTED_SEAMS = {
     "torch.distributed.fsdp": ("compat/",),
-    "torch.distributed._composable": ("compat/",),
+    "torch.distributed._composable": ("compat/", "_torch.py"),  # the registry of its functions
     "torch.Stream": ("device/",),
     "torch.Event": ("device/",),
     "torch.cuda.Stream": ("device/",),

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "docs" / f"{name}.md"
-    for name in ("quickstart", "concepts", "layouts", "meshes", "communication", "compat")
-]
+NAMES = ("quickstart", "concepts", "layouts", "meshes", "communication", "compat", "differences")
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
@@ -36,6 +34,20 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
     named = re.findall(r"`((?:docs|examples|tests|src)/[\w/.-]*)`", text)
     missing = [link for link in links if not (page.parent / link).is_file()]
     assert missing + [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_each_difference_has_its_test() -> None:
+    """Every line of the first three sections names tests, and they exist."""
+    page = (ROOT / "docs" / "differences.md").read_text()
+    _, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    listed = [
+        item for section in sections[:3] for item in re.split(r"^- ", section, flags=re.M)[1:]
+    ]
+    assert len(listed) > 30
+    assert [item for item in listed if not re.search(r"`test_\w+", item)] == []
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    names = re.findall(r"`(test_\w+)(?:\[(\w+)\])?`", page)
+    assert [name for pair in names for name in pair if name and f"def {name}(" not in sources] == []
 
 
 def test_each_concept_has_one_picture() -> None:

@@ -251,10 +251,6 @@ def refused() -> list[str]:
         (ValueError, lambda: fullshard.share_comm_ctx([nn.Linear(1, 1)])),
         (ValueError, lambda: replicated.set_all_reduce_hook(print, stream=object())),
         (NotImplementedError, lambda: model.set_symm_mem_for_comm()),
-        (
-            NotImplementedError,
-            lambda: model.set_allocate_memory_from_process_group_for_comm(True),
-        ),
     ]
     messages = []
     for builtin, call in cases:

@@ -201,6 +201,10 @@ class Bucket:
             self._waiting = self.gradients.waiting()
         self.unsharded = self.gradients = None
 
+    def waiting(self) -> Waiting | None:
+        """Gradients that were not reduced to the end."""
+        return self._waiting if self.gradients is None else self.gradients.waiting()
+
     def forget_gradients(self) -> None:
         """Forget all that were not reduced."""
         self._waiting = None

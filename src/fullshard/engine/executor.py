@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fullshard import _torch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
@@ -37,13 +38,19 @@ __all__ = ["Engine"]
 log = logging.getLogger("fullshard")
 
 # An optimizer that steps makes unsharded copies stale, whichever engine's they are: version
-# counters do not see what foreach and fused optimizers write.
+# counters do not see what foreach and fused optimizers write. Where ranks are threads, the others
+# may be in the middle of a step, and must not gather what this rank does not.
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines_lock = threading.Lock()
 
 
-def _after_optimizer_step(*_: object) -> None:
-    for engine in _engines:
-        engine.trigger(when.WeightsChanged())
+def _after_optimizer_step(optimizer: Optimizer, *_: object) -> None:
+    """Tell the engines of this thread; those of others only if it is their parameters."""
+    with _engines_lock:
+        engines = list(_engines)
+    for engine in engines:
+        if engine.thread == threading.get_ident() or engine.shares_params(optimizer):
+            engine.trigger(when.WeightsChanged())
 
 
 register_optimizer_step_post_hook(_after_optimizer_step)
@@ -67,6 +74,7 @@ class Engine:
         self.scheduler.policy = machine or MachinePolicy()
         self.meter = StorageMeter()
         self.recorder: Recorder | None = None
+        self.thread = threading.get_ident()  # in which it ran last
         self.post_optim_event: Any = None  # what the next fence waits for, not all of compute
         self._backward = Backward(self.trigger)
         self._lanes: Lanes | None = None
@@ -83,7 +91,8 @@ class Engine:
                 replicated=unit.replicated,
                 policy=policy,
             )
-        _engines.add(self)
+        with _engines_lock:
+            _engines.add(self)
 
     @classmethod
     def join(cls, engines: Iterable[Engine], unit: Unit, policy: UnitPolicy) -> Engine:
@@ -151,13 +160,23 @@ class Engine:
         """Sharded parameters may have new values."""
         self.trigger(when.WeightsChanged())
 
+    def shares_params(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` steps some of our parameters."""
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return any(
+            id(param) in stepped
+            for unit in self.units
+            for bucket in unit.buckets
+            for param in bucket.sharded_params
+        )
+
     def trigger(self, trigger: Trigger) -> None:
         """Let the scheduler decide, then act."""
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
         if actions:
-            with torch.no_grad():
+            with torch.no_grad(), _torch.outside_of_transforms():
                 for action in actions:
                     self._act(action)
 
@@ -225,6 +244,7 @@ class Engine:
         """
         unit.check_not_lent("a forward")
         task = self._backward.task()
+        self.thread = threading.get_ident()
         if self.scheduler.idle:
             self.look_after(self.units)
         self.trigger(when.ForwardEnter(unit.key, member, task))

@@ -201,6 +201,8 @@ class Gradients:
         policy, spec = self.policy, self._spec
         if policy.hook is not None:
             with self._lanes.aside(policy.hook_stream):
+                for start, length in spec.gaps:
+                    row.narrow(0, start, length).zero_()  # whatever was there, norms ignore it
                 policy.hook(row[: spec.layout.shard_numel])
         if policy.divide_by is not None:
             row.mul_(spec.comm.world * spec.num_copies / policy.divide_by)

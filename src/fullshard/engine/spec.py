@@ -81,6 +81,18 @@ class BucketSpec:
             for s in self.segments
         )
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Offset and length of what lies between the pieces of this rank, and behind the last."""
+        gaps, end = [], 0
+        for piece in sorted(self.pieces):
+            if piece.offset > end:
+                gaps.append((end, piece.offset - end))
+            end = max(end, piece.offset + piece.numel)
+        if end < self.layout.shard_numel:
+            gaps.append((end, self.layout.shard_numel - end))
+        return tuple(gaps)
+
     def local_views(self, flat: Tensor) -> list[Tensor]:
         """This rank's piece of every parameter in ``flat`` (1-D, in shard order).
 

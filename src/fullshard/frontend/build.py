@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard import _torch
 from fullshard.engine import Bucket, Engine, Unit
 from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
@@ -75,6 +76,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     if choices.shown is Shown.DTENSORS:
         for module in modules:
             module.__class__ = sharded_class(type(module))
+            _torch.mark_sharded(module)
     for module in managed(modules):
         # What Dynamo looks at to treat a module as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]

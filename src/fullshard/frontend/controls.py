@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -161,12 +161,34 @@ class CommunicationControls(ShardedModule):
         unit_and_engine(self)[1].post_optim_event = event
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not built yet."""
-        _not_built("set_allocate_memory_from_process_group_for_comm", enable)
+        """Has no effect: buffers come from PyTorch's allocator, as where a group has none.
+
+        Raises:
+            ConfigError: the unit has a custom collective, which allocates by itself.
+        """
+        self._check_no_custom("set_allocate_memory_from_process_group_for_comm", enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not built yet."""
-        _not_built("set_symm_mem_for_comm", backend)
+        """Not built yet.
+
+        Raises:
+            ConfigError: the unit has a custom collective, which allocates by itself.
+            NotBuiltError: otherwise.
+        """
+        self._check_no_custom("set_symm_mem_for_comm", backend)
+        raise NotBuiltError(
+            f"set_symm_mem_for_comm({backend!r}): symmetric memory is not built; leave this call "
+            "out, PyTorch's allocator is used"
+        )
+
+    def _check_no_custom(self, what: str, value: object) -> None:
+        buckets = self._buckets(recurse=False)
+        wires = [wire for b in buckets for wire in (b.spec.comm, b.spec.reducing)]
+        if any(isinstance(wire, Custom) for wire in wires):
+            raise _CustomWire(
+                f"{what}({value!r}): the unit has a collective from set_custom_all_gather or "
+                "set_custom_reduce_scatter, which allocates its own memory; use one or the other"
+            )
 
     def _buckets(self, recurse: bool) -> list[Bucket]:
         return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
@@ -199,11 +221,8 @@ def _by_sums(bucket: Bucket) -> dict[str, Collectives | None]:
     return {"reducer": spec.reducing.by_sums(), "replicas": replicas}
 
 
-def _not_built(name: str, value: object) -> NoReturn:
-    raise NotBuiltError(
-        f"{name}({value!r}): buffers of a process group's own memory are not built; the engine "
-        "uses PyTorch's allocator"
-    )
+class _CustomWire(ConfigError, AssertionError):
+    """PyTorch asserts here."""
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

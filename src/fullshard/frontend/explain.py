@@ -97,11 +97,15 @@ def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: b
     ]
     takes_own_part = all(isinstance(own[name], RaggedTensor) for name in plain)
     if plain and (assign or not takes_own_part):
-        raise ConfigError(
+        raise _PlainTensors(
             f"load_state_dict of sharded {type(module).__name__}: got plain tensors for the "
             f"sharded parameters {', '.join(plain[:4])}{' and more' if len(plain) > 4 else ''}; "
             + ("load them with assign=False" if takes_own_part else _LOAD_FULL)
         )
+
+
+class _PlainTensors(ConfigError, RuntimeError):
+    """PyTorch raises a RuntimeError here."""
 
 
 # Optimizers that were checked, with the number of parameters that they had: a step costs nothing.

@@ -15,6 +15,7 @@ from fullshard.frontend.controls import CommunicationControls
 from fullshard.frontend.explain import check_full_tensors, guarded_methods
 from fullshard.frontend.hooks import engine_of, run_as_forward
 from fullshard.frontend.ownership import unit_of
+from fullshard.frontend.pending import PendingGradient, drop_pending, pending_of
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
@@ -90,6 +91,23 @@ class FSDPModule(CommunicationControls):
             requires_gradient_sync=requires_gradient_sync,
             requires_all_reduce=requires_gradient_sync,
         )
+
+    def get_pending_gradients(self) -> dict[nn.Parameter, PendingGradient]:
+        """Gradients of this module and those inside of it that wait for a backward that reduces.
+
+        By sharded parameter; ``PendingGradient`` says how far each has come. They are the engine's
+        own: what is written into them in place counts. Tensor-parallel ones come as this rank's
+        local tensors. PyTorch's 2.13 has no counterpart.
+        """
+        return pending_of(self._units(recurse=True))
+
+    def clear_pending_gradients(self) -> None:
+        """Drop what ``get_pending_gradients`` shows; ``zero_grad`` does not reach it.
+
+        Raises:
+            ProtocolError: in the middle of a forward or a backward.
+        """
+        drop_pending(self._units(recurse=True))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over replicas, too.
@@ -222,6 +240,9 @@ class FSDPModule(CommunicationControls):
         """
         unit_and_engine(self)[1].trigger(when.Reset())
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to choose, gathers are asynchronous; there are callers of PyTorch's own."""
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -244,13 +265,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     that are not sharded are left as they are, as in PyTorch.
 
     Raises:
-        ConfigError: there is no such method (an ``AttributeError`` too).
+        ConfigError: a sharded module has no such method (an ``AttributeError`` too).
     """
+    if unit_of(module) is None:
+        return
     method = getattr(module, method_name, None)
     if not callable(method):
         raise _NoMethod(f"{type(module).__name__} has no method {method_name!r}")
-    if unit_of(module) is None:
-        return
     is_bound = isinstance(method, MethodType) and method.__self__ is module
     function: Any = method.__func__ if is_bound else None  # else a static or class method
 

@@ -160,7 +160,7 @@ def _left_by_inner_units(
     seen: set[nn.Module] = set()
 
     def visit(prefix: str, module: nn.Module, around: Unit | None) -> None:
-        if module in seen:
+        if module in seen or _torch.is_replicated(module):
             return
         seen.add(module)
         unit = unit_of(module) or around
@@ -178,7 +178,7 @@ def _left_by_inner_units(
 
 
 def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules below ``modules``, each once, those of inner units left out."""
+    """Modules below ``modules``, each once, without those of inner units and of DDP."""
     return [module for _, module in _named_managed(modules)]
 
 
@@ -187,7 +187,7 @@ def _named_managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Modul
     seen: set[nn.Module] = set()
 
     def visit(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or unit_of(module) is not None:
+        if module in seen or unit_of(module) is not None or _torch.is_replicated(module):
             return
         seen.add(module)
         yield prefix, module

@@ -375,6 +375,11 @@ class Scheduler:
     def _set_machine_policy(self, event: when.SetMachinePolicy, out: Actions) -> None:
         self.policy = event.policy
 
+    def _forget(self, event: when.Forget, out: Actions) -> None:
+        state = self._units[event.unit]
+        state.pending = state.partial = False
+        out.append(state.do.forget)
+
     def _reset(self, event: when.Reset, out: Actions) -> None:
         self._stack.clear()
         self._tasks.clear()
@@ -405,5 +410,6 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     when.WeightsChanged: Scheduler._weights_changed,
     when.SetPolicy: Scheduler._set_policy,
     when.SetMachinePolicy: Scheduler._set_machine_policy,
+    when.Forget: Scheduler._forget,
     when.Reset: Scheduler._reset,
 }

@@ -16,6 +16,7 @@ __all__ = [
     "Accumulates",
     "BackwardEnter",
     "Follows",
+    "Forget",
     "ForwardEnter",
     "ForwardExit",
     "GradsReady",
@@ -152,6 +153,12 @@ class SetMachinePolicy(NamedTuple):
     policy: MachinePolicy
 
 
+class Forget(NamedTuple):
+    """Gradients of a unit that were not reduced to the end are dropped; between steps."""
+
+    unit: int
+
+
 class Reset(NamedTuple):
     """Give up the iteration: everything sharded, nothing pending."""
 
@@ -169,6 +176,7 @@ Trigger = (
     | WeightsChanged
     | SetPolicy
     | SetMachinePolicy
+    | Forget
     | Reset
 )
 

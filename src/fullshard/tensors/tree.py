@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -45,7 +46,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0) -> Any:
-    """``value`` with ``function`` applied to every tensor that ``find_tensors`` finds.
+    """``value`` with ``function`` applied to every tensor that ``find_tensors`` finds, or in sets.
 
     What holds no changed tensor is returned itself. Mappings keep their class where that class can
     be copied and assigned to; a ``PackedSequence`` is left alone.
@@ -69,6 +70,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, Mapping):
         return _map_mapping(inner, value)
+    if isinstance(value, set):
+        members = {inner(part) for part in value}
+        return value if members == value else members
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(inner, value)
     return value
@@ -82,6 +86,8 @@ def _map_mapping(inner: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
         return changed
     try:
         copied: Any = value.copy()  # type: ignore[attr-defined]
+        if type(copied) is not type(value):
+            copied = copy.copy(value)
         for key, part in changed.items():
             copied[key] = part
     except (AttributeError, TypeError):

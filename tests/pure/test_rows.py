@@ -1,0 +1,106 @@
+"""``tests/rows.toml``: every behaviour of PyTorch's FSDP2 has tests, and they exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE: dict[str, Any] = tomllib.loads((ROOT / "tests" / "rows.toml").read_text())
+ROWS: list[dict[str, Any]] = TABLE["row"]
+DEFECTS: list[dict[str, Any]] = TABLE["defect"]
+
+# How many behaviours each section has; those of chapter 2 are numbered one by one.
+SECTIONS = {"1.2": 15, "1.3": 26, "1.4": 5, "1.5": 2, "1.6": 4, "1.7": 5, "1.8": 1}
+SECTIONS |= {f"2.{number}": 1 for number in range(1, 25)}
+OUTCOMES = {"same", "better", "not on CPU"}
+
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+each_defect = pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: str(defect["id"]))
+
+
+@cache
+def functions_in(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def missing(tests: list[str]) -> list[str]:
+    """Those that are not there."""
+    return [test for test in tests if not is_there(test)]
+
+
+def is_there(test: str) -> bool:
+    """A case in brackets is a program of the same file."""
+    match = re.fullmatch(r"(tests/[\w/]+\.py)::(test_\w+)(?:\[(\w+)\])?", test)
+    if match is None or not (ROOT / match[1]).is_file():
+        return False
+    return {match[2], match[3] or match[2]} <= functions_in(match[1])
+
+
+def runs_beside_torch(test: str) -> bool:
+    path, _, name = test.partition("::")
+    text = (ROOT / path).read_text()
+    return "torch.distributed.fsdp" in text or ("tests.ranks.rows" in text and "[" in name)
+
+
+def test_every_behaviour_is_there_once() -> None:
+    ids = [row["id"] for row in ROWS]
+    assert len(set(ids)) == len(ids)
+    assert Counter(name.split()[0] for name in ids) == Counter(SECTIONS)
+    assert [defect["id"] for defect in DEFECTS] == list(range(1, 16))
+
+
+@each_row
+def test_a_row_has_its_evidence(row: dict[str, Any]) -> None:
+    assert row["says"] and row["outcome"] in OUTCOMES
+    if row["outcome"] in ("same", "better"):
+        assert row["tests"] and missing(row["tests"]) == []
+        assert any(map(runs_beside_torch, row["tests"])), "nothing runs beside PyTorch"
+    else:
+        assert len(row["reason"]) > 10 and "tests" not in row
+
+
+@each_defect
+def test_a_defect_has_a_test_of_its_own(defect: dict[str, Any]) -> None:
+    assert defect["tests"] and missing(defect["tests"]) == []
+
+
+def test_programs_are_run() -> None:
+    """A program that no test runs would be evidence for nothing."""
+    for row in ROWS:
+        for test in row.get("tests", ()):
+            path, _, name = test.partition("::")
+            match = re.fullmatch(r"(test_\w+)\[(\w+)\]", name)
+            if match is None:
+                continue
+            tree = ast.parse((ROOT / path).read_text())
+            (function,) = (
+                node
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef) and node.name == match[1]
+            )
+            given = {
+                arg.id
+                for call in function.decorator_list
+                if isinstance(call, ast.Call)
+                for arg in call.args
+                if isinstance(arg, ast.Name)
+            }
+            assert match[2] in given, test
+
+
+def test_the_closing_note_counts() -> None:
+    counts = Counter(row["outcome"] for row in ROWS)
+    note = TABLE["closing"]["note"]
+    assert note == (
+        f"{len(ROWS)} behaviours: {counts['same']} the same, {counts['better']} better, "
+        f"{counts['not on CPU']} not on CPU"
+    )

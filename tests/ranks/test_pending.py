@@ -1,0 +1,125 @@
+"""What waits for a backward that reduces, as users see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard import errors
+from tests.ranks.models import full_parameters
+from tests.ranks.net import batch, make, shard
+from tests.ranks.pool import RankPool, every_world
+
+LAYOUTS = [fullshard.PerParameter(), fullshard.Ragged()]
+
+
+def by_name(model: Any) -> dict[str, Any]:
+    pending = model.get_pending_gradients()
+    return {name: pending[p] for name, p in model.named_parameters() if p in pending}
+
+
+def whole_gradients(layout: Any, reshard: bool) -> list[bool]:
+    rank = dist.get_rank()
+    plain, model = make(), shard(make(), layout=layout, reshard_after_forward=reshard)
+    seen = [model.get_pending_gradients() == {}]
+    model.set_requires_gradient_sync(False)
+    for number in range(2):
+        for one in (plain, model):
+            one(batch(number + 10 * rank)).square().sum().backward()
+    found = by_name(model)
+    seen += [
+        torch.allclose(found[n].unreduced, p.grad, rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
+        for n, p in plain.named_parameters()
+    ]
+    seen += [gradient.partial is None for gradient in found.values()]
+    seen.append(set(model.blocks[0].get_pending_gradients()) == set(model.blocks[0].parameters()))
+    model.to(torch.float32)  # they stay
+    seen.append(len(by_name(model)) == len(found))
+    model.blocks[0].clear_pending_gradients()
+    seen.append(sorted(by_name(model)) == sorted(n for n in found if "blocks.0" not in n))
+    model.clear_pending_gradients()
+    seen.append(model.get_pending_gradients() == {})
+    model.set_requires_gradient_sync(True)
+    model(batch(0, torch.float32)).sum().backward()
+    return [*seen, model.get_pending_gradients() == {}]
+
+
+@every_world
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_gradients_of_passes_without_sync_are_shown(
+    pool: RankPool, world: int, layout: Any, reshard: bool
+) -> None:
+    for seen in pool.run(world, whole_gradients, layout, reshard):
+        assert all(seen) and len(seen) == 24, seen
+
+
+def partial_gradients() -> list[bool]:
+    """Each rank's piece of what two ranks reduced, of parameters that got anything."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model: Any = nn.Linear(3, 5, bias=False)
+    model.spare = nn.Parameter(torch.ones(2))
+    fullshard.fully_shard(model, mesh=mesh)
+    copy, piece = mesh.get_coordinate() or (0, 0)
+    model.set_requires_all_reduce(False)
+    model(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+    found = by_name(model)
+    mean = (2 * copy + 1 + 2 * copy + 2) / 2
+    rows = (3, 2)[piece]
+    expected = [
+        list(found) == ["weight"],
+        torch.equal(found["weight"].partial, torch.full((rows, 3), mean)),
+        found["weight"].unreduced is None,
+        model.weight.grad is None,
+    ]
+    model.clear_pending_gradients()
+    model.set_requires_all_reduce(True)
+    model(torch.ones(1, 3)).sum().backward()
+    assert isinstance(model.weight.grad, DTensor)
+    whole = model.weight.grad.full_tensor()
+    return [*expected, torch.equal(whole, torch.ones(5, 3)), model.get_pending_gradients() == {}]
+
+
+def test_gradients_reduced_over_shards_only_are_shown(pool: RankPool) -> None:
+    assert pool.run(4, partial_gradients) == [[True] * 6] * 4
+
+
+def write_into_pending() -> bool:
+    model = shard(make())
+    model.set_requires_gradient_sync(False)
+    model(batch()).sum().backward()
+    for gradient in model.get_pending_gradients().values():
+        assert gradient.unreduced is not None
+        gradient.unreduced.zero_()
+    model.set_requires_gradient_sync(True)
+    model(batch()).sum().backward()
+    once = make()
+    once(batch()).sum().backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return all(torch.allclose(found[n], p.grad) for n, p in once.named_parameters())
+
+
+def test_what_is_written_into_them_counts(pool: RankPool) -> None:
+    assert pool.run(2, write_into_pending) == [True, True]
+
+
+def dropped_in_a_forward() -> bool:
+    model = shard(make())
+    model.set_requires_gradient_sync(False)
+    model(batch()).sum().backward()
+    handle = model.head.register_forward_hook(lambda *_: model.clear_pending_gradients())
+    with pytest.raises(errors.ProtocolError, match="clear_pending_gradients"):
+        model(batch())
+    handle.remove()
+    return len(model.get_pending_gradients()) == len(full_parameters(model))
+
+
+def test_they_are_dropped_between_steps_only(pool: RankPool) -> None:
+    assert pool.run(2, dropped_in_a_forward) == [True, True]
