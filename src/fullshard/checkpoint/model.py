@@ -13,6 +13,7 @@ from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.tree import Entry, Tree, shown_sharded
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import clean_name
+from fullshard.frontend.sharded import taken_as_it_is
 from fullshard.tensors import local_part, taken_by
 
 __all__ = [
@@ -141,7 +142,8 @@ def _load(
             is_spread = isinstance(value, DTensor)
             by_torch[entry.own_name] = value.full_tensor() if is_spread else value
     # Buffers, parameters that no unit owns and extra state, with whatever their modules do to them.
-    nn.Module.load_state_dict(module, by_torch, strict=False)
+    with taken_as_it_is():
+        nn.Module.load_state_dict(module, by_torch, strict=False)
     tree.rewritten()
 
 

@@ -191,8 +191,10 @@ class OptimStateDicts:
         names = _names(model, optim)
         if not are_names:
             return _by_names(optim_state_dict, names)
-        number = {name: i for i, name in enumerate(names)}
-        return _rekeyed(optim_state_dict, number)
+        rekeyed = _rekeyed(optim_state_dict, {name: i for i, name in enumerate(names)})
+        for group in rekeyed["param_groups"]:
+            group["params"].sort()  # optimizers go by the order
+        return rekeyed
 
 
 def _names(model: nn.Module, optim: Optimizer | None) -> list[str]:

@@ -114,7 +114,7 @@ class StateDicts(nn.Module):
 
     # models
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full or sharded, see ``set_state_dict_type``; names are those of the module inside.
 
         A collective, unless sharded. Values are copies; on ranks that get none of a full one the
@@ -165,8 +165,8 @@ class StateDicts(nn.Module):
     ) -> None:
         """Load what belongs to the wrapper, all at once; what is inside then finds its own."""
         own, self._loads_itself = self._loads_itself, False
-        if own:
-            return
+        if own or is_taken_as_it_is():
+            return  # it has no parameters itself, and what is inside finds its own
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         by_name = {clean_name(name): value for name, value in given.items()}
         entries = list(Tree(self, "load_state_dict").entries())

@@ -42,7 +42,7 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward
 from fullshard.wrap import units as wrapping
 from fullshard.wrap.replace import replace_children
-from fullshard.wrap.unity import check_frozen_apart
+from fullshard.wrap.unity import check_frozen_apart, check_tied_together
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -139,7 +139,8 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         if auto_wrap_policy is not None:
             _wrap_children(module, auto_wrap_policy, ignored, given)
         elif not use_orig_params:
-            check_frozen_apart(module, [], ignored)
+            inside = (m for m in module.modules() if unit_of(m) is not None)
+            check_frozen_apart(module, [], wrapping.Ignored.of([*modules, *inside], params))
         setattr(self, WRAPPED, module)
         self._strategy = strategy
         self._precision = Precision(as_mixed_precision(mixed_precision))
@@ -355,6 +356,7 @@ def _wrap_children(
         single_classes=single,
         single_options={"mixed_precision": None},
     )
+    check_tied_together(module, units, ignored)
     if not given["use_orig_params"]:
         check_frozen_apart(module, units, ignored)
     replace_children(

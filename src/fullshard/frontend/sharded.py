@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NoReturn, Self
@@ -18,25 +18,38 @@ from fullshard.frontend.hooks import engine_of, forward_interrupted
 from fullshard.frontend.ownership import places_of, unit_of, units_below
 from fullshard.schedule import triggers as when
 
-__all__ = ["ShardedModule", "is_taken_as_it_is", "state_dict_as_it_is", "unit_and_engine"]
+__all__ = [
+    "ShardedModule",
+    "is_taken_as_it_is",
+    "state_dict_as_it_is",
+    "taken_as_it_is",
+    "unit_and_engine",
+]
 
 _as_it_is: ContextVar[bool] = ContextVar("fullshard_state_dict_as_it_is", default=False)
 
 
-def state_dict_as_it_is(module: nn.Module, units: Iterable[Unit]) -> dict[str, Any]:
-    """``module.state_dict(keep_vars=True)`` with the sharded parameters themselves in it."""
+@contextmanager
+def taken_as_it_is() -> Iterator[None]:
+    """Within the block wrappers that have state dicts of their own give and take plain ones."""
     token = _as_it_is.set(True)
     try:
-        with ExitStack() as stack:
-            for unit in units:
-                stack.enter_context(places_of(unit).showing_pieces(unit.buckets))
-            return module.state_dict(keep_vars=True)
+        yield
     finally:
         _as_it_is.reset(token)
 
 
+def state_dict_as_it_is(module: nn.Module, units: Iterable[Unit]) -> dict[str, Any]:
+    """``module.state_dict(keep_vars=True)`` with the sharded parameters themselves in it."""
+    with ExitStack() as stack:
+        stack.enter_context(taken_as_it_is())
+        for unit in units:
+            stack.enter_context(places_of(unit).showing_pieces(unit.buckets))
+        return module.state_dict(keep_vars=True)
+
+
 def is_taken_as_it_is() -> bool:
-    """Whether a wrapper that has state dicts of its own shall give the plain one."""
+    """Whether we are in such a block."""
     return _as_it_is.get()
 
 
