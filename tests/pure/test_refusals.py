@@ -64,12 +64,6 @@ def shard_and_train(model: nn.Module) -> None:
     train_once(model)
 
 
-class NoForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-
 class WithScalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -246,8 +240,6 @@ BAD_MODULES = [
         "forward",
         right=shard_each,
     ),
-    config("parameter_list", lambda: nn.ParameterList([torch.ones(2)]), "ParameterList", "forward"),
-    config("no_forward", NoForward, "NoForward", "forward", right=shard_each),
     config("scalar", WithScalar, "scale", "scalar", "ignored_params", right=ignoring_the_scalar),
     unsupported(
         "not_contiguous", with_transposed_weight, "2.weight", "contiguous", right=make_contiguous

@@ -184,6 +184,31 @@ def through_a_method(policy: dict[str, Any]) -> None:
         fullshard.register_fsdp_forward_method(model, "decode")
 
 
+class Encoder(nn.Module):
+    """No forward at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+def without_a_forward() -> None:
+    plain: Any = fill(Encoder().double())
+    model = fullshard.fully_shard(copy.deepcopy(plain))
+    fullshard.register_fsdp_forward_method(model, "encode")
+    for one in (plain, model):
+        one.encode(batch()).square().sum().backward()
+    ours, theirs = model.layer.weight.grad, plain.layer.weight.grad
+    assert (ours.full_tensor() - theirs).abs().max() < 1e-12
+
+
+def test_a_module_without_a_forward_has_methods(pool: RankPool) -> None:
+    pool.run(2, without_a_forward)
+
+
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_another_method_can_be_a_forward(pool: RankPool, reshard: bool | None) -> None:
     pool.run(2, through_a_method, {"reshard_after_forward": reshard})

@@ -55,7 +55,8 @@ def _check_module(module: nn.Module) -> None:
             f"fully_shard was applied to this {name} before; apply it once to each module"
         )
     own_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
-    if not own_forward:
+    # Others may have methods that are registered as forwards later.
+    if not own_forward and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ConfigError(
             f"fully_shard: {name} has no forward of its own, so nothing would tell when to gather "
             "it; shard the modules in it, one by one or as a list"
