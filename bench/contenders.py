@@ -16,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fullshard
 from bench.models import Block
 
-__all__ = ["CONTENDERS", "FSDP2", "PER_PARAMETER", "RAGGED", "Contender"]
+__all__ = ["CONTENDERS", "FLAT", "FSDP1", "FSDP2", "PER_PARAMETER", "RAGGED", "Contender"]
 
+FLAT = "flat, original parameters"
+FSDP1 = "torch FSDP1"
 FSDP2 = "torch FSDP2"
+ONE_FLAT = "one flat parameter"
 PER_PARAMETER = "per-parameter"
 RAGGED = "ragged, ShardedOptimizer"
 
@@ -48,14 +51,16 @@ def units(shard: Callable[..., Any], **options: Any) -> Callable[[nn.Module], nn
     return prepare
 
 
-def flat(model: nn.Module) -> nn.Module:
-    """PyTorch's FSDP1 with the same units."""
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-    )
+def wrapped(wrapper: Any, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    """The same units, by FSDP1's wrapper or ours."""
+
+    def prepare(model: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({Block})
+        cpu = torch.device("cpu")
+        whole: nn.Module = wrapper(model, auto_wrap_policy=policy, device_id=cpu, **options)
+        return whole
+
+    return prepare
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -84,11 +89,14 @@ ours_ragged = units(fullshard.fully_shard, layout=fullshard.Ragged())
 CONTENDERS = {
     "unsharded": Contender(lambda model: model, adamw),
     "DDP": Contender(DistributedDataParallel, adamw),
-    "torch FSDP1": Contender(flat, adamw),
+    FSDP1: Contender(wrapped(FullyShardedDataParallel, use_orig_params=True), adamw),
+    "torch FSDP1, one flat parameter": Contender(wrapped(FullyShardedDataParallel), adamw),
     FSDP2: Contender(units(torch_fully_shard), adamw),
     "torch FSDP2, fused": Contender(units(torch_fully_shard), fused_adamw),
     PER_PARAMETER: Contender(ours, adamw),
     "per-parameter, ShardedOptimizer": Contender(ours, sharded_adamw),
     RAGGED: Contender(ours_ragged, sharded_adamw),
     "ragged, ShardedOptimizer, fused": Contender(ours_ragged, sharded_fused_adamw),
+    FLAT: Contender(wrapped(fullshard.FullyShardedDataParallel, use_orig_params=True), adamw),
+    ONE_FLAT: Contender(wrapped(fullshard.FullyShardedDataParallel), adamw),
 }

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
+from bench.contenders import CONTENDERS, FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import Loaded, LoadGuard, table
 from bench.models import GPT, SHAPES, Shape
 
@@ -33,6 +33,8 @@ BOUNDS = {
     PER_PARAMETER: {"deep": 0.75, "wide": 0.80, "many tiny": 0.55},
 }
 """Largest shares of FSDP2's step that are aimed at."""
+FLAT_BOUND = 0.65
+"""Largest share of FSDP1's step that the flat face aims at."""
 
 
 class Seconds(NamedTuple):
@@ -125,6 +127,14 @@ def report(found: dict[str, dict[str, dict[str, float]]]) -> int:
         for name, bounds in BOUNDS.items()
         for shape, bound in bounds.items()
         if steps[shape][name] > bound
+    ]
+    flat = {shape: shares[FLAT] / shares[FSDP1] for shape, shares in steps.items()}
+    told = ", ".join(f"{shape} {share:.2f}" for shape, share in flat.items())
+    print(f"{FLAT}, as a share of {FSDP1}'s step: {told}")
+    missed += [
+        f"{FLAT}, {shape}: {share:.2f} of {FSDP1} (bound {FLAT_BOUND})"
+        for shape, share in flat.items()
+        if share > FLAT_BOUND
     ]
     print(f"bounds missed: {'; '.join(missed) or 'none'}")
     return len(missed)
