@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard import errors, optim, wrap
+from fullshard import checkpoint, errors, optim, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.flat import (
@@ -73,6 +73,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnshardHandle",
+    "checkpoint",
     "errors",
     "fully_shard",
     "iter_full_params",

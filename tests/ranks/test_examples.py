@@ -114,6 +114,15 @@ def test_a_checkpoint_of_two_processes_goes_on_on_one(tmp_path: Path) -> None:
     assert losses[3] < losses[2] < losses[0] / 10
 
 
+def test_what_is_exported_is_what_was_averaged(tmp_path: Path) -> None:
+    program = str(EXAMPLES / "export.py")
+    for start in ((*TORCHRUN, program), (program,)):
+        printed = run(tmp_path, *start, "model.safetensors")
+        trained, averaged, exported = map(float, re.findall(r"\d+\.\d+", printed))
+        assert averaged == pytest.approx(exported, rel=1e-4)
+        assert averaged != trained and max(averaged, trained) < 20
+
+
 # docs/quickstart.md
 
 

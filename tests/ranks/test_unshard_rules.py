@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
-from fullshard import errors, iter_full_params, unshard_params
+from fullshard import checkpoint, errors, iter_full_params, unshard_params
 from fullshard.device import Kind
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import Residency
@@ -23,6 +23,7 @@ from tests.ranks import zoo
 from tests.ranks.models import OddModel, fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, shard, step
 from tests.ranks.pool import RankPool
+from tests.ranks.test_extensions import Halves, wrapped
 from tests.ranks.test_unshard_params import full, sharded_net, state_of
 
 LAYOUTS = [fullshard.PerParameter(), fullshard.Ragged("row"), fullshard.Ragged()]
@@ -41,8 +42,9 @@ def usable(model: Any, plain: nn.Module) -> None:
 
 def refuses(model: Any, call: Callable[[], Any], match: str) -> None:
     before = state_of(model)
-    with pytest.raises(errors.FullshardError, match=match):
+    with pytest.raises(errors.FullshardError, match=match) as raised:
         call()
+    assert [type(part) for part in raised.value.args] == [str]  # FSDP1 raises a tuple of halves
     assert state_of(model) == before
 
 
@@ -417,6 +419,32 @@ def test_hard_cases(pool: RankPool, world: int) -> None:
     """Tied, frozen, empty, uneven, several dtypes, second lists of parameters, borrowed shards."""
     for layout in (fullshard.PerParameter(), fullshard.Ragged()):
         pool.run(world, mixed_odd, world == 1, layout)
+
+
+def offloaded_and_wrapped() -> None:
+    """Shards on the CPU, and tensors of a class of their own, which is lent as plain values."""
+    offload = {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)}
+    for options, source in (({}, wrapped(Halves)), (offload, make())):
+        plain = make()
+        model: Any = shard(source, **options)
+        with unshard_params(model, rank0_only=True), torch.no_grad():
+            if dist.get_rank() == 0:
+                for (name, param), other in zip(
+                    model.named_parameters(), plain.parameters(), strict=True
+                ):
+                    assert type(param) is nn.Parameter and torch.equal(param, other), name
+                    param.mul_(2)
+        for (name, value), other in zip(iter_full_params(model), plain.parameters(), strict=True):
+            assert type(value) is Tensor and torch.equal(value, 2 * other), name
+        checkpoint.load_full_state_dict(model, plain.state_dict())
+        for (name, value), other in zip(iter_full_params(model), plain.parameters(), strict=True):
+            assert torch.equal(value, other), name
+        with torch.no_grad():
+            assert (model(batch()) - plain(batch())).abs().max() < 1e-12
+
+
+def test_offloaded_shards_and_tensors_of_other_classes(pool: RankPool) -> None:
+    pool.run(3, offloaded_and_wrapped)
 
 
 def columns() -> None:

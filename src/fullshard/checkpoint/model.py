@@ -48,9 +48,8 @@ def full_state_dict(
         key = id(entry.value)
         if key not in seen:
             full = tree.full(entry.value, entry.held, first_only=rank0_only)
-            seen[key] = full.cpu() if cpu and is_given and isinstance(full, Tensor) else full
-            if not is_given:
-                seen[key] = None
+            on_cpu = cpu and is_given and isinstance(full, Tensor)
+            seen[key] = full.cpu() if on_cpu else full if is_given else None
         if is_given:
             state[entry.name] = seen[key]
     return state
@@ -70,7 +69,9 @@ def sharded_state_dict(
         plain_shards: use ``Shard`` and ``Replicate`` only, for readers that know neither strided
             nor ragged shards; what is placed otherwise is gathered, one tensor at a time, and cut.
         whole_mesh: on a model with tensor-parallel parameters let all lie on the whole mesh, the
-            others replicated over the tensor-parallel dims. It takes no communication.
+            others replicated over the tensor-parallel dims. It takes no communication. Parameters
+            whose cuts only a mesh in another order can express stay on that; with
+            ``plain_shards`` they are gathered and cut anew.
 
     Raises:
         ProtocolError: as for ``full_state_dict``.
@@ -151,9 +152,9 @@ def _check(what: str, entries: Sequence[Entry], source: Source, *, strict: bool)
     """Refuse what does not fit, as the unsharded model would."""
     problems = []
     names = {entry.name for entry in entries}
+    # Of tied ones one name is enough.
     given = {id(entry.value) for entry in entries if entry.name in source.announced}
-    missing = [e.name for e in entries if e.name not in source.announced]
-    missing = [e.name for e in entries if e.name in missing and not _is_given(e, given)]
+    missing = [entry.name for entry in entries if id(entry.value) not in given]
     unexpected = [str(key) for key in source.announced if key not in names]
     if strict and missing:
         problems.append(f"missing: {_some(missing)}")
@@ -167,11 +168,6 @@ def _check(what: str, entries: Sequence[Entry], source: Source, *, strict: bool)
                 problems.append(f"{entry.name}: got {got}, expected {tuple(entry.value.shape)}")
     if problems:
         raise _Mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))
-
-
-def _is_given(entry: Entry, given: set[int]) -> bool:
-    """Whether it comes under the name of a tied one."""
-    return isinstance(entry.value, Tensor) and id(entry.value) in given
 
 
 def _some(names: Iterable[str]) -> str:

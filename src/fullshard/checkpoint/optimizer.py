@@ -10,7 +10,7 @@ parameter does; anything else, such as a step count, is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def _own_count(value: Any) -> Any:
 
 
 def _by_name(
-    tree: Tree, optimizer: Optimizer | ByParameters, show: Any, *, is_given: bool
+    tree: Tree, optimizer: Optimizer | ByParameters, show: Callable[[Any], Any], *, is_given: bool
 ) -> dict[str, Any]:
     """The optimizer's own state dict with names for numbers; ``show`` turns values."""
     names = _names(tree, optimizer)
@@ -196,12 +196,7 @@ def _load(
     loaded = _Loaded(what, tree, source, groups)
     if strict:
         loaded.check(names)
-    own_groups, first = [], 0
-    for group in stepped.param_groups:
-        end = first + len(group["params"])
-        own_groups.append({**group, **loaded.options(names[first:end])})
-        own_groups[-1]["params"] = list(range(first, end))
-        first = end
+    own_groups = _numbered_groups(stepped, names, loaded)
     numbers = dict(zip(names, range(len(names)), strict=True))
     params = _params(stepped)
     for (name, key), param in loaded.needed(names, params):
@@ -209,13 +204,27 @@ def _load(
     own_state: dict[int, dict[str, Any]] = {}
     for (name, key), param in loaded.needed(names, params):
         value = source.get((name, key))
-        if _is_cut(param, source.shape_of((name, key))):
+        if _is_cut(param, key, source.shape_of((name, key))):
             part = taken_by(param, value).clone()
             value = shown_like(param, part.to(param.device))
         elif isinstance(value, Tensor):
             value = value.clone()  # optimizers count steps in place
         own_state.setdefault(numbers[loaded.own_name[name]], {})[key] = value
     stepped.load_state_dict({"state": own_state, "param_groups": own_groups})
+
+
+def _numbered_groups(
+    optimizer: Optimizer | ByParameters, names: Sequence[str], loaded: _Loaded
+) -> list[dict[str, Any]]:
+    """The optimizer's groups as its own state dict has them, with the options that are loaded."""
+    groups: list[dict[str, Any]] = []
+    first = 0
+    for group in optimizer.param_groups:
+        end = first + len(group["params"])
+        options = loaded.options(names[first:end])
+        groups.append({**group, **options, "params": list(range(first, end))})
+        first = end
+    return groups
 
 
 def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
@@ -232,9 +241,9 @@ def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
     )
 
 
-def _is_cut(param: Tensor, shape: torch.Size | None) -> bool:
+def _is_cut(param: Tensor, key: str, shape: torch.Size | None) -> bool:
     """Whether state of this shape has an element for each of the parameter's."""
-    return shape == param.shape and param.dim() > 0
+    return shape == param.shape and (param.dim() > 0 or key != "step")
 
 
 class _Loaded:
@@ -263,7 +272,7 @@ class _Loaded:
                 "what fits"
             )
 
-    def options(self, names: list[str]) -> dict[str, Any]:
+    def options(self, names: Sequence[str]) -> dict[str, Any]:
         """Those of the group that has these parameters."""
         wanted = set(names)
         found = [

@@ -103,7 +103,7 @@ class Tree:
     def mesh(self) -> DeviceMesh | None:
         """The largest mesh that something of the model lies on."""
         meshes = [self.shown(held).device_mesh for held in self._held.values()]  # type: ignore[attr-defined]
-        return max(meshes, key=lambda mesh: (mesh.size(), mesh.ndim), default=None)
+        return max(meshes, key=_extent, default=None)
 
     @property
     def device(self) -> torch.device:
@@ -116,10 +116,17 @@ class Tree:
             engine_of(unit).rewritten(unit)
 
 
+def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:
+    """Of meshes of the same ranks, that with the dims in their usual order is the largest."""
+    ranks = mesh.mesh.flatten().tolist()
+    return mesh.size(), mesh.ndim, ranks == sorted(ranks)
+
+
 def shown_sharded(value: Any, mesh: DeviceMesh | None, *, plain_shards: bool) -> Any:
     """``value`` as sharded state dicts have it; with a ``mesh`` on all of it if it can be."""
     if not isinstance(value, DTensor):
         return value.detach() if isinstance(value, Tensor) else value
     shown: Any = value.detach()
-    shown = plainly_sharded(shown) if plain_shards else shown
+    if plain_shards:
+        return plainly_sharded(shown, mesh)
     return shown if mesh is None else on_larger_mesh(shown, mesh)

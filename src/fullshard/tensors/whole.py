@@ -88,19 +88,31 @@ def placements_on(value: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...] | N
     return tuple(mine.get(name, Replicate()) for name in names)
 
 
-def plainly_sharded(value: DTensor) -> DTensor:
+def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
     """The same placed with ``Shard`` and ``Replicate`` alone, which every reader understands.
 
     Cuts that were made after those of later mesh dims become cuts made before them, which moves
     elements, and intervals of a RaggedTensor become rows: the whole tensor is gathered for it.
+
+    Args:
+        value: on any mesh.
+        mesh: what it should lie on, if its own mesh is a part of that, in whatever order of dims.
     """
-    placements = [_plain(placement) for placement in value.placements]
-    if all(new is old for new, old in zip(placements, value.placements, strict=True)):
-        return value
-    mesh = value.device_mesh
+    mesh = value.device_mesh if mesh is None else mesh
+    names = value.device_mesh.mesh_dim_names or ()
+    if placements_on(value, mesh) is None and set(names) != set(mesh.mesh_dim_names or ()):
+        mesh = value.device_mesh
+    if mesh == value.device_mesh:
+        placements = value.placements
+    else:
+        placed = dict(zip(names, value.placements, strict=True))
+        placements = tuple(placed.get(name, Replicate()) for name in mesh.mesh_dim_names or ())
+    plain = tuple(map(_plain, placements))
+    if plain == placements and (mesh == value.device_mesh or placements_on(value, mesh)):
+        return on_larger_mesh(value, mesh)
     whole = value.full_tensor()
-    part = own_part(whole, placements, mesh.shape, coordinate_in(mesh)).clone()
-    return _placed(part, value, mesh, tuple(placements), DTensor)
+    part = own_part(whole, plain, mesh.shape, coordinate_in(mesh)).clone()
+    return _placed(part, value, mesh, plain, DTensor)
 
 
 def _plain(placement: Placement) -> Placement:
