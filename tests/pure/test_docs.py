@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("*("quickstart", "concepts", "layouts", "meshes", "communication", "full_parameters")", "*("compat", "differences")", "migrating", "full_parameters")
+NAMES = (
+    *("quickstart", "concepts", "layouts", "meshes", "units", "communication", "full_parameters"),
+    *("compat", "differences", "migrating"),
+)
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
