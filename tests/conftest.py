@@ -23,8 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests on ranks with many variants leave enough to run, unless one was asked for."""
-    if config.getoption("--all") or config.getoption("keyword") or _names_a_test(config):
+    """Of tests on ranks with many variants leave enough to run, unless files were asked for."""
+    if config.getoption("--all") or config.getoption("keyword") or _names_a_file(config):
         return
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -40,5 +40,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def _names_a_test(config: pytest.Config) -> bool:
-    return any("::" in argument for argument in config.args)
+def _names_a_file(config: pytest.Config) -> bool:
+    return any(".py" in argument for argument in config.args)

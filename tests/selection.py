@@ -1,4 +1,4 @@
-"""Which variants of a test run by default; ``--all`` runs every one.
+"""Which variants of a test run by default; with ``--all``, or a file named, every one does.
 
 A test that is parametrised in two or more ways has the product of them as variants, most of which
 show what others show. Of those with many, each value runs at least once, of three or more ways
@@ -13,7 +13,7 @@ from itertools import combinations
 
 __all__ = ["MANY", "covering"]
 
-MANY = 12
+MANY = 16
 """Up to so many variants of a test all run."""
 
 

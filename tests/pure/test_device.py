@@ -15,7 +15,7 @@ from torch import Tensor
 from fullshard.comm import Done, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.device.streams import StreamLanes
-from fullshard.engine import Bucket, BucketSpec
+from fullshard.engine import Bucket, BucketSpec, offload
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.tensors import DTensorForm, PlainForm
 
@@ -41,8 +41,8 @@ class FakeAccelerator:
 
     def Event(self, enable_timing: bool = False) -> Any:
         event = SimpleNamespace(number=next(self._numbers))
+        event.synchronize = lambda: self.notes.append(f"host waits {event.number}")
         if enable_timing:
-            event.synchronize = lambda: self.notes.append(f"host waits {event.number}")
             event.elapsed_time = lambda later: 1000.0 * (later.number - event.number)  # ms
         event.record = lambda stream: self.notes.append(f"{stream.name} records {event.number}")
         return event
@@ -88,11 +88,11 @@ def lanes_of(cuda: FakeAccelerator) -> Lanes:
     return StreamLanes(cuda, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def bucket_on(cuda: FakeAccelerator, layout: Any) -> Bucket:
+def bucket_on(cuda: FakeAccelerator, layout: Any, **more: Any) -> Bucket:
     params = [torch.nn.Parameter(torch.arange(8.0).view(4, 2)), torch.nn.Parameter(torch.ones(6))]
     specs = [ParamSpec("w", (4, 2)), ParamSpec("b", (6,))]
     form = PlainForm(DTensorForm([], []))
-    spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), form, torch.device("cpu"))
+    spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), form, torch.device("cpu"), **more)
     return Bucket(spec, params)
 
 
@@ -161,6 +161,42 @@ def test_reducing_waits_for_compute_and_compute_for_it(cuda: FakeAccelerator, la
     cuda.notes.clear()
     bucket.gradients.finish()
     assert cuda.notes == ["reduce records 2", "compute waits 2"]
+    assert all(param.grad is not None for param in bucket.sharded_params)
+
+
+@pytest.mark.parametrize("layout", [PerParameter(), Ragged()])
+def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
+    cuda: FakeAccelerator, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned memory takes an accelerator; the order of things does not."""
+    plain = offload.host_tensor
+    monkeypatch.setattr(
+        offload, "host_tensor", lambda numel, dtype, pinned: plain(numel, dtype, pinned=False)
+    )
+    bucket = bucket_on(cuda, layout, offload=offload.Offload(pinned=True))
+    whole = bucket.materialize(lanes_of(cuda), StorageMeter())
+    cuda.notes.clear()
+    whole.start()
+    assert cuda.notes == ["gather records 0", "all_gather on gather"]
+    whole.finish()
+    whole.free()
+    bucket.shard.mul_(2)  # the copy may still be on its way: it reads other memory
+    cuda.notes.clear()
+    whole.start()
+    assert cuda.notes == ["host waits 0", "gather records 3", "all_gather on gather"]
+    whole.finish()
+    expected = torch.arange(8.0).view(4, 2)[:2].repeat(2, 1) * 2  # both ranks have the same shard
+    if isinstance(layout, PerParameter):
+        assert torch.equal(whole.params[0], expected)
+
+    assert bucket.gradients is not None
+    for param in whole.params:
+        param.requires_grad_(True)
+        param.grad = torch.ones_like(param)
+    bucket.gradients.start()
+    cuda.notes.clear()
+    bucket.gradients.finish()
+    assert cuda.notes == ["reduce records 6", "host waits 6", "reduce records 7", "compute waits 7"]
     assert all(param.grad is not None for param in bucket.sharded_params)
 
 
