@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.tree import Tree
 from fullshard.errors import ConfigError
-from fullshard.frontend.ownership import Held
+from fullshard.frontend.places import Held
 from fullshard.tensors import local_part
 
 __all__ = ["ByParameters", "by_parameters"]

@@ -22,7 +22,7 @@ from fullshard.frontend.contexts import (
     units_at_rest,
 )
 from fullshard.frontend.hooks import engine_of
-from fullshard.frontend.ownership import Held, held_params
+from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
 from fullshard.tensors import on_larger_mesh, plainly_sharded
 

@@ -1,6 +1,6 @@
 """torch.nn faces of the engine.
 
-``ownership`` says which parameters a call owns and where they stand, ``checks`` what it refuses,
+``ownership`` says which parameters a call owns, ``places`` where they stand, ``checks`` what it refuses,
 ``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie together;
 ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine, ``module`` is what
 users call afterwards, with ``controls`` of how it communicates, ``copying`` its deep copies,

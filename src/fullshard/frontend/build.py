@@ -18,14 +18,8 @@ from fullshard.frontend.explain import check_optimizers_again
 from fullshard.frontend.flat_param import FlatPlaces
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.module import sharded_class
-from fullshard.frontend.ownership import (
-    Places,
-    collect,
-    enlist,
-    managed,
-    unit_of,
-    units_below,
-)
+from fullshard.frontend.ownership import collect, enlist, managed, unit_of, units_below
+from fullshard.frontend.places import Places
 from fullshard.schedule import UnitPolicy
 from fullshard.tensors import draw_whole_on
 

@@ -23,15 +23,8 @@ from fullshard.engine import (
 )
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.hooks import engine_of
-from fullshard.frontend.ownership import (
-    Held,
-    Place,
-    held_params,
-    managed,
-    owner_of,
-    places_of,
-    unit_of,
-)
+from fullshard.frontend.ownership import managed, owner_of, unit_of
+from fullshard.frontend.places import Held, Place, held_params, places_of
 
 __all__ = [
     "clean_name",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ProtocolError
-from fullshard.frontend.ownership import Place, Places
+from fullshard.frontend.places import Place, Places
 from fullshard.tensors import flat_part_of
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces"]

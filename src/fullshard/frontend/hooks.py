@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
-from fullshard.frontend.ownership import Places
+from fullshard.frontend.places import Places
 from fullshard.tensors import find_tensors, map_tensors
 
 __all__ = [

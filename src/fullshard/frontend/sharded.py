@@ -15,7 +15,8 @@ from fullshard.errors import ArgumentTypeError, NotBuiltError
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted
-from fullshard.frontend.ownership import places_of, unit_of, units_below
+from fullshard.frontend.ownership import unit_of, units_below
+from fullshard.frontend.places import places_of
 from fullshard.schedule import triggers as when
 
 __all__ = [

@@ -1,0 +1,248 @@
+"""The places where a unit's parameters stand, and what stands there at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.engine import Bucket, Unit
+from fullshard.errors import ConfigError
+
+__all__ = ["Held", "Place", "Places", "held_params", "places_of"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place where a parameter stands: an entry of a module's ``_parameters``."""
+
+    module: nn.Module
+    name: str
+
+
+class _Slot(NamedTuple):
+    """A place, flattened for the loops that run several times a step."""
+
+    params: dict[str, nn.Parameter | None]
+    """The module's own dictionary; written directly, which takes a twentieth of ``setattr``."""
+    name: str
+    bucket: int
+    number: int  # of the parameter in the bucket
+    place: Place
+
+
+class Places:
+    """All places of a unit's parameters; what ``engine.Registration`` asks for."""
+
+    def __init__(self, places: Sequence[Sequence[Sequence[Place]]]) -> None:
+        """``places[bucket][parameter]`` are where that parameter stands."""
+        self._slots = [
+            _Slot(place.module._parameters, place.name, bucket, number, place)
+            for bucket, params in enumerate(places)
+            for number, alike in enumerate(params)
+            for place in alike
+        ]
+        # nn.LSTM, for one, keeps a second list of its parameters, which setattr brings along.
+        self._by_setattr = [
+            slot for slot in self._slots if _torch.overrides_setattr(slot.place.module)
+        ]
+        self.shows_sharded = True
+        self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
+
+    def modules(self) -> list[nn.Module]:
+        """Modules that hold at least one of the parameters."""
+        return list(dict.fromkeys(place.module for place in self.all()))
+
+    def slots(self) -> Sequence[_Slot]:
+        """All places, with what stands there."""
+        return self._slots
+
+    def all(self) -> list[Place]:
+        """All places."""
+        return [slot.place for slot in self._slots]
+
+    @contextmanager
+    def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Within the block modules show the sharded parameters themselves, for a state dict."""
+        yield
+
+    def in_their_place(self) -> Sequence[Place]:
+        """Where modules have something that stands for the parameters while these are sharded."""
+        return ()
+
+    def show_sharded(self, buckets: Sequence[Bucket]) -> None:
+        """Let the modules show the sharded parameters."""
+        self.shows_sharded = True
+        self._show([bucket.sharded_params for bucket in buckets])
+
+    def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
+        """Let the modules show the unsharded parameters."""
+        self.shows_sharded = False
+        self._show([bucket.whole.params for bucket in buckets])
+
+    def _show(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
+        if self._lent is not None:
+            lent = self._lent
+            params = [one if two is None else two for one, two in zip(params, lent, strict=True)]
+        for own, name, bucket, number, _ in self._slots:
+            own[name] = params[bucket][number]
+        for slot in self._by_setattr:
+            setattr(slot.place.module, slot.name, params[slot.bucket][slot.number])
+
+    def _show_again(self, buckets: Sequence[Bucket]) -> None:
+        """Show what was told last."""
+        if self.shows_sharded:
+            self.show_sharded(buckets)
+        else:
+            self.show_unsharded(buckets)
+
+    def lend(
+        self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
+    ) -> None:
+        """See ``engine.Registration``."""
+        self._lent = params
+        self._show_again(buckets)
+
+    def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
+        """See ``engine.Registration``."""
+        lent, self._lent = self._lent or (), None
+        found: dict[tuple[int, int], dict[int, Any]] = {}  # of each parameter, all that is shown
+        for own, name, bucket, number, place in self._slots:
+            if lent[bucket] is not None:
+                # A tensor that is no Parameter stands where it would hide ours.
+                now = own.get(name, vars(place.module).pop(name, None))
+                found.setdefault((bucket, number), {})[id(now)] = now
+        self._show_again(buckets)
+        return [
+            None
+            if params is None
+            else [
+                self._taken(buckets[bucket], number, list(found[bucket, number].values()), param)
+                for number, param in enumerate(params)
+            ]
+            for bucket, params in enumerate(lent)
+        ]
+
+    def _taken(self, bucket: Bucket, number: int, shown: list[Any], lent: nn.Parameter) -> Tensor:
+        """What the user left in the places of ``lent``, if it can stand for it."""
+        ours = (type(lent.data), lent.shape)
+        left = shown[0] if len(shown) == 1 else None
+        if isinstance(left, Tensor) and (type(left.data), left.shape) == ours:
+            return left
+        what = " and ".join(
+            f"{type(one.data).__name__} of {tuple(one.shape)}"
+            if isinstance(one, Tensor)
+            else type(one).__name__
+            for one in shown
+        )
+        raise ConfigError(
+            f"parameter {bucket.names[number]} was replaced inside of unshard_params() by {what}; "
+            f"expected one {ours[0].__name__} of {tuple(ours[1])} in all its places. Nothing was "
+            "written back; write into the parameter instead"
+        )
+
+    def take_over(self, unit: Unit) -> None:
+        """See ``engine.Registration``."""
+        if self.shows_sharded:
+            self._take_over_sharded(unit)
+        else:
+            self._check_unsharded(unit)
+
+    def _take_over_sharded(self, unit: Unit) -> None:
+        shown = [bucket.sharded_params for bucket in unit.buckets]
+        replaced = False
+        for own, name, bucket, number, place in self._slots:
+            now = own.get(name)
+            if now is not shown[bucket][number]:
+                unit.buckets[bucket].replace(number, self._checked(unit, place, now))
+                replaced = True
+        if replaced:
+            self.show_sharded(unit.buckets)  # the other places of a tied one
+
+    def _check_unsharded(self, unit: Unit) -> None:
+        shown = [bucket.whole for bucket in unit.buckets]
+        for own, name, bucket, number, place in self._slots:
+            whole = shown[bucket].params[number]
+            if own.get(name) is not whole or not shown[bucket].owns(whole):
+                raise ConfigError(
+                    f"parameter {place.name} of {type(place.module).__name__} in unit "
+                    f"{unit.name or '(root)'} was replaced, moved or cast while it was unsharded; "
+                    "call reshard() before, or move and cast the whole sharded module"
+                )
+
+    def _checked(self, unit: Unit, place: Place, now: nn.Parameter | None) -> nn.Parameter:
+        """What stands at ``place`` now, if it can stand for the parameter that stood there."""
+        (slot,) = (slot for slot in self._slots if slot.place is place)
+        ours = unit.buckets[slot.bucket].sharded_params[slot.number]
+        if now is not None and type(now) is type(ours) and _alike(now, ours):
+            return now
+        what = "nothing" if now is None else f"{type(now.data).__name__} of {tuple(now.shape)}"
+        raise ConfigError(
+            f"parameter {place.name} of {type(place.module).__name__} in unit "
+            f"{unit.name or '(root)'} was replaced after fully_shard by {what}; expected a sharded "
+            f"parameter of {tuple(ours.shape)} with the same placement. Replace parameters before "
+            "fully_shard, or write into the sharded ones"
+        )
+
+
+def places_of(unit: Unit) -> Places:
+    """Where its parameters stand."""
+    places = unit.registration
+    assert isinstance(places, Places)
+    return places
+
+
+class Held(NamedTuple):
+    """A parameter of a unit."""
+
+    unit: Unit
+    bucket: Bucket
+    number: int  # of the parameter in the bucket
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The sharded parameter."""
+        return self.bucket.sharded_params[self.number]
+
+    def as_dtensor(self, piece: Tensor | None = None) -> Tensor:
+        """The sharded parameter, or a tensor laid out like its local part, as a DTensor.
+
+        The parameter itself, if it is one; else a new one around the same memory.
+        """
+        if piece is None and isinstance(self.param, DTensor):
+            return self.param
+        local = self.param.data if piece is None else piece
+        return self.bucket.spec.form.as_dtensor(self.number, local)
+
+    @property
+    def coordinate(self) -> Sequence[int]:
+        """Where this rank is among those that the sharded parameter lies on."""
+        param, spec = self.param, self.bucket.spec
+        if isinstance(param, DTensor):
+            return param.device_mesh.get_coordinate() or ()
+        over_others = spec.parallel[self.number] if spec.parallel else None
+        others = over_others.mesh.get_coordinate() if over_others is not None else None
+        copy = 0 if spec.replicas is None else spec.replicas.rank
+        return (copy, spec.comm.rank, *(others or ()))
+
+
+def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
+    """What stands where, of ``units``."""
+    found: dict[Place, Held] = {}
+    for unit in units:
+        for slot in places_of(unit).slots():
+            found[slot.place] = Held(unit, unit.buckets[slot.bucket], slot.number)
+    return found
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two sharded parameters lie in the same way."""
+    return all(
+        getattr(one, name, None) == getattr(other, name, None)
+        for name in ("shape", "placements", "device_mesh")
+    )
