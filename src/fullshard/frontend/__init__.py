@@ -1,10 +1,11 @@
 """torch.nn faces of the engine.
 
-``ownership`` says which parameters a call owns, ``places`` where they stand, ``checks`` what it refuses,
-``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie together;
-``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine, ``module`` is what
-users call afterwards, with ``controls`` of how it communicates, ``copying`` its deep copies,
-``contexts`` full parameters on demand;
+``ownership`` says which parameters a call owns, ``places`` where they stand, ``checks`` what it
+refuses, ``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie
+together; ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine;
+``sharded`` is what every sharded module does, ``module`` what users call after ``fully_shard``,
+with ``controls`` of how it communicates; ``copying`` makes deep copies, ``contexts`` lends full
+parameters, ``pending`` shows gradients that wait, ``flat_param`` one parameter for a whole unit;
 ``explain`` puts torch's errors into our words.
 """
 
