@@ -1,0 +1,211 @@
+"""The flat face beside PyTorch's FSDP1, run on the same model, data and script."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard as ours
+from fullshard.wrap import ModuleWrapPolicy
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool
+
+EXACT = 1e-12
+WRAPPED = "_fsdp_wrapped_module."
+BF16 = torch.bfloat16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.down = nn.Linear(9, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Parameters of the root at both ends, one of them tied in two places, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.head.weight
+        self.register_buffer("shift", torch.linspace(0, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        for block in self.blocks:
+            x = block(x)
+        return self.again(torch.tanh(self.head(x))) + self.shift
+
+
+def make(dtype: torch.dtype) -> Stack:
+    model = Stack().to(dtype)
+    fill(model, scale=0.4)
+    return model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """PyTorch announces the end of much of this."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def wrap(kit: ModuleType, model: Stack, how: str, **options: Any) -> Any:
+    """The model under the wrapper of ``kit``."""
+    options.setdefault("device_id", torch.device("cpu"))
+    with quiet():
+        if how == "policy":
+            options["auto_wrap_policy"] = ModuleWrapPolicy({Block})
+        elif how == "nested":
+            for i, block in enumerate(model.blocks):
+                model.blocks[i] = kit.FullyShardedDataParallel(block, **options)
+        return kit.FullyShardedDataParallel(model, **options)
+
+
+def clean(name: str) -> str:
+    return name.replace(WRAPPED, "")
+
+
+def full_values(kit: ModuleType, model: Any) -> dict[str, Tensor]:
+    with quiet(), kit.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {clean(n): p.detach().clone() for n, p in model.named_parameters()}
+
+
+def batch(number: int, dtype: torch.dtype) -> Tensor:
+    return noise(4, 6, seed=900 + 10 * number + dist.get_rank(), dtype=dtype)
+
+
+EACH_STEP = ("s", "s", "s")
+ACCUMULATED = ("s", "ss", "ns", "sns")
+"""Of each step the backwards: reduced, or not."""
+
+
+def train(model: Any, script: tuple[str, ...], dtype: torch.dtype) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, number = [], 0
+    for micro in script:
+        for kind in micro:
+            with quiet(), model.no_sync() if kind == "n" else nullcontext():
+                loss = model(batch(number, dtype)).float().square().mean()
+                loss.backward()
+            losses.append(loss.item())
+            number += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    original: bool
+    how: str
+    script: tuple[str, ...] = ACCUMULATED
+    precision: dict[str, torch.dtype] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+
+    def run(self, kit: ModuleType) -> tuple[list[float], dict[str, Tensor]]:
+        options: dict[str, Any] = {
+            "sharding_strategy": kit.ShardingStrategy[self.strategy],
+            "use_orig_params": self.original,
+        }
+        if self.precision:
+            options["mixed_precision"] = kit.MixedPrecision(**self.precision)
+        model = wrap(kit, make(self.dtype), self.how, **options)
+        losses = train(model, self.script, self.dtype)
+        return losses, full_values(kit, model)
+
+    def apart(self) -> float:
+        (our_losses, our_params), (their_losses, their_params) = self.run(ours), self.run(theirs)
+        assert our_params.keys() == their_params.keys()
+        of_losses = (abs(a - b) for a, b in zip(our_losses, their_losses, strict=True))
+        of_params = ((our_params[n] - their_params[n]).abs().max().item() for n in our_params)
+        return max(*of_losses, *of_params)
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+def far_apart(cases: list[Case], tolerance: float) -> list[tuple[Case, float]]:
+    found = [(case, case.apart()) for case in cases]
+    return [(case, apart) for case, apart in found if not apart <= tolerance]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_trains_alike_in_full_precision(pool: RankPool, world: int) -> None:
+    cases = [Case(s, original, "nested") for s, original in product(STRATEGIES, (True, False))]
+    cases += [Case("FULL_SHARD", False, "none"), Case("SHARD_GRAD_OP", False, "policy")]
+    assert pool.run(world, far_apart, cases, EXACT) == [[]] * world
+
+
+LOW = {"param_dtype": BF16}
+WIDE = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+LOW_REDUCE = {"reduce_dtype": BF16}
+BUFFERS = {"param_dtype": BF16, "reduce_dtype": torch.float32, "buffer_dtype": BF16}
+
+
+def test_trains_alike_in_mixed_precision(pool: RankPool) -> None:
+    """Bit by bit where PyTorch rounds no sum of gradients to few bits; else within its rounding."""
+    exact = [
+        Case(strategy, original, "nested", EACH_STEP, precision, torch.float32)
+        for (strategy, original), precision in zip(
+            product(STRATEGIES, (True, False)), (WIDE, BUFFERS) * 3, strict=True
+        )
+    ]
+    rounded = [
+        Case(strategy, strategy != "NO_SHARD", "nested", script, precision, torch.float32)
+        for strategy in STRATEGIES
+        for script, precision in (
+            (EACH_STEP, LOW),
+            (EACH_STEP, LOW_REDUCE),
+            (ACCUMULATED, WIDE),
+        )
+    ]
+    assert pool.run(2, far_apart, exact, 0.0) == [[]] * 2
+    assert pool.run(2, far_apart, rounded, 3e-2) == [[]] * 2
+
+
+def hybrid(shape: tuple[int, int]) -> list[tuple[Any, float]]:
+    found = []
+    for strategy, how in (("HYBRID_SHARD", "nested"), ("_HYBRID_SHARD_ZERO2", "policy")):
+        losses, params = [], []
+        for kit in (ours, theirs):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+            model = wrap(
+                kit,
+                make(torch.float64),
+                how,
+                sharding_strategy=kit.ShardingStrategy[strategy],
+                use_orig_params=how == "nested",
+                device_mesh=mesh,
+            )
+            losses.append(train(model, ACCUMULATED, torch.float64))
+            params.append(full_values(kit, model))
+        apart = max((params[0][n] - params[1][n]).abs().max().item() for n in params[0])
+        found.append((strategy, max(apart, *(abs(a - b) for a, b in zip(*losses, strict=True)))))
+    return found
+
+
+def test_trains_alike_on_copies(pool: RankPool) -> None:
+    for found in pool.run(4, hybrid, (2, 2)):
+        assert max(apart for _, apart in found) < EXACT

@@ -1,0 +1,216 @@
+"""What the flat face shows, beside PyTorch's FSDP1."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import Tensor, nn
+
+import fullshard as ours
+from fullshard.wrap import ModuleWrapPolicy
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_flat_differential import BF16, Block, batch, clean, make, quiet, wrap
+
+Seen = dict[str, Any]
+
+
+def shown(kit: ModuleType) -> Seen:
+    seen: Seen = {}
+    for original in (True, False):
+        model = wrap(kit, make(torch.float64), "nested", use_orig_params=original)
+        seen[f"names {original}"] = [n for n, _ in model.named_parameters()]
+        seen[f"buffers {original}"] = [n for n, _ in model.named_buffers()]
+        seen[f"shapes {original}"] = [tuple(p.shape) for p in model.parameters()]
+        seen[f"modules {original}"] = [n for n, _ in model.named_modules()]
+        units = kit.FullyShardedDataParallel.fsdp_modules(model)
+        seen[f"units {original}"] = [u is model or type(u.module).__name__ for u in units]
+        with quiet():
+            roots = kit.FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+        seen[f"roots {original}"] = [u is model for u in roots]
+        seen[f"is root {original}"] = [u.check_is_root() for u in units]
+        with kit.FullyShardedDataParallel.summon_full_params(model):
+            seen[f"full names {original}"] = [
+                (n, tuple(p.shape)) for n, p in model.named_parameters()
+            ]
+            seen[f"full buffers {original}"] = [n for n, _ in model.named_buffers()]
+            seen[f"inner names {original}"] = [n for n, _ in model.blocks[0].named_parameters()]
+        with kit.FullyShardedDataParallel.summon_full_params(model, recurse=False):
+            seen[f"some names {original}"] = [n for n, _ in model.named_parameters()]
+        model(batch(0, torch.float64)).sum().backward()
+        seen[f"grad shapes {original}"] = [
+            None if p.grad is None else tuple(p.grad.shape) for p in model.parameters()
+        ]
+        visited: list[str] = []
+        model.apply(lambda m, visited=visited: visited.append(type(m).__name__))
+        seen[f"apply {original}"] = visited
+        seen[f"attribute {original}"] = (type(model.blocks).__name__, model.shift.shape)
+    return seen
+
+
+class Partial(nn.Module):
+    """Parameters of all kinds: frozen, ignored, unused, used by no rank but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(6, 6)
+        self.unused = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.ignored = nn.Linear(6, 6)
+        self.once = nn.Linear(6, 6)
+        self.bare = Block()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ignored(self.frozen(self.used(x)))
+        if dist.get_rank() == 0:
+            x = self.once(x)
+        self.bare(x)
+        return self.block(x)
+
+
+def partial_model(kit: ModuleType, **options: Any) -> Any:
+    model = Partial()
+    fill(model, scale=0.4)
+    options.setdefault("ignored_modules", [model.ignored])
+    for name in ("block", "bare"):
+        with quiet():
+            inner = kit.FullyShardedDataParallel(
+                getattr(model, name), use_orig_params=True, device_id=torch.device("cpu")
+            )
+        setattr(model, name, inner)
+    return wrap(kit, model, "none", use_orig_params=True, **options)
+
+
+def gradients(kit: ModuleType) -> Seen:  # PyTorch clips no fp64
+    seen: Seen = {}
+    model = partial_model(kit)
+    model(batch(0, torch.float32)).sum().backward()
+    seen["sum"] = sum(p.grad.sum().item() for p in model.parameters() if p.grad is not None)
+    seen["none"] = sorted(
+        clean(n) for n, p in model.named_parameters() if p.numel() and p.grad is None
+    )
+    seen["norm"] = model.clip_grad_norm_(1.0).item()
+    for kind in (1.0, float("inf")):
+        seen[f"norm {kind}"] = model.clip_grad_norm_(0.5, kind).item()
+    seen["clipped"] = sum(p.grad.sum().item() for p in model.parameters() if p.grad is not None)
+    seen["ignored"] = model.ignored.weight.shape
+    model.zero_grad()
+    with quiet(), model.no_sync():
+        model(batch(1, torch.float32)).sum().backward()
+    model(batch(2, torch.float32)).sum().backward()
+    seen["accumulated"] = model.clip_grad_norm_(100.0).item()
+    model.zero_grad()
+    with quiet(), model.no_sync():
+        model(batch(1, torch.float32)).sum().backward()
+    model.zero_grad()
+    model(batch(2, torch.float32)).sum().backward()
+    seen["discarded"] = model.clip_grad_norm_(100.0).item()
+    return seen
+
+
+class Spy(nn.Module):
+    """Passes on what it gets, and remembers of what kind that was."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("tell", torch.zeros(3))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.long))
+        self.heard: list[str] = []
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        weight = next(self.inner.parameters())
+        out = self.inner(x)
+        kinds = [x.dtype, weight.dtype, self.tell.dtype, self.count.dtype, out.dtype]
+        self.heard += [str(d).removeprefix("torch.") for d in (*kinds, *(t.dtype for t in more))]
+        return out
+
+
+class Spied(nn.Module):
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        self.first = Spy(nn.Linear(6, 6))
+        self.norm: nn.Module = nn.BatchNorm1d(6) if has_norm else nn.Identity()
+        self.second = Spy(nn.Linear(6, 6))
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        y = self.norm(self.first(x, index))
+        return self.second(y.to(x.dtype if y.dtype is x.dtype else y.dtype))
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "param": {"param_dtype": BF16},
+    "reduce": {"reduce_dtype": BF16},
+    "buffer": {"buffer_dtype": BF16},
+    "all": {"param_dtype": BF16, "reduce_dtype": torch.float32, "buffer_dtype": BF16},
+    "no root cast": {"param_dtype": BF16, "cast_root_forward_inputs": False},
+    "casts": {"param_dtype": BF16, "cast_forward_inputs": True},
+    "kept": {"param_dtype": BF16, "keep_low_precision_grads": True},
+    "kept reduce": {
+        "param_dtype": BF16, "reduce_dtype": torch.float32, "keep_low_precision_grads": True,
+    },
+}
+
+
+def dtypes(kit: ModuleType) -> Seen:
+    seen: Seen = {}
+    for name, fields in PRECISIONS.items():
+        for has_norm in (False, True):
+            model = Spied(has_norm)
+            fill(model, scale=0.4)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                model = kit.FullyShardedDataParallel(
+                    model,
+                    auto_wrap_policy=ModuleWrapPolicy({Spy}),
+                    mixed_precision=kit.MixedPrecision(**fields),
+                    use_orig_params=True,
+                    device_id=torch.device("cpu"),
+                )
+            key = f"{name} {has_norm}"
+            seen[f"{key} warned"] = sorted({w.category.__name__ for w in told})
+            seen[f"{key} names"] = [n for n, _ in model.named_parameters()]
+            x = noise(4, 6, dtype=torch.float32).requires_grad_()
+            try:
+                out = model(x, torch.arange(4))
+                out.sum().backward()
+            except RuntimeError as error:
+                seen[f"{key} raised"] = type(error).__name__
+                continue
+            seen[f"{key} heard"] = (model.first.heard, model.second.heard, out.dtype, x.grad.dtype)
+            seen[f"{key} grads"] = [
+                p.grad.dtype for p in model.parameters() if p.numel() and p.grad is not None
+            ]
+            seen[f"{key} buffers"] = {n: b.dtype for n, b in model.named_buffers()}
+            model.eval()
+            seen[f"{key} eval"] = model(x, torch.arange(4)).dtype
+    return seen
+
+
+def both(look: Callable[[ModuleType], Seen]) -> dict[str, tuple[Any, Any]]:
+    """What differs: ours and theirs."""
+    a, b = look(ours), look(theirs)
+    keys = dict.fromkeys((*a, *b))
+    return {k: (a.get(k), b.get(k)) for k in keys if not alike(a.get(k), b.get(k))}
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-5 * max(1, abs(one))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("look", [shown, gradients, dtypes], ids=lambda f: f.__name__)
+def test_looks_alike(pool: RankPool, look: Any) -> None:
+    import pprint
+    for f in pool.run(2, both, look):
+        pprint.pprint(f, width=180)
+    assert 0
