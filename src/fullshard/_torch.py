@@ -228,6 +228,13 @@ def gradient_node(tensor: Tensor) -> Node:
     return get_gradient_edge(tensor).node
 
 
+def set_grad(param: Tensor, grad: Tensor | None) -> None:
+    """``param.grad = grad``, also of another dtype than ``param``."""
+    if grad is not None and grad.dtype != param.dtype:
+        param.grad_dtype = grad.dtype
+    param.grad = grad
+
+
 def num_pending_nodes(nodes: Iterable[Node]) -> int | None:
     """How many of these accumulating nodes the current backward call will run, or has run.
 

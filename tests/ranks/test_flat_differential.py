@@ -100,8 +100,17 @@ ACCUMULATED = ("s", "ss", "ns", "sns")
 """Of each step the backwards: reduced, or not."""
 
 
-def train(model: Any, script: tuple[str, ...], dtype: torch.dtype) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(
+    model: Any,
+    script: tuple[str, ...],
+    dtype: torch.dtype,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    optimizer = optimizer or optimizer_of(model)
     losses, number = [], 0
     for micro in script:
         for kind in micro:

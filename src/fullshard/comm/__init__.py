@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fullshard.comm.c10d import C10d
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
+from fullshard.comm.hooked import HookedCopies, HookedShards, Settled
 from fullshard.comm.mesh import (
     Wire,
     all_reduce,
@@ -40,10 +41,13 @@ __all__ = [
     "Comm",
     "Custom",
     "Done",
+    "HookedCopies",
+    "HookedShards",
     "Pending",
     "Public",
     "Recording",
     "ReduceScatter",
+    "Settled",
     "Wire",
     "all_reduce",
     "broadcast_from_first",

@@ -85,6 +85,7 @@ class Bucket:
             memo[id(old)] = param
             new.sharded_params.append(param)
         new._show_locals()
+        new.front = None if self.front is None else self.front.copy(new, memo)
         return new
 
     @property
@@ -105,6 +106,8 @@ class Bucket:
     def _show_locals(self) -> None:
         """Know the local tensors as users do: a Parameter may wrap a view of what it is made of."""
         self.shards.locals = [self.spec.form.local(param) for param in self.sharded_params]
+        for i, param in enumerate(self.sharded_params):
+            self.spec.form.introduce(i, param)
 
     @property
     def names(self) -> list[str]:

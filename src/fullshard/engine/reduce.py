@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import ReduceInput
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import local_gradients, plain
+
+if TYPE_CHECKING:
+    from fullshard.engine.bucket import Bucket
 
 __all__ = ["Front", "Gradients", "Waiting"]
 
@@ -48,6 +51,9 @@ class Front(Protocol):
     @property
     def param(self) -> nn.Parameter:
         """What users see, and put hooks on."""
+
+    def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> Front:
+        """One for a copy of the bucket; ``memo`` learns of it and of its parameter."""
 
     def lead(self) -> None:
         """Be over the memory of the shard, which may be another one than before."""
@@ -136,7 +142,7 @@ class Gradients:
         last = self._last
         if last is not None and len(last.flat) == numel and last.is_free():
             return last, last.flat
-        dtype = self.sharded_params[0].dtype
+        dtype = self._spec.grad_dtype or self.sharded_params[0].dtype
         new = GradShard(self._spec, torch.empty(numel, dtype=dtype, device=device))
         self._last = new if new.is_small else None
         return new, new.flat
@@ -193,7 +199,8 @@ class Gradients:
 
     def _at_home(self, row: Tensor) -> Tensor:
         """``row`` in the dtype of the shards, and where they are."""
-        dtype, offload = self.sharded_params[0].dtype, self._spec.offload
+        dtype = self._spec.grad_dtype or self.sharded_params[0].dtype
+        offload = self._spec.offload
         return row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
 
     def _edit(self, row: Tensor) -> None:
@@ -297,7 +304,7 @@ class Gradients:
         ]
         for i, param in wanted:
             if param.grad is None:
-                param.grad = result.shown[i]
+                _torch.set_grad(param, result.shown[i])
             else:
                 sums.append(self._spec.form.local(param.grad))
                 parts.append(result.locals[i])

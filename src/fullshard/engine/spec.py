@@ -48,6 +48,8 @@ class BucketSpec:
     """How each parameter lies over other than data-parallel ranks; None: none of them does."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    """Of reduced gradients; None: that of the parameters."""
     offload: Offload | None = None
     """How shards get to ``device`` from the CPU; None: they are there."""
     hook_arguments: HookArguments | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.errors import ArgumentTypeError
 from fullshard.flat.options import MixedPrecision
-from fullshard.tensors import map_tensors
+from fullshard.tensors import find_tensors, map_tensors
 
 __all__ = ["Precision", "as_mixed_precision"]
 
@@ -38,9 +38,11 @@ class Precision:
     """What one wrapper casts, and when."""
 
     options: MixedPrecision
-    buffers: dict[tuple[int, str], torch.dtype] = field(default_factory=dict)
+    buffers: dict[tuple[nn.Module, str], torch.dtype] = field(default_factory=dict)
     """Own dtypes of buffers that were cast, by module and name."""
     in_eval: bool = False
+    is_exempt: bool = False
+    """Whether the module is of a class that mixed precision around it leaves out."""
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
@@ -59,8 +61,16 @@ class Precision:
 
     def cast(self, args: Any) -> Any:
         """Floating-point tensors in ``args`` in the dtype of computation."""
-        dtype = self.options.param_dtype
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, args)
+        assert self.options.param_dtype is not None
+        return _cast_to(self.options.param_dtype, args)
+
+    def run_exempt(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run ``module`` on inputs in its own dtype; its outputs are in that of the last input."""
+        own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        given = [t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()]
+        args, kwargs = _cast_to(own, args), _cast_to(own, kwargs)
+        output = module(*args, **kwargs)
+        return _cast_to(given[-1], output) if given else output
 
     def cast_buffers(self, modules: Iterable[nn.Module]) -> None:
         """Cast floating-point buffers, once."""
@@ -70,12 +80,19 @@ class Precision:
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                    self.buffers.setdefault((id(module), name), buffer.dtype)
+                    self.buffers.setdefault((module, name), buffer.dtype)
                     module._buffers[name] = buffer.to(dtype)
 
     def own_dtype(self, module: nn.Module, name: str, buffer: Tensor) -> torch.dtype:
         """The dtype that a buffer had before it was cast."""
-        return self.buffers.get((id(module), name), buffer.dtype)
+        return self.buffers.get((module, name), buffer.dtype)
+
+    def keep_reduced(self, unit: Unit) -> None:
+        """Leave gradients in the dtype of reduction, if that was asked for."""
+        dtype = self.policy.reduce_dtype
+        if self.options.keep_low_precision_grads and dtype is not None:
+            for bucket in unit.buckets:
+                bucket.rewire(grad_dtype=dtype)
 
     def follow(self, unit: Unit, engine: Engine, *, training: bool) -> None:
         """Compute in full precision in eval, if that was asked for."""
@@ -86,3 +103,7 @@ class Precision:
         policy = self.policy if training else MixedPrecisionPolicy()
         for bucket in unit.buckets:
             bucket.rewire(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+
+
+def _cast_to(dtype: torch.dtype, args: Any) -> Any:
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, args)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.engine import Offload, Unit
-from fullshard.errors import ConfigError, ProtocolError
+from fullshard.errors import AssertedProtocolError, ProtocolError
+from fullshard.flat.children import wrap_children
+from fullshard.flat.comm_hook import reduce_by_hook
 from fullshard.flat.meshes import data_mesh_of
 from fullshard.flat.optim_state import OptimStateDicts
 from fullshard.flat.options import (
@@ -20,6 +22,7 @@ from fullshard.flat.options import (
     ShardingStrategy,
     member_of,
 )
+from fullshard.flat.order import follow_order
 from fullshard.flat.precision import Precision, as_mixed_precision
 from fullshard.flat.prepare import (
     checked_device,
@@ -35,14 +38,14 @@ from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
+from fullshard.frontend.module import UnshardHandle, unshard_unit
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward
-from fullshard.wrap import units as wrapping
-from fullshard.wrap.replace import replace_children
-from fullshard.wrap.unity import check_frozen_apart, check_tied_together
+from fullshard.wrap.units import Ignored
+from fullshard.wrap.unity import check_frozen_apart
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -107,6 +110,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         device_mesh: Any = None,
         *,
         _mesh: DataMesh | None = None,
+        _is_exempt: bool = False,
     ) -> None:
         super().__init__()
         strategy = member_of(
@@ -135,15 +139,22 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
             "ignored_states": list(modules or params) or None,
             "_mesh": mesh,
         }
-        ignored = wrapping.Ignored.of(modules, params)
+        ignored = Ignored.of(modules, params)
         if auto_wrap_policy is not None:
-            _wrap_children(module, auto_wrap_policy, ignored, given)
+            wrap_children(
+                module,
+                auto_wrap_policy,
+                ignored,
+                None if mixed_precision is None else as_mixed_precision(mixed_precision),
+                lambda inner, **options: FullyShardedDataParallel(inner, **{**given, **options}),
+                shown_as_one=not use_orig_params,
+            )
         elif not use_orig_params:
             inside = (m for m in module.modules() if unit_of(m) is not None)
-            check_frozen_apart(module, [], wrapping.Ignored.of([*modules, *inside], params))
+            check_frozen_apart(module, [], Ignored.of([*modules, *inside], params))
         setattr(self, WRAPPED, module)
         self._strategy = strategy
-        self._precision = Precision(as_mixed_precision(mixed_precision))
+        self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         here = device_of(mesh)
         materialize(module, params, modules, init=param_init_fn, device=here)
         if device is not None:
@@ -165,7 +176,8 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
             offload=offload,
             shown=Shown.ORIGINALS if use_orig_params else Shown.FLAT,
         )
-        shard_modules([self], choices)
+        unit = shard_modules([self], choices)
+        self._precision.keep_reduced(unit)
         self._set_prefetch(backward_prefetch, limit_all_gathers)
 
     def _set_prefetch(self, backward_prefetch: Any, limit_all_gathers: bool) -> None:
@@ -209,11 +221,15 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         unit = self._unit
         if self._precision.casts_inputs(is_root=engine_of(unit).scheduler.depth == 1):
             args, kwargs = self._precision.cast(args), self._precision.cast(kwargs)
+        if self._precision.is_exempt:
+            return self._precision.run_exempt(getattr(self, WRAPPED), args, kwargs)
         return getattr(self, WRAPPED)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; whatever ends that, the engine learns of it."""
         unit = self._unit
+        if self.training:
+            follow_order(unit)
         self._precision.follow(unit, engine_of(unit), training=self.training)
         self._precision.cast_buffers(self._own_modules())
         return super().__call__(*args, **kwargs)
@@ -321,6 +337,35 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         self._check_root("clip_grad_norm_()")
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; what ``no_sync`` accumulated is dropped as well.
+
+        An optimizer's ``zero_grad`` does not see that, which is no parameter's ``grad`` here.
+        """
+        super().zero_grad(set_to_none)
+        for unit in units_below([self]):
+            unit.forget()
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
+        """Let ``hook`` reduce the gradients of all units, instead of the mean over ranks.
+
+        Called as ``hook(state, gradients, own)`` with the gradients of a unit, 1-D, rank after
+        rank, of which it writes this rank's part, reduced; where nothing is sharded as
+        ``hook(state, gradients)``, which it changes in place. Nothing is divided.
+
+        Raises:
+            ConfigError: it cannot be called, or a strategy is hybrid.
+            ProtocolError: another wrapper encloses this one, or there is a hook already.
+        """
+        if not self._is_root:
+            raise AssertedProtocolError(
+                "register_comm_hook can only be called on a root instance, got an inner one"
+            )
+        reduce_by_hook(units_below([self]), state, hook)
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        return unshard_unit(self._unit, async_op=async_op)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Names are without our prefix while parameters are lent by ``summon_full_params``."""
         for name, param in super().named_parameters(*args, **kwargs):
@@ -335,35 +380,6 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         unit = unit_of(self)
         is_lent = unit is not None and unit.loan is not None
         return name.replace(f"{WRAPPED}.", "") if is_lent else name
-
-
-def _wrap_children(
-    module: nn.Module, policy: Any, ignored: wrapping.Ignored, given: dict[str, Any]
-) -> None:
-    """Make the modules that ``policy`` chooses units, inside of ``module``."""
-    inside = [name for name, m in module.named_modules() if unit_of(m) is not None]
-    if inside:
-        raise ConfigError(
-            "FullyShardedDataParallel(auto_wrap_policy=...): expected modules that do not already "
-            f"have FSDP applied, found it on {', '.join(inside[:5])}"
-        )
-    options = as_mixed_precision(given["mixed_precision"])
-    single = options._module_classes_to_ignore if given["mixed_precision"] is not None else ()
-    units = wrapping.units_of(
-        module,
-        policy,
-        ignored,
-        single_classes=single,
-        single_options={"mixed_precision": None},
-    )
-    check_tied_together(module, units, ignored)
-    if not given["use_orig_params"]:
-        check_frozen_apart(module, units, ignored)
-    replace_children(
-        module,
-        units,
-        lambda unit: FullyShardedDataParallel(unit.module, **{**given, **unit.options}),
-    )
 
 
 def as_offload(cpu_offload: Any, device: torch.device) -> Offload | None:

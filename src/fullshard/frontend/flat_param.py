@@ -6,6 +6,7 @@ memory, and its gradient another view of theirs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ProtocolError
 from fullshard.frontend.places import Place, Places
-from fullshard.tensors import flat_part_of
+from fullshard.tensors import PlacedPart, PlainForm, announce_parts, flat_part_of
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces"]
 
@@ -31,6 +33,29 @@ class FlatParameter:
         self.bucket = bucket
         trainable = any(param.requires_grad for param in bucket.sharded_params)
         self.param = nn.Parameter(bucket.shard.data, requires_grad=trainable)
+        self.introduce()
+
+    def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> FlatParameter:
+        """See ``engine.Front``."""
+        new = FlatParameter(bucket)
+        new.param.requires_grad_(self.param.requires_grad)
+        new.param.__dict__.update(copy.deepcopy(vars(self.param), memo))  # what users put on it
+        memo[id(self.param)], memo[id(self)] = new.param, new
+        return new
+
+    def introduce(self) -> None:
+        """Let it be known where the flat parameter lies; in general all of it alike."""
+        form, pieces = self.bucket.spec.form, self.bucket.spec.pieces
+        assert isinstance(form, PlainForm)
+        places = form.dtensors.places
+        if self.bucket.spec.parallel is None:
+            parts = [PlacedPart(places[0], 0, self.param.numel())]
+        else:
+            parts = [
+                PlacedPart(place, piece.offset, piece.numel)
+                for place, piece in zip(places, pieces, strict=True)
+            ]
+        announce_parts(self.param, parts)
 
     @property
     def numel(self) -> int:
@@ -73,7 +98,7 @@ class FlatParameter:
         pieces = [None] * len(self.bucket.sharded_params) if grad is None else self.pieces(grad)
         for param, piece in zip(self.bucket.sharded_params, pieces, strict=True):
             if piece is None or param.grad is not None:
-                param.grad = piece
+                _torch.set_grad(param, piece)
 
     def take_gradients(self) -> None:
         """See ``engine.Front``."""
@@ -82,8 +107,10 @@ class FlatParameter:
             self.param.grad = None
             return
         if self.param.grad is None:
-            self.param.grad = self._one_memory(grads)
-        for own, grad in zip(self.pieces(self.param.grad), grads, strict=True):
+            _torch.set_grad(self.param, self._one_memory(grads))
+        whole = self.param.grad
+        assert whole is not None
+        for own, grad in zip(self.pieces(whole), grads, strict=True):
             if grad is None:
                 own.zero_()
             elif own.data_ptr() != grad.data_ptr():
@@ -96,7 +123,8 @@ class FlatParameter:
             part = None if grad is None else flat_part_of(grad)
             if part is not None and part.start == piece.offset and len(part.flat) >= numel:
                 return part.flat[:numel]
-        return torch.zeros_like(self.param)
+        dtype = next(grad.dtype for grad in grads if grad is not None)
+        return torch.zeros_like(self.param, dtype=dtype)
 
 
 class FlatPlaces(Places):
@@ -153,6 +181,7 @@ class FlatPlaces(Places):
             shown = self._holder._parameters.get(FLAT_PARAM)
             if shown is not None and shown is not front.param:
                 front.param = shown
+                front.introduce()
             front.follow()
         if not self.shows_sharded:
             super().take_over(unit)

@@ -20,7 +20,13 @@ from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
 
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "sharded_class"]
+__all__ = [
+    "FSDPModule",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "sharded_class",
+    "unshard_unit",
+]
 
 
 class UnshardHandle:
@@ -38,6 +44,20 @@ class _UnshardHandle(UnshardHandle):
         unit, self._unit = self._unit, None
         if unit is not None:
             engine_of(unit).trigger(when.UserWait(unit.key))
+
+
+def unshard_unit(unit: Unit, *, async_op: bool) -> UnshardHandle | None:
+    """Start to gather ``unit``, and without ``async_op`` wait for that."""
+    engine = engine_of(unit)
+    unit.check_not_lent("unshard()")
+    if engine.scheduler.idle:
+        engine.look_after([unit])
+    engine.trigger(when.UserUnshard(unit.key))
+    handle = _UnshardHandle(unit)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 class FSDPModule(CommunicationControls):
@@ -60,16 +80,7 @@ class FSDPModule(CommunicationControls):
         Raises:
             ProtocolError: parameters are on the meta device.
         """
-        unit, engine = unit_and_engine(self)
-        unit.check_not_lent("unshard()")
-        if engine.scheduler.idle:
-            engine.look_after([unit])
-        engine.trigger(when.UserUnshard(unit.key))
-        handle = _UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return unshard_unit(unit_and_engine(self)[0], async_op=async_op)
 
     def reshard(self) -> None:
         """Free the unsharded parameters, unless a forward or backward is using them.

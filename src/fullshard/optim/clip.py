@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
 from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim.joined import joined
-from fullshard.tensors import Spread, spread_of
+from fullshard.tensors import Spread, placed_parts_of, spread_of
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -44,9 +44,9 @@ def grad_norm(
     """The norm of the gradients of ``parameters``, as if they were one vector.
 
     Args:
-        parameters: parameters, or one; DTensors that are cut or replicated, on any meshes, and
-            plain tensors, which must be the same on all ranks. Replicas count once, those without
-            a gradient do not count.
+        parameters: parameters, or one; DTensors that are cut or replicated, on any meshes, those
+            of ``FullyShardedDataParallel``, and other plain tensors, which must be the same on all
+            ranks. Replicas count once, those without a gradient do not count.
         norm_type: any p, ``inf`` included.
         error_if_nonfinite: raise if the norm is not finite, which waits for the device.
         foreach: False takes norms one by one.
@@ -100,20 +100,40 @@ def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor,
 
 def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
     params = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads = [grad for grad in map(attrgetter("grad"), params) if grad is not None]
-    cut = [grad for grad in grads if isinstance(grad, DTensor)]
-    like: dict[tuple[int, tuple[type, ...]], list[DTensor]] = {}
-    for grad, (mesh, placements) in zip(cut, map(_where, cut), strict=True):
-        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(grad)
-    plain = [grad for grad in grads if not isinstance(grad, DTensor)]
+    like: dict[tuple[int, tuple[type, ...]], list[Tensor]] = {}
+    where: dict[tuple[int, tuple[type, ...]], tuple[DeviceMesh, Sequence[Placement]]] = {}
+    plain: list[Tensor] = []
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        parts = _placed(param, grad)
+        if not parts:
+            plain.append(grad)
+        for mesh, placements, local in parts:
+            key = (id(mesh), tuple(map(type, placements)))
+            where.setdefault(key, (mesh, placements))
+            like.setdefault(key, []).append(local)
     found = {_PLAIN: _Alike(_PLAIN, plain)} if plain else {}
-    for those in like.values():
-        spread = spread_of(those[0].device_mesh, those[0].placements)
-        found.setdefault(spread, _Alike(spread)).locals.extend(map(_torch.local_of, those))
+    for key, locals_there in like.items():
+        spread = spread_of(*where[key])
+        found.setdefault(spread, _Alike(spread)).locals.extend(locals_there)
     return list(found.values())
 
 
-_where = attrgetter("device_mesh", "placements")
+def _placed(param: Tensor, grad: Tensor) -> list[tuple[DeviceMesh, Sequence[Placement], Tensor]]:
+    """The local tensors of a gradient, and where they lie; none if it lies on no mesh."""
+    if isinstance(grad, DTensor):
+        return [(grad.device_mesh, grad.placements, _torch.local_of(grad))]
+    parts = placed_parts_of(param)
+    if len(parts) == 1:
+        return [(parts[0].place.mesh, parts[0].place.placements, grad)]
+    return [
+        (place.mesh, place.placements, grad.narrow(0, start, numel))
+        for place, start, numel in parts
+    ]
+
+
 _PLAIN = Spread((), 1)
 
 

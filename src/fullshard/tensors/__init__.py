@@ -24,6 +24,7 @@ from fullshard.tensors.parallel import (
 from fullshard.tensors.parallel_grads import local_gradients
 from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh, names_of
 from fullshard.tensors.parts import Spread, spread_of
+from fullshard.tensors.pieces import PlacedPart, announce_parts, placed_parts_of
 from fullshard.tensors.ragged_cut import is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
@@ -36,6 +37,7 @@ __all__ = [
     "FlatPart",
     "HookArguments",
     "ParallelSpec",
+    "PlacedPart",
     "PlainForm",
     "RaggedShard",
     "RaggedTensor",
@@ -44,6 +46,7 @@ __all__ = [
     "SpmdMesh",
     "Spread",
     "announce_flat",
+    "announce_parts",
     "carry_hooks",
     "draw_whole_on",
     "find_tensors",
@@ -62,6 +65,7 @@ __all__ = [
     "place_in_order_of_cuts",
     "plainly_sharded",
     "taken_by",
+    "placed_parts_of",
     "plain",
     "post_all_gather",
     "pre_all_gather",

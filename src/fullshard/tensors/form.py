@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.tensors.parallel import ShardPlace
+from fullshard.tensors.pieces import PlacedPart, announce_parts
 
 __all__ = ["DTensorForm", "PlainForm", "ShardForm", "local_part", "shown_like"]
 
@@ -43,6 +44,9 @@ class ShardForm(Protocol):
 
     def repoint(self, shown: Tensor, local: Tensor) -> None:
         """Let ``shown`` stand for another local tensor of the same shape and dtype."""
+
+    def introduce(self, index: int, shown: Tensor) -> None:
+        """Let it be known where ``shown``, which may be another object than before, lies."""
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
         """Whether ``shown`` is still around ``local``."""
@@ -89,6 +93,9 @@ class DTensorForm:
         """See ``ShardForm``."""
         _torch.repoint(cast("DTensor", shown), local)
 
+    def introduce(self, index: int, shown: Tensor) -> None:
+        """DTensors tell it themselves."""
+
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
         """See ``ShardForm``."""
         return _torch.local_of(cast("DTensor", shown)) is local
@@ -131,6 +138,10 @@ class PlainForm:
     def repoint(self, shown: Tensor, local: Tensor) -> None:
         """See ``ShardForm``."""
         shown.data = local
+
+    def introduce(self, index: int, shown: Tensor) -> None:
+        """See ``ShardForm``."""
+        announce_parts(shown, [PlacedPart(self.dtensors.places[index], 0, shown.numel())])
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
         """See ``ShardForm``; empty tensors are all in the same place."""

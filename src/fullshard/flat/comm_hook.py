@@ -1,0 +1,56 @@
+"""``register_comm_hook``: the user's own reduction of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fullshard.comm import Alone, Collectives, HookedCopies, HookedShards, Settled
+from fullshard.engine import Bucket, Unit
+from fullshard.errors import AssertedConfigError, AssertedProtocolError, ConfigError
+from fullshard.frontend.hooks import engine_of
+
+__all__ = ["reduce_by_hook"]
+
+
+def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object]) -> None:
+    """Let ``hook`` reduce the gradients of ``units``, which one engine runs.
+
+    Raises:
+        ConfigError: it cannot be called.
+        AssertedConfigError: a unit has copies that groups of ranks share.
+        AssertedProtocolError: there is a hook already.
+    """
+    if not callable(hook):
+        raise ConfigError(
+            f"register_comm_hook: The communication hook must be callable but got {hook!r}"
+        )
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    for bucket in buckets:
+        if isinstance(bucket.spec.reducing, HookedShards):
+            raise AssertedProtocolError(
+                "register_comm_hook: communication hook is already registered; there can be one"
+            )
+        if bucket.spec.replicas is not None and bucket.spec.comm.world > 1:
+            raise AssertedConfigError(
+                "register_comm_hook: Communication hook is currently not supported for hybrid "
+                f"sharding strategies, such as that of {', '.join(bucket.names[:3])}"
+            )
+    if units:
+        engine_of(units[0]).reset_wires(units)
+    for bucket in buckets:
+        bucket.rewire(**_wires(bucket, state, hook))
+
+
+def _wires(
+    bucket: Bucket, state: Any, hook: Callable[..., object]
+) -> dict[str, Collectives | None]:
+    spec = bucket.spec
+    numel = spec.layout.shard_numel
+    if spec.comm.world > 1:
+        return {"reducer": HookedShards(spec.reducing, state, hook, numel)}
+    replicas = spec.replicas
+    return {
+        "reducer": HookedCopies(replicas or Alone(), state, hook, numel),
+        "replicas": None if replicas is None else Settled(replicas),
+    }

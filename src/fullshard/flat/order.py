@@ -1,0 +1,92 @@
+"""A debugging aid: whether all ranks, and all iterations, run units in the same order.
+
+It is on where ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``, for modules in training, and costs a small
+collective for each unit of the first iteration.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fullshard.engine import Engine, Unit
+from fullshard.errors import ProtocolError
+from fullshard.frontend.hooks import engine_of
+
+__all__ = ["follow_order"]
+
+
+@dataclass
+class _Order:
+    """Units of one tree, by key, in the order in which their forwards began."""
+
+    first: list[int] = field(default_factory=list)
+    now: list[int] = field(default_factory=list)
+    iteration: int = 0
+    deviated: int = 0  # the iteration that was the first to do so; 0: none did
+
+
+_orders: WeakKeyDictionary[Engine, _Order] = WeakKeyDictionary()
+
+
+def follow_order(unit: Unit) -> None:
+    """The forward of ``unit`` is about to begin.
+
+    Raises:
+        ProtocolError: in the first iteration other ranks run another unit now.
+    """
+    if dist.get_debug_level() is not dist.DebugLevel.DETAIL:
+        return
+    engine = engine_of(unit)
+    order = _orders.setdefault(engine, _Order())
+    if engine.scheduler.idle:
+        order.iteration += 1
+        order.now = []
+    number = len(order.now)
+    order.now.append(unit.key)
+    if order.iteration == 1:
+        order.first.append(unit.key)
+        _compare_ranks(engine, unit, number)
+    elif order.first[number : number + 1] != [unit.key]:
+        order.deviated = order.deviated or order.iteration
+        if order.deviated == order.iteration:
+            _warn(engine, order, unit, number)
+
+
+def _compare_ranks(engine: Engine, unit: Unit, number: int) -> None:
+    """Ask the ranks that share the unit which one they run."""
+    for bucket in unit.buckets[:1]:
+        spec = bucket.spec
+        comm = spec.comm if spec.comm.world > 1 else spec.replicas
+        if comm is None:
+            return
+        own = torch.tensor([unit.key], device=unit.device)
+        all_keys = own.new_empty(comm.world)
+        comm.all_gather([all_keys], [own]).wait()
+        if bool((all_keys != own).any()):
+            names = ", ".join(
+                f"rank {rank} {_name(engine.units[key])}"
+                for rank, key in enumerate(all_keys.tolist())
+            )
+            raise ProtocolError(
+                f"Forward order differs across ranks: as number {number} of the first iteration "
+                f"they run {names}. All ranks must run the same units in the same order"
+            )
+
+
+def _warn(engine: Engine, order: _Order, unit: Unit, number: int) -> None:
+    was = order.first[number : number + 1]
+    before = _name(engine.units[was[0]]) if was else "nothing"
+    warnings.warn(
+        f"Forward order differs from that of the first iteration on rank {dist.get_rank()}: number "
+        f"{number} was {before}, now it is {_name(unit)}. Collectives may not match between ranks",
+        stacklevel=3,
+    )
+
+
+def _name(unit: Unit) -> str:
+    return unit.name or "(root)"
