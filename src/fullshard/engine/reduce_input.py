@@ -47,12 +47,15 @@ class ReduceInput:
                 elif boxes is not None:
                     boxes.append(box)
                 self._targets[box.param].append(view)
+            self._padding = _padding(spec, flat) if spec.clean_padding else []
             self._all_targets = list(chain.from_iterable(self._targets))
             self._buffer.free()
 
     def fill(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Copy ``grads``, whole, of any dtypes; zeros for those that are None."""
         self._buffer.allocate()
+        if self._padding:
+            torch._foreach_zero_(self._padding)
         sources: list[Tensor] = []
         missing: list[int] = []
         for number, (grad, boxes) in enumerate(zip(grads, self._boxes, strict=True)):
@@ -92,6 +95,25 @@ class ReduceInput:
 def row_numel(spec: BucketSpec) -> int:
     """Elements of one rank's slice, the flags included; the same in every dtype on the wire."""
     return spec.layout.shard_numel + round_up(len(spec.layout.params), 8)
+
+
+def _padding(spec: BucketSpec, flat: Tensor) -> list[Tensor]:
+    """Views of what belongs to no parameter; of all, to be sure, where it cannot be told."""
+    layout, row = spec.layout, row_numel(spec)
+    if not layout.zero_copy:
+        return [flat]
+    ends = [
+        (at, at + p.numel) for at, p in zip(layout.unsharded_offsets, layout.params, strict=True)
+    ]
+    slices = ((rank * layout.shard_numel,) * 2 for rank in range(1, layout.world))
+    last = (layout.unsharded_numel,) * 2
+    found, done = [], 0
+    for start, stop in sorted((*ends, *slices, last)):
+        if start > done:
+            rank, within = divmod(done, layout.shard_numel)
+            found.append(flat.narrow(0, rank * row + within, start - done))
+        done = max(done, stop)
+    return found
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:

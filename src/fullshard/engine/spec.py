@@ -50,6 +50,8 @@ class BucketSpec:
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     """Of reduced gradients; None: that of the parameters."""
+    clean_padding: bool = False
+    """Whether gradients are zero where no parameter lies, because somebody sees them as one."""
     offload: Offload | None = None
     """How shards get to ``device`` from the CPU; None: they are there."""
     hook_arguments: HookArguments | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fullshard.comm import Alone, Collectives, HookedCopies, HookedShards, Settled
+from fullshard.comm import Alone, HookedCopies, HookedShards, Settled
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import AssertedConfigError, AssertedProtocolError, ConfigError
 from fullshard.frontend.hooks import engine_of
@@ -42,15 +42,17 @@ def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object
         bucket.rewire(**_wires(bucket, state, hook))
 
 
-def _wires(
-    bucket: Bucket, state: Any, hook: Callable[..., object]
-) -> dict[str, Collectives | None]:
+def _wires(bucket: Bucket, state: Any, hook: Callable[..., object]) -> dict[str, Any]:
     spec = bucket.spec
     numel = spec.layout.shard_numel
     if spec.comm.world > 1:
-        return {"reducer": HookedShards(spec.reducing, state, hook, numel)}
+        return {
+            "reducer": HookedShards(spec.reducing, state, hook, numel),
+            "clean_padding": True,
+        }
     replicas = spec.replicas
     return {
         "reducer": HookedCopies(replicas or Alone(), state, hook, numel),
+        "clean_padding": True,
         "replicas": None if replicas is None else Settled(replicas),
     }

@@ -159,6 +159,7 @@ def _bucket_spec(
         parallel=parallel if any(parallel) else None,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
+        clean_padding=choices.shown is Shown.FLAT,
         offload=choices.offload,
         hook_arguments=_hook_arguments(members, strategy, mesh, choices),
     )
