@@ -1,4 +1,4 @@
-"""Where PyTorch's FSDP1 goes wrong and the flat face does not; numbers as in docs of the project."""
+"""Where FSDP1 goes wrong, by the numbers of its defects, and the flat face does not."""
 
 from __future__ import annotations
 

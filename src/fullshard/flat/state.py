@@ -148,7 +148,7 @@ class StateDicts(nn.Module):
         for prefix, module in self.named_modules():
             for name in module._buffers:
                 for wrapper in _wrappers(self):
-                    dtype = wrapper._precision.buffers.get((id(module), name))
+                    dtype = wrapper._precision.buffers.get((module, name))
                     if dtype is not None:
                         found[clean_name(f"{prefix}.{name}" if prefix else name)] = dtype
         return found
