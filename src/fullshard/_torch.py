@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -214,13 +214,23 @@ def queue_end_of_task(callback: Callable[[], None]) -> None:
 def post_accumulate_grad_hooks(
     params: Iterable[nn.Parameter],
 ) -> list[tuple[nn.Parameter, Callable[[Tensor], None]]]:
-    """What the user registered to be called when the ``grad`` of a parameter is there."""
-    return [
-        (param, hook)
-        for param in params
-        if param._post_accumulate_grad_hooks
-        for hook in param._post_accumulate_grad_hooks.values()
-    ]
+    """What the user registered to be called when the ``grad`` of a parameter is there.
+
+    Optimizers that ``_apply_optimizer_in_backward`` of ``torch.distributed.optim`` made are among
+    it: what calls them is a hook on another node than one of ours.
+    """
+    hooks: list[tuple[nn.Parameter, Callable[[Tensor], None]]] = []
+    for param in params:
+        if param._post_accumulate_grad_hooks:
+            hooks += [(param, hook) for hook in param._post_accumulate_grad_hooks.values()]
+        for optimizer in getattr(param, "_in_backward_optimizers", ()):
+            hooks.append((param, partial(_step, optimizer)))
+    return hooks
+
+
+def _step(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def gradient_node(tensor: Tensor) -> Node:

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as ours
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import ShardingStrategy, errors, iter_full_params
+from fullshard import MixedPrecision, ShardingStrategy, errors, iter_full_params
 from fullshard.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.ranks.models import fill, noise
 from tests.ranks.pool import RankPool
 from tests.ranks.test_flat_differential import (
     BF16,
+    EXACT,
     Block,
     Stack,
     batch,
@@ -301,6 +302,70 @@ def refused() -> dict[str, str]:
 
 def test_what_cannot_work_is_refused(pool: RankPool) -> None:
     assert pool.run(2, refused) == [{}, {}]
+
+
+def replaced() -> bool:
+    """Raised on every rank, also where the piece is empty."""
+    model = FSDP(nn.Linear(5, 5), use_orig_params=True)
+    model.module.weight = nn.Parameter(torch.ones(6, 6))
+    with (
+        pytest.raises(RuntimeError, match="Cannot writeback"),
+        FSDP.summon_full_params(model),
+    ):
+        pass
+    return True
+
+
+def test_a_whole_parameter_is_no_piece(pool: RankPool) -> None:
+    assert all(pool.run(2, replaced))
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.ModuleList([nn.Linear(2, 2)]))
+        module = nn.Linear(2, 2)
+        FSDP(module, ignored_modules=[module])
+        FSDP(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(BF16),
+        )
+    return [str(one.message) for one in caught]
+
+
+def test_warns_of_what_is_of_no_use(pool: RankPool) -> None:
+    for container, ignored, exempt in pool.run(2, warned):
+        assert "ModuleList" in container and "all parameters being ignored" in ignored
+        assert "BatchNorm1d" in exempt
+
+
+def overlapped() -> float:
+    """PyTorch's own way to let optimizers step in backward."""
+    with quiet():
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    results = []
+    for overlaps in (True, False):
+        model = wrap(ours, make(FP64), "nested", use_orig_params=True)
+        if overlaps:
+            _apply_optimizer_in_backward(
+                torch.optim.SGD, list(model.parameters()), {"lr": 0.1, "momentum": 0.9}
+            )
+            for number in range(3):
+                model(batch(number, FP64)).float().square().mean().backward()
+            assert all(param.grad is None for param in model.parameters())
+        else:
+            train(model, ("s", "s", "s"), FP64)
+        results.append(values_of(model))
+    plain = make(FP64)
+    _apply_optimizer_in_backward(torch.optim.SGD, list(plain.parameters()), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="use_orig_params=True"):
+        FSDP(plain)
+    return apart(*results)
+
+
+def test_optimizers_that_step_in_backward(pool: RankPool) -> None:
+    assert max(pool.run(2, overlapped)) < EXACT
 
 
 def hook_of_hybrid() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fullshard.comm import broadcast_together
-from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.ownership import unit_of
 
-__all__ = ["checked_device", "ignored_params", "materialize", "move", "synchronize"]
+__all__ = ["check_module", "checked_device", "ignored_params", "materialize", "move", "synchronize"]
 
 
 def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
@@ -36,6 +37,36 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
             f"parameters are on {', '.join(map(str, there))} already"
         )
     return device
+
+
+def check_module(module: nn.Module, ignored: set[nn.Module], *, shown_as_one: bool) -> None:
+    """Warn of what is of no use, before anything is changed.
+
+    Raises:
+        UnsupportedError: parameters that are to be shown as one have optimizers of their own.
+    """
+    name = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            "FSDP will not all-gather parameters for containers that do not implement forward: "
+            f"got {name}; wrap the modules in it, or one that calls them",
+            stacklevel=3,
+        )
+    if module in ignored:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            f"result in all parameters being ignored: got {name} in ignored_modules",
+            stacklevel=3,
+        )
+    if shown_as_one and any(hasattr(p, "_in_backward_optimizers") for p in module.parameters()):
+        raise _Overlapped(
+            f"FullyShardedDataParallel: parameters of {name} have optimizers that step in backward "
+            "(_apply_optimizer_in_backward), which is only supported with use_orig_params=True"
+        )
+
+
+class _Overlapped(UnsupportedError, ProtocolError):
+    """PyTorch raises a RuntimeError here."""
 
 
 def ignored_params(

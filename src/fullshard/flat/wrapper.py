@@ -25,6 +25,7 @@ from fullshard.flat.options import (
 from fullshard.flat.order import follow_order
 from fullshard.flat.precision import Precision, as_mixed_precision
 from fullshard.flat.prepare import (
+    check_module,
     checked_device,
     ignored_params,
     materialize,
@@ -118,6 +119,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         )
         device = checked_device(device_id, module)
         params, modules = ignored_params(module, ignored_modules, ignored_states)
+        check_module(module, modules, shown_as_one=not use_orig_params)
         mesh = _mesh or data_mesh_of(
             strategy,
             process_group=process_group,

@@ -149,7 +149,7 @@ class FlatPlaces(Places):
 
     def _show(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
         lent = self._lent
-        is_lent = lent is not None and lent[0] is not None
+        is_lent = lent is not None and any(one is not None for one in lent)
         hidden = self.shows_sharded and not is_lent and not self._in_pieces
         none: Any = [[None] * len(own) for own in params]
         super()._show(none if hidden else params)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.engine import Bucket, Unit
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, ProtocolError
 
 __all__ = ["Held", "Place", "Places", "held_params", "places_of"]
 
@@ -182,8 +182,8 @@ class Places:
         if now is not None and type(now) is type(ours) and _alike(now, ours):
             return now
         what = "nothing" if now is None else f"{type(now.data).__name__} of {tuple(now.shape)}"
-        raise ConfigError(
-            f"parameter {place.name} of {type(place.module).__name__} in unit "
+        raise _CannotTakeOver(
+            f"Cannot writeback: parameter {place.name} of {type(place.module).__name__} in unit "
             f"{unit.name or '(root)'} was replaced after fully_shard by {what}; expected a sharded "
             f"parameter of {tuple(ours.shape)} with the same placement. Replace parameters before "
             "fully_shard, or write into the sharded ones"
@@ -238,6 +238,10 @@ def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
         for slot in places_of(unit).slots():
             found[slot.place] = Held(unit, unit.buckets[slot.bucket], slot.number)
     return found
+
+
+class _CannotTakeOver(ConfigError, ProtocolError):
+    """PyTorch raises a RuntimeError where a parameter was given another shape."""
 
 
 def _alike(one: Any, other: Any) -> bool:
