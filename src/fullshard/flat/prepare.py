@@ -46,7 +46,7 @@ def check_module(module: nn.Module, ignored: set[nn.Module], *, shown_as_one: bo
         UnsupportedError: parameters that are to be shown as one have optimizers of their own.
     """
     name = type(module).__name__
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if type(module).forward is nn.Module.forward and "forward" not in vars(module):
         warnings.warn(
             "FSDP will not all-gather parameters for containers that do not implement forward: "
             f"got {name}; wrap the modules in it, or one that calls them",
