@@ -1,0 +1,245 @@
+"""What the flat face refuses, as an instance of what PyTorch raises, and what it warns of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard as ours
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import MixedPrecision, ShardingStrategy, errors
+from fullshard.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.ranks.pool import RankPool
+from tests.ranks.test_flat_differential import BF16, Block, Stack, quiet, wrap
+
+
+def _hook_twice() -> None:
+    model = FSDP(Block())
+    model.register_comm_hook(None, print)
+    model.register_comm_hook(None, print)
+
+
+def _hook_inside() -> None:
+    model = wrap(ours, Stack(), "nested")
+    model.blocks[0].register_comm_hook(None, print)
+
+
+def _tied_across() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def _tied_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model[0] = FSDP(model[0])
+    model[1] = FSDP(model[1])
+
+
+def _strided() -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.ones(8, 4)[::2])
+    FSDP(model)
+
+
+def _twice_wrapped() -> None:
+    FSDP(wrap(ours, Stack(), "nested"), auto_wrap_policy=always_wrap_policy)
+
+
+def _inner(what: str) -> None:
+    model = wrap(ours, Stack(), "nested")
+    model.check_is_root()
+    if what == "no_sync":
+        with model.blocks[0].no_sync():
+            pass
+    else:
+        model.blocks[0].clip_grad_norm_(1.0)
+
+
+def _in_summon(what: Callable[[Any], object]) -> None:
+    model = wrap(ours, Stack(), "nested", use_orig_params=True)
+    with FSDP.summon_full_params(model):
+        what(model)
+
+
+def _mixed_frozen() -> None:
+    model = nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    FSDP(model, use_orig_params=False)
+
+
+def _summon_in_forward() -> None:
+    class Inner(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with FSDP.summon_full_params(self):
+                return super().forward(x)
+
+    FSDP(Inner(3, 3))(torch.ones(1, 3))
+
+
+REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "group and mesh": (
+        lambda: FSDP(
+            Block(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,))
+        ),
+        ValueError,
+        "process_group and device_mesh",
+    ),
+    "hybrid without groups": (
+        lambda: FSDP(Block(), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+        ValueError,
+        "requires explicit specification of process group",
+    ),
+    "hybrid with one group": (
+        lambda: FSDP(
+            Block(),
+            process_group=dist.group.WORLD,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        ),
+        ValueError,
+        "Expected process_group to be passed in",
+    ),
+    "hybrid on a 1-D mesh": (
+        lambda: FSDP(
+            Block(),
+            device_mesh=init_device_mesh("cpu", (2,)),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        ),
+        ValueError,
+        "1 dims, expected 2",
+    ),
+    "ignored module that is none": (
+        lambda: FSDP(Block(), ignored_modules=[1]),
+        ValueError,
+        "expects nn.Module list elements",
+    ),
+    "ignored modules not in a list": (
+        lambda: FSDP(Block(), ignored_modules=1),
+        TypeError,
+        "iterable",
+    ),
+    "ignored states of two kinds": (
+        lambda: FSDP(Block(), ignored_states=[Block(), nn.Parameter(torch.ones(1))]),
+        ValueError,
+        "all nn.Parameter or all nn.Module",
+    ),
+    "both kinds of ignoring": (
+        lambda: FSDP(Block(), ignored_states=[Block()], ignored_modules=[Block()]),
+        ValueError,
+        "Cannot pass both",
+    ),
+    "init that is no function": (
+        lambda: FSDP(Block(), param_init_fn=3),  # type: ignore[arg-type]
+        ValueError,
+        "to be callable",
+    ),
+    "a policy over units": (_twice_wrapped, ValueError, "not already have FSDP applied"),
+    "tied over units": (_tied_across, ValueError, "tied"),
+    "tied over units by hand": (_tied_by_hand, ValueError, "tied"),
+    "gaps in memory": (_strided, NotImplementedError, "not contiguous"),
+    "frozen and trainable in one": (_mixed_frozen, ValueError, "frozen"),
+    "hook that is no function": (
+        lambda: FSDP(Block()).register_comm_hook(None, 3),  # type: ignore[arg-type]
+        ValueError,
+        "must be callable",
+    ),
+    "two hooks": (_hook_twice, AssertionError, "already registered"),
+    "hook of an inner unit": (_hook_inside, AssertionError, "root"),
+    "no_sync of an inner unit": (lambda: _inner("no_sync"), RuntimeError, "root"),
+    "clipping an inner unit": (lambda: _inner("clip"), RuntimeError, "root"),
+    "a forward inside of summon": (
+        lambda: _in_summon(lambda model: model(torch.ones(1, 6))),
+        RuntimeError,
+        "lends the full parameters",
+    ),
+    "apply inside of summon": (
+        lambda: _in_summon(lambda model: model.apply(print)),
+        RuntimeError,
+        "lends the full parameters",
+    ),
+    "summon inside of a forward": (_summon_in_forward, RuntimeError, "in the middle of a forward"),
+    "unknown strategy": (
+        lambda: FSDP(Block(), sharding_strategy="FULL"),  # type: ignore[arg-type]
+        ValueError,
+        "expected a ShardingStrategy",
+    ),
+    "unknown precision": (
+        lambda: FSDP(Block(), mixed_precision=BF16),  # type: ignore[arg-type]
+        TypeError,
+        "expected a MixedPrecision",
+    ),
+}
+
+
+def refused() -> dict[str, str]:
+    """What was not refused as it should be."""
+    wrong = {}
+    for name, (act, kind, words) in REFUSALS.items():
+        try:
+            with quiet():
+                act()
+            wrong[name] = "nothing was raised"
+        except errors.FullshardError as error:
+            if not isinstance(error, kind) or words not in str(error):
+                wrong[name] = f"{type(error).__mro__}: {error}"
+    return wrong
+
+
+def test_what_cannot_work_is_refused(pool: RankPool) -> None:
+    assert pool.run(2, refused) == [{}, {}]
+
+
+def replaced() -> bool:
+    """Raised on every rank, also where the piece is empty."""
+    model = FSDP(nn.Linear(5, 5), use_orig_params=True)
+    model.module.weight = nn.Parameter(torch.ones(6, 6))
+    with (
+        pytest.raises(RuntimeError, match="Cannot writeback"),
+        FSDP.summon_full_params(model),
+    ):
+        pass
+    return True
+
+
+def test_a_whole_parameter_is_no_piece(pool: RankPool) -> None:
+    assert all(pool.run(2, replaced))
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.ModuleList([nn.Linear(2, 2)]))
+        module = nn.Linear(2, 2)
+        FSDP(module, ignored_modules=[module])
+        FSDP(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(BF16),
+        )
+    return [str(one.message) for one in caught]
+
+
+def test_warns_of_what_is_of_no_use(pool: RankPool) -> None:
+    for container, ignored, exempt in pool.run(2, warned):
+        assert "ModuleList" in container and "all parameters being ignored" in ignored
+        assert "BatchNorm1d" in exempt
+
+
+def hook_of_hybrid() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model = FSDP(Block(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+    with pytest.raises(AssertionError, match="hybrid"):
+        model.register_comm_hook(None, print)
+    return True
+
+
+def test_a_hook_is_refused_on_copies_that_are_shared(pool: RankPool) -> None:
+    assert all(pool.run(4, hook_of_hybrid))
