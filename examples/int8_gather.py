@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import fullshard
 
-STEPS, BATCH, DIM = 40, 64, 128
+STEPS, BATCH, DIM = 40, 128, 128
 aten = torch.ops.aten
 STAYS = {aten.detach, aten.clone, aten.new_zeros, aten.slice, aten.view, aten._to_copy}
 
@@ -58,7 +58,7 @@ for layer in model:
     if isinstance(layer, nn.Linear):
         fullshard.fully_shard(layer)
 fullshard.fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 rank = dist.get_rank()
 torch.manual_seed(1 + rank)  # other data on every process
