@@ -176,6 +176,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "expected a MixedPrecision",
     ),
+    "unknown offload": (
+        lambda: FSDP(Block(), cpu_offload=True),  # type: ignore[arg-type]
+        TypeError,
+        "expected a CPUOffload",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.engine import Offload, Unit
-from fullshard.errors import AssertedProtocolError, ProtocolError
+from fullshard.errors import ArgumentTypeError, AssertedProtocolError, ProtocolError
 from fullshard.flat.children import wrap_children
 from fullshard.flat.comm_hook import reduce_by_hook
 from fullshard.flat.meshes import data_mesh_of
@@ -127,6 +127,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
             device_type=None if device is None else device.type,
             wraps_children=auto_wrap_policy is not None,
         )
+        mixed = as_mixed_precision(mixed_precision)
         given = {
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
@@ -147,7 +148,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
                 module,
                 auto_wrap_policy,
                 ignored,
-                None if mixed_precision is None else as_mixed_precision(mixed_precision),
+                None if mixed_precision is None else mixed,
                 lambda inner, **options: FullyShardedDataParallel(inner, **{**given, **options}),
                 shown_as_one=not use_orig_params,
             )
@@ -156,31 +157,39 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
             check_frozen_apart(module, [], Ignored.of([*modules, *inside], params))
         setattr(self, WRAPPED, module)
         self._strategy = strategy
-        self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
-        here = device_of(mesh)
-        materialize(module, params, modules, init=param_init_fn, device=here)
+        self._precision = Precision(mixed, is_exempt=_is_exempt)
+        offload = as_offload(cpu_offload, device_of(mesh))
+        materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
             move(module, params, modules, device)
         if sync_module_states:
             groups = (mesh.mesh.get_group(dim) for dim in range(mesh.mesh.ndim))
             synchronize(module, params, modules, groups)
-        offload = as_offload(cpu_offload, here)
+        shown = Shown.ORIGINALS if use_orig_params else Shown.FLAT
+        self._shard(mesh, params, offload, shown)
+        self._set_prefetch(backward_prefetch, limit_all_gathers)
+
+    def _shard(
+        self,
+        mesh: DataMesh,
+        ignored: set[nn.Parameter],
+        offload: Offload | None,
+        shown: Shown,
+    ) -> None:
+        """Make a unit of what no wrapper inside has."""
+        keeps = self._strategy.keeps or mesh.shard_dim is None
         choices = Choices(
             mesh=mesh,
-            after_forward=AfterForward.KEEP
-            if strategy.keeps or mesh.shard_dim is None
-            else AfterForward.AUTO,
+            after_forward=AfterForward.KEEP if keeps else AfterForward.AUTO,
             secondary=None,
             policy=self._precision.policy,
-            ignored=params,
+            ignored=ignored,
             placement_fn=None,
             layout=Ragged(),
             offload=offload,
-            shown=Shown.ORIGINALS if use_orig_params else Shown.FLAT,
+            shown=shown,
         )
-        unit = shard_modules([self], choices)
-        self._precision.keep_reduced(unit)
-        self._set_prefetch(backward_prefetch, limit_all_gathers)
+        self._precision.keep_reduced(shard_modules([self], choices))
 
     def _set_prefetch(self, backward_prefetch: Any, limit_all_gathers: bool) -> None:
         ahead = backward_prefetch is not None and (
@@ -385,7 +394,16 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
 
 
 def as_offload(cpu_offload: Any, device: torch.device) -> Offload | None:
-    """What the user's choice means on ``device``."""
-    if cpu_offload is None or not cpu_offload.offload_params or device.type == "cpu":
+    """What the user's choice means on ``device``.
+
+    Raises:
+        ArgumentTypeError: it is no ``CPUOffload``.
+    """
+    if cpu_offload is None:
         return None
-    return Offload(pinned=True)
+    if not isinstance(getattr(cpu_offload, "offload_params", None), bool):
+        raise ArgumentTypeError(
+            f"FullyShardedDataParallel(cpu_offload={cpu_offload!r}): expected a CPUOffload"
+        )
+    on_host = cpu_offload.offload_params and device.type != "cpu"
+    return Offload(pinned=True) if on_host else None
