@@ -13,10 +13,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fullshard.comm import broadcast_together
+from fullshard.engine import Offload
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.ownership import unit_of
 
-__all__ = ["check_module", "checked_device", "ignored_params", "materialize", "move", "synchronize"]
+__all__ = [
+    "as_offload",
+    "check_module",
+    "checked_device",
+    "ignored_params",
+    "materialize",
+    "move",
+    "synchronize",
+]
 
 
 def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
@@ -67,6 +76,22 @@ def check_module(module: nn.Module, ignored: set[nn.Module], *, shown_as_one: bo
 
 class _Overlapped(UnsupportedError, ProtocolError):
     """PyTorch raises a RuntimeError here."""
+
+
+def as_offload(cpu_offload: Any, device: torch.device) -> Offload | None:
+    """What the user's choice means on ``device``.
+
+    Raises:
+        ArgumentTypeError: it is no ``CPUOffload``.
+    """
+    if cpu_offload is None:
+        return None
+    if not isinstance(getattr(cpu_offload, "offload_params", None), bool):
+        raise ArgumentTypeError(
+            f"FullyShardedDataParallel(cpu_offload={cpu_offload!r}): expected a CPUOffload"
+        )
+    on_host = cpu_offload.offload_params and device.type != "cpu"
+    return Offload(pinned=True) if on_host else None
 
 
 def ignored_params(

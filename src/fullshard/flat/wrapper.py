@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.engine import Offload, Unit
-from fullshard.errors import ArgumentTypeError, AssertedProtocolError, ProtocolError
+from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.children import wrap_children
 from fullshard.flat.comm_hook import reduce_by_hook
 from fullshard.flat.meshes import data_mesh_of
@@ -25,6 +25,7 @@ from fullshard.flat.options import (
 from fullshard.flat.order import follow_order
 from fullshard.flat.precision import Precision, as_mixed_precision
 from fullshard.flat.prepare import (
+    as_offload,
     check_module,
     checked_device,
     ignored_params,
@@ -391,19 +392,3 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         unit = unit_of(self)
         is_lent = unit is not None and unit.loan is not None
         return name.replace(f"{WRAPPED}.", "") if is_lent else name
-
-
-def as_offload(cpu_offload: Any, device: torch.device) -> Offload | None:
-    """What the user's choice means on ``device``.
-
-    Raises:
-        ArgumentTypeError: it is no ``CPUOffload``.
-    """
-    if cpu_offload is None:
-        return None
-    if not isinstance(getattr(cpu_offload, "offload_params", None), bool):
-        raise ArgumentTypeError(
-            f"FullyShardedDataParallel(cpu_offload={cpu_offload!r}): expected a CPUOffload"
-        )
-    on_host = cpu_offload.offload_params and device.type != "cpu"
-    return Offload(pinned=True) if on_host else None
