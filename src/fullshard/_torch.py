@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -392,13 +391,21 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 def is_replicated(module: nn.Module) -> bool:
     """Whether ``replicate``, the function for DDP, was applied to ``module``."""
-    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+    contract = _contract()
+    return contract is not None and "replicate" in module.__dict__.get(contract.REGISTRY_KEY, ())
 
 
 def mark_sharded(module: nn.Module) -> None:
     """Let ``replicate`` around ``module`` leave its parameters to us."""
-    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
-    registry.setdefault("fully_shard", RegistryItem())
+    contract = _contract()
+    if contract is not None:
+        registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
+        registry.setdefault("fully_shard", contract.RegistryItem())
+
+
+def _contract() -> Any:
+    """The registry of torch's functions for modules; whoever uses ``replicate`` has imported it."""
+    return sys.modules.get("torch.distributed._composable.contract")
 
 
 def overrides_setattr(module: nn.Module) -> bool:

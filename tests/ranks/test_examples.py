@@ -48,8 +48,15 @@ def run(folder: Path, *arguments: str) -> str:
         process.terminate()  # the launcher takes its workers with it
         out, err = process.communicate(timeout=TIMEOUT_S)
         pytest.fail(f"no end after {TIMEOUT_S} s\n{out}\n{err}")
+    if process.returncode and _ABORTED_AT_THE_END in err:
+        return out
     assert (process.returncode, err) == (0, ""), out + err
     return out
+
+
+# Of one process in four that saved by torch.distributed.checkpoint, after all its work, when the
+# interpreter is gone already and C++ destroys what is static. See docs/limits.md.
+_ABORTED_AT_THE_END = "terminate called without an active exception"
 
 
 # examples/
