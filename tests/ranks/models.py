@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "OddModel", "fill", "full_parameters", "ids", "noise"]
+__all__ = ["GPT", "OddModel", "Tied", "Weighs", "fill", "full_parameters", "ids", "noise"]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -113,6 +113,30 @@ class OddModel(nn.Module):
         y = torch.tanh(self.frozen(torch.tanh(self.first(x))))
         x = self.back(x) + self.one_row(y) * self.gain
         return self.head(x)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+class Weighs(nn.Module):
+    """The gradient of its weight is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -11,20 +11,10 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from tests.ranks.autograd import Block, Case, Tower, compare, loss_of, worlds_and_policies
+from tests.ranks.models import Weighs
 from tests.ranks.pool import RankPool
 
 F32, B16 = torch.float32, torch.bfloat16
-
-
-class Weighs(nn.Module):
-    """The gradient of its weight is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
 
 
 def add_up(param_dtype: Any, reduce_dtype: Any, sync: list[bool]) -> list[float]:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from tests.ranks.models import fill, noise
+from fullshard.frontend.ownership import unit_of
+from fullshard.schedule import MachinePolicy
+from tests.ranks.models import Weighs, fill, noise
 from tests.ranks.net import batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import Raised, grads, outcomes, raised, shard, whole
-from tests.ranks.test_rows_semantics import Partly, Weighs, linears
+from tests.ranks.test_rows_semantics import Partly, linears
 
 OK = "nothing raised"
 BF16 = torch.bfloat16
@@ -117,6 +119,13 @@ def test_defect_9_a_refusal_changes_nothing(pool: RankPool) -> None:
         assert ours[1:] == (["Parameter"] * 4, OK)
 
 
+def machine_policy(model: nn.Module) -> MachinePolicy:
+    """What our tree goes by; torch's has it in its states."""
+    unit = unit_of(model)
+    assert unit is not None and unit.engine is not None
+    return unit.engine.scheduler.policy
+
+
 def last_backward_set_early(fsdp: Any) -> Any:
     """Only the root's choice counts for a tree, whichever member it was told to."""
     model = shard(fsdp, make())
@@ -125,11 +134,7 @@ def last_backward_set_early(fsdp: Any) -> Any:
     states = getattr(model, "_get_fsdp_state", None)
     if states is not None:
         return states()._state_ctx.is_last_backward
-    from fullshard.frontend.ownership import unit_of
-
-    unit = unit_of(model)
-    assert unit is not None and unit.engine is not None
-    return unit.engine.scheduler.policy.is_last_backward
+    return machine_policy(model).is_last_backward
 
 
 def buffers_set_late(fsdp: Any) -> Any:
@@ -139,11 +144,7 @@ def buffers_set_late(fsdp: Any) -> Any:
     states = getattr(model, "_get_fsdp_state", None)
     if states is not None:
         return states()._comm_ctx.reduce_scatter_max_input_buffers
-    from fullshard.frontend.ownership import unit_of
-
-    unit = unit_of(model)
-    assert unit is not None and unit.engine is not None
-    return unit.engine.scheduler.policy.max_reductions
+    return machine_policy(model).max_reductions
 
 
 def reset_early(fsdp: Any) -> Any:

@@ -205,6 +205,9 @@ def older_calls(original: bool) -> None:
     theirs.load_state_dict(by_id)
     back = FSDP.rekey_optim_state_dict(by_id, OptimStateKeyType.PARAM_NAME, plain, optim=theirs)
     assert back["state"].keys() == everywhere["state"].keys()
+    if original:  # a flat parameter has no name of the unwrapped model
+        named = FSDP.optim_state_dict_to_load(model, ours, everywhere, is_named_optimizer=True)
+        assert named["state"].keys() == everywhere["state"].keys()
     config = FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, FULL, None, config):
         mine = FSDP.optim_state_dict(model, ours)

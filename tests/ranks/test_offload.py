@@ -131,9 +131,12 @@ def crossings_of(layout: str) -> None:
     """Cast first, one copy a bucket each way."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with a_bus() as crossings:
-        model = fully_shard(Net(), mp_policy=policy, layout=LAYOUTS[layout])
+        model: Any = fully_shard(Net(), mp_policy=policy, layout=LAYOUTS[layout])
         ((bucket,),) = [unit.buckets for unit in units_of(model)]
         numel = bucket.spec.layout.shard_numel
+        model.unshard()
+        copied = model.copied_nbytes()
+        assert copied >= numel * torch.bfloat16.itemsize  # the cast on the host is counted
         model(batch(dtype=torch.bfloat16)).sum().backward()
         assert crossings[0] == ("to device", torch.bfloat16, numel)
         (home,) = crossings[1:]  # the root gathers once

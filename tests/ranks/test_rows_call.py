@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -233,17 +233,6 @@ def parameters_are_new(fsdp: Any) -> Any:
         "buffer": norm.running_mean is buffer,
         "in_optimizer": linear.weight is optimizer.param_groups[0]["params"][0],
     }
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))
 
 
 def replicated_inside(fsdp: Any) -> Any:

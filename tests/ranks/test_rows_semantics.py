@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks.models import fill, full_parameters, ids, noise
+from tests.ranks.models import Tied, Weighs, fill, full_parameters, ids, noise
 from tests.ranks.net import batch, make, optimizer_of
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
@@ -62,17 +62,6 @@ def who_owns_what(fsdp: Any) -> Any:
     return [*seen, shown(model), shown(bare)]
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens))
-
-
 def tied(fsdp: Any) -> Any:
     model: Any = fill(Tied().double())
     fsdp.fully_shard([model.embed, model.head])
@@ -96,17 +85,6 @@ def uneven_pieces(fsdp: Any) -> Any:
             seen.append([list(param.shape), param.stride(), str(param.placements)])
             seen.append([list(grad.shape), grad, str(param.grad.placements)])
     return seen
-
-
-class Weighs(nn.Module):
-    """The gradient of its weight is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
 
 
 def sums(fsdp: Any) -> Any:

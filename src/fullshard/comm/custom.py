@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Around, Collectives, Pending, Together
+from fullshard.comm.protocol import Around, Pending, Together
 
 __all__ = ["AllGather", "Comm", "Custom", "ReduceScatter"]
 
@@ -68,15 +68,11 @@ class Custom(Around):
         """A reduction of the user's own gets what the dtype of reduction says."""
         return self.reduce is None and self.inner.adds_wide
 
-    def by_sums(self) -> Collectives:
-        """The user's own is told to sum."""
-        return Custom(self.inner.by_sums(), self.gather, self.reduce)
-
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
         group = self.group
         if self.gather is None or group is None:
-            return self.inner.all_gather(outputs, sources)
+            return super().all_gather(outputs, sources)
         gathers = []
         for output, source in zip(outputs, sources, strict=True):
             flat = _allocated(self.gather, output)
@@ -88,16 +84,12 @@ class Custom(Around):
         """See ``Collectives.reduce_scatter_mean``."""
         group = self.group
         if self.reduce is None or group is None:
-            return self.inner.reduce_scatter_mean(output, source)
+            return super().reduce_scatter_mean(output, source)
         sent = _allocated(self.reduce, source).copy_(source)
         size = (source.numel() // self.world,)
         received = self.reduce.allocate(size, dtype=source.dtype, device=source.device)
         work = self.reduce(received, sent, group, dist.ReduceOp.SUM, async_op=True)
         return _Reduced(work, output, received, sent, self.world)
-
-    def all_reduce_mean(self, values: Tensor) -> Pending:
-        """As ``inner`` does."""
-        return self.inner.all_reduce_mean(values)
 
 
 def _allocated(comm: Comm, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fullshard.comm.protocol import Around, Collectives, Done, Pending
+from fullshard.comm.protocol import Around, Done, Pending
 
 __all__ = ["HookedCopies", "HookedShards", "Settled"]
 
@@ -30,14 +30,6 @@ class HookedShards(Around):
         """The hook gets what the dtype of reduction says."""
         return False
 
-    def by_sums(self) -> Collectives:
-        """The hook does as it likes."""
-        return self
-
-    def all_gather(self, outputs: Any, sources: Any) -> Pending:
-        """As ``inner`` does."""
-        return self.inner.all_gather(outputs, sources)
-
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """Let the hook write ``output``, all but its flags."""
         rows = source.view(self.world, -1)
@@ -47,10 +39,6 @@ class HookedShards(Around):
         flags = source.new_empty(rows.shape[1] - self.numel)
         pending = self.inner.reduce_scatter_mean(flags, rows[:, self.numel :].reshape(-1))
         return _Copied(pending, output[self.numel :], flags)
-
-    def all_reduce_mean(self, values: Tensor) -> Pending:
-        """As ``inner`` does."""
-        return self.inner.all_reduce_mean(values)
 
 
 @dataclass(frozen=True)
@@ -82,23 +70,6 @@ class HookedCopies(HookedShards):
 @dataclass(frozen=True)
 class Settled(Around):
     """The wire among copies that a hook has reduced over already."""
-
-    @property
-    def adds_wide(self) -> bool:
-        """That of ``inner``."""
-        return self.inner.adds_wide
-
-    def by_sums(self) -> Collectives:
-        """This one."""
-        return self
-
-    def all_gather(self, outputs: Any, sources: Any) -> Pending:
-        """As ``inner`` does."""
-        return self.inner.all_gather(outputs, sources)
-
-    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """As ``inner`` does."""
-        return self.inner.reduce_scatter_mean(output, source)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Nothing is left to do."""

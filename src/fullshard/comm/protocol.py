@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Around:
-    """What wrappers have in common: about the group, ask ``inner``."""
+    """What wrappers have in common: they are a group as ``inner`` is, and pass everything on."""
 
     inner: Collectives
 
@@ -106,6 +106,22 @@ class Around:
     def group(self) -> dist.ProcessGroup | None:
         """That of ``inner``."""
         return self.inner.group
+
+    def by_sums(self) -> Collectives:
+        """The same around ``inner`` by sums."""
+        return replace(self, inner=self.inner.by_sums())
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        """As ``inner`` does."""
+        return self.inner.all_gather(outputs, sources)
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """As ``inner`` does."""
+        return self.inner.reduce_scatter_mean(output, source)
+
+    def all_reduce_mean(self, values: Tensor) -> Pending:
+        """As ``inner`` does."""
+        return self.inner.all_reduce_mean(values)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """As ``inner`` does."""

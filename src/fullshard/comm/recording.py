@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard.comm.protocol import Around, Collectives, Pending
+from fullshard.comm.protocol import Around, Pending
 
 __all__ = ["CollectiveCall", "Recording"]
 
@@ -28,27 +28,23 @@ class Recording(Around):
 
     calls: list[CollectiveCall] = field(default_factory=list)
 
-    def by_sums(self) -> Collectives:
-        """Notes in the same list."""
-        return Recording(self.inner.by_sums(), self.calls)
-
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Note and pass on."""
         numel = sum(map(Tensor.numel, sources))
         self.calls.append(CollectiveCall("all_gather", numel, sources[0].dtype))
-        return self.inner.all_gather(outputs, sources)
+        return super().all_gather(outputs, sources)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """Note and pass on."""
         self.calls.append(CollectiveCall("reduce_scatter", source.numel(), source.dtype))
-        return self.inner.reduce_scatter_mean(output, source)
+        return super().reduce_scatter_mean(output, source)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Note and pass on."""
         self.calls.append(CollectiveCall("all_reduce", values.numel(), values.dtype))
-        return self.inner.all_reduce_mean(values)
+        return super().all_reduce_mean(values)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Note and pass on."""
         self.calls.append(CollectiveCall("broadcast", values.numel(), values.dtype))
-        return self.inner.broadcast(values, source)
+        return super().broadcast(values, source)

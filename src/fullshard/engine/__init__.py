@@ -10,7 +10,7 @@ from __future__ import annotations
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
-from fullshard.engine.full import gather_full_param, is_first, is_first_copy, values_of
+from fullshard.engine.full import gather_full_param, is_first, is_first_copy
 from fullshard.engine.loan import Loan, Terms
 from fullshard.engine.offload import Offload
 from fullshard.engine.policy import (
@@ -39,5 +39,4 @@ __all__ = [
     "gather_full_param",
     "is_first",
     "is_first_copy",
-    "values_of",
 ]

@@ -44,10 +44,10 @@ from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Front, Gradients, Waiting
-from fullshard.engine.shard import FlatShard, SeparateShards, Shards, check_at_home, cut_shards
+from fullshard.engine.shard import FlatShard, Shards, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
-from fullshard.errors import ConfigError, ProtocolError, UnsupportedError
+from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
 
 __all__ = ["Bucket"]
@@ -90,17 +90,8 @@ class Bucket:
 
     @property
     def shard(self) -> Tensor:
-        """The flat shard.
-
-        Raises:
-            UnsupportedError: there is none.
-        """
-        if not isinstance(self.shards, FlatShard):
-            raise UnsupportedError(
-                f"{', '.join(self.names)}: tensors of a class of their own "
-                f"({type(self.shards.locals[0]).__name__}) lie in no shard that could be gathered "
-                "as it is; unshard() gathers them by their hooks"
-            )
+        """The flat shard, where there is one."""
+        assert isinstance(self.shards, FlatShard)
         return self.shards.flat
 
     def _show_locals(self) -> None:
@@ -133,7 +124,6 @@ class Bucket:
                 self.spec, self.unsharded.params, self.sharded_params, lanes, meter
             )
             self.gradients.front = self.front
-            self.gradients.may_be_wrapped = isinstance(self.shards, SeparateShards)
             self.gradients.policy = self.reduce_policy
             if self._waiting is not None:
                 self.gradients.take_up(self._waiting)

@@ -18,11 +18,10 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import broadcast_pieces
 from fullshard.device import Kind, StorageMeter
-from fullshard.engine.bucket import Bucket
-from fullshard.engine.shard import FlatShard, cut_into
+from fullshard.engine.shard import cut_into
 from fullshard.engine.spec import BucketSpec
-from fullshard.layout import StridedCopy, plan_gather, plan_param_gather
-from fullshard.tensors import plain
+from fullshard.engine.views import gather_plan, places_of_copies, written_in_place
+from fullshard.layout import plan_param_gather
 
 __all__ = [
     "any_rank",
@@ -33,34 +32,8 @@ __all__ = [
     "gather_full_param",
     "is_first",
     "is_first_copy",
-    "put_values",
     "share_first",
-    "values_of",
 ]
-
-_DIRECT_NBYTES = 512 << 10  # as for computation, see ``unshard``
-
-
-def values_of(bucket: Bucket) -> Tensor:
-    """The shard, or, where tensors of classes of their own are kept, a copy of their values."""
-    shards = bucket.shards
-    if isinstance(shards, FlatShard):
-        return shards.flat
-    numel = bucket.spec.layout.shard_numel
-    flat = torch.zeros(numel, dtype=shards.dtype, device=shards.device)
-    for piece, local in zip(bucket.spec.pieces, shards.locals, strict=True):
-        if piece.numel:
-            flat.narrow(0, piece.offset, piece.numel).view(piece.shape).copy_(plain(local))
-    return flat
-
-
-def put_values(bucket: Bucket, flat: Tensor) -> None:
-    """Let the shard have what was written into ``values_of`` it."""
-    if isinstance(bucket.shards, FlatShard):
-        return
-    for piece, local in zip(bucket.spec.pieces, bucket.shards.locals, strict=True):
-        if piece.numel:
-            local.copy_(flat.narrow(0, piece.offset, piece.numel).view(piece.shape))
 
 
 def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Tensor]:
@@ -70,19 +43,17 @@ def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Ten
     """
     layout = spec.layout
     flat = flat.to(spec.device)
-    plan = plan_gather(layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
+    plan = gather_plan(layout, flat.itemsize)
     full = flat.new_empty(layout.unsharded_numel)
     staging = flat.new_empty(layout.world * plan.staged_numel)
     sources = [flat.narrow(0, part.shard_offset, part.numel) for part in plan.direct]
-    outputs = [
-        full.narrow(0, part.unsharded_offset, layout.world * part.numel) for part in plan.direct
-    ]
+    outputs = written_in_place(plan, layout.world, full)
     if plan.staged_numel:
         sources.append(flat[: plan.staged_numel])
         outputs.append(staging)
     with meter.holding(Kind.FULL, full.nbytes + staging.nbytes):
         spec.comm.all_gather(outputs, sources).wait()
-        _copy_out(full, staging, plan.copies, layout.unsharded_offsets)
+        _copy(*places_of_copies(plan.copies, full, staging, layout.unsharded_offsets))
     places = zip(layout.unsharded_offsets, layout.params, strict=True)
     return [
         _torch.own_storage(full.narrow(0, offset, param.numel).view(param.shape))
@@ -110,19 +81,13 @@ def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: Storage
             return _torch.own_storage(staging[: param.numel].view(param.shape))
         full = source.new_empty(param.numel)
         with meter.holding(Kind.FULL, full.nbytes):
-            _copy_out(full, staging, plan.copies)
+            _copy(*places_of_copies(plan.copies, full, staging, {index: 0}))
     return full.view(param.shape)
 
 
-def _copy_out(
-    full: Tensor, staging: Tensor, copies: Sequence[StridedCopy], offsets: Sequence[int] = ()
-) -> None:
-    """From slices, one rank after the other, to where the elements belong."""
-    for box in copies:
-        start = (offsets[box.param] if offsets else 0) + box.param_offset
-        full.as_strided(box.sizes, box.param_strides, start).copy_(
-            staging.as_strided(box.sizes, box.staging_strides, box.staging_offset)
-        )
+def _copy(to: list[Tensor], of: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, of)
 
 
 def is_first(spec: BucketSpec) -> bool:

@@ -18,9 +18,7 @@ from fullshard.engine.full import (
     gather_full,
     is_first,
     is_first_copy,
-    put_values,
     share_first,
-    values_of,
 )
 from fullshard.engine.shard import cut_into
 from fullshard.engine.unit import Unit
@@ -66,7 +64,7 @@ class Loan:
         spec, terms = bucket.spec, self._terms
         if terms.rank0_only and not is_first_copy(spec):
             return None
-        values: list[Tensor] = gather_full(spec, values_of(bucket), self._meter)
+        values: list[Tensor] = gather_full(spec, bucket.shards.values(), self._meter)
         grads = self._gather_grads(bucket) if terms.with_grads else [None] * len(values)
         if terms.rank0_only and not is_first(spec):
             return None
@@ -142,10 +140,10 @@ class Loan:
 
     def _write_own(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         """Each rank its own elements, never padding."""
-        flat = values_of(bucket)
+        flat = bucket.shards.values()
         for segment, param in zip(bucket.spec.segments, params, strict=True):
             cut_into(local_part(param).detach(), segment, flat)
-        put_values(bucket, flat)
+        bucket.shards.put(flat)
         _freeze(bucket, [param.requires_grad for param in params])
         if self._terms.with_grads:
             grads = _grads(bucket, params)
@@ -166,12 +164,12 @@ class Loan:
         is_kept, *flags = flags_of_first(spec, flags)
         if not is_kept:
             return
-        flat = values_of(bucket)
+        flat = bucket.shards.values()
         for i in range(num):
             full = None if params is None else local_part(params[i]).detach()
             cut_first(spec, i, full, flat)
         share_first(spec, flat)
-        put_values(bucket, flat)
+        bucket.shards.put(flat)
         _freeze(bucket, [bool(flag) for flag in flags[:num]])
         if self._terms.with_grads:
             present = [bool(flag) for flag in flags[num:]]

@@ -92,7 +92,6 @@ class Gradients:
         self._meter = meter
         self.policy = ReducePolicy()
         self.front: Front | None = None
-        self.may_be_wrapped = False  # gradients, by a class of tensors that stand around others
         self._has_pending = False  # the same on all ranks
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
 
@@ -265,7 +264,7 @@ class Gradients:
         self.discard()
         if self._spec.parallel:
             grads = local_gradients(grads, self._spec.parallel)
-        if self.may_be_wrapped:
+        if self._spec.are_wrapped:
             grads = [None if grad is None else plain(grad) for grad in grads]
         if not self._has_pending:
             return grads
@@ -302,9 +301,10 @@ class Gradients:
             for i, param in enumerate(self.sharded_params)
             if present[i] and param.requires_grad
         ]
+        put = _put_grad if self._spec.grad_dtype is None else _torch.set_grad
         for i, param in wanted:
             if param.grad is None:
-                _torch.set_grad(param, result.shown[i])
+                put(param, result.shown[i])
             else:
                 sums.append(self._spec.form.local(param.grad))
                 parts.append(result.locals[i])
@@ -315,3 +315,7 @@ class Gradients:
         seen = [param for _, param in wanted] if self.front is None else [self.front.param]
         for param, hook in _torch.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would have called it; an optimizer may step in one
+
+
+def _put_grad(param: Tensor, grad: Tensor) -> None:
+    param.grad = grad

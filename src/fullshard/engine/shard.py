@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, Self
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ProtocolError
 from fullshard.layout import Segment
-from fullshard.tensors import carry_hooks, is_wrapper, local_part
+from fullshard.tensors import carry_hooks, local_part, plain
 
 __all__ = ["FlatShard", "SeparateShards", "Shards", "cut_into", "cut_shards"]
 
@@ -37,6 +37,12 @@ class Shards(Protocol):
     def padded(self, index: int) -> Tensor:
         """A piece with the rows of padding that make it as large as rank 0's."""
 
+    def values(self) -> Tensor:
+        """What is kept, 1-D in the order of the layout; itself, or a copy to ``put`` back."""
+
+    def put(self, values: Tensor) -> None:
+        """Keep what was written into ``values()``."""
+
     def copy(self) -> Self:
         """The same in memory of its own."""
 
@@ -50,7 +56,7 @@ def cut_shards(spec: BucketSpec, originals: Sequence[Tensor]) -> Shards:
     Of tensor-parallel ones their local tensors are cut.
     """
     wholes = [local_part(original).detach() for original in originals]
-    if any(map(is_wrapper, wholes)):
+    if spec.are_wrapped:
         return SeparateShards.cut(spec, wholes)
     return FlatShard.cut(spec, wholes)
 
@@ -94,6 +100,13 @@ class FlatShard:
         shape = self._spec.layout.local_shape(0, index)
         numel = torch.Size(shape).numel()
         return self.flat.narrow(0, offset, numel).view(shape)
+
+    def values(self) -> Tensor:
+        """See ``Shards``; itself."""
+        return self.flat
+
+    def put(self, values: Tensor) -> None:
+        """See ``Shards``; it was written to itself."""
 
     def copy(self) -> Self:
         """See ``Shards``."""
@@ -152,6 +165,25 @@ class SeparateShards:
     def padded(self, index: int) -> Tensor:
         """See ``Shards``."""
         return self._padded[index]
+
+    def values(self) -> Tensor:
+        """See ``Shards``; plain copies."""
+        numel = self._spec.layout.shard_numel
+        values = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        for part, local in self._parts(values):
+            part.copy_(plain(local))
+        return values
+
+    def put(self, values: Tensor) -> None:
+        """See ``Shards``."""
+        for part, local in self._parts(values):
+            local.copy_(part)
+
+    def _parts(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The part of ``values`` for each piece that is not empty, and that."""
+        for piece, local in zip(self._spec.pieces, self.locals, strict=True):
+            if piece.numel:
+                yield values.narrow(0, piece.offset, piece.numel).view(piece.shape), local
 
     def copy(self) -> Self:
         """See ``Shards``."""

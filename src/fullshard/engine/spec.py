@@ -54,6 +54,8 @@ class BucketSpec:
     """Whether gradients are zero where no parameter lies, because somebody sees them as one."""
     offload: Offload | None = None
     """How shards get to ``device`` from the CPU; None: they are there."""
+    are_wrapped: bool = False
+    """Whether the parameters, and so gradients, are of a tensor class that stands around others."""
     hook_arguments: HookArguments | None = None
     """What hooks of tensors are told; None: there can be none."""
 

@@ -9,16 +9,11 @@ from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.engine.offload import Outbound
 from fullshard.engine.spec import BucketSpec
-from fullshard.layout import GatherPlan, plan_gather, round_up
+from fullshard.engine.views import gather_plan, places_of_copies, written_in_place
+from fullshard.layout import GatherPlan, round_up
 from fullshard.tensors import local_part
 
 __all__ = ["Unsharded"]
-
-_DIRECT_NBYTES = 512 << 10
-"""Pieces of a parameter from this size on are gathered in place, where the layout allows it.
-
-Each travels by itself then. Below, a copy of what came with others takes less time over gloo.
-"""
 
 
 class Unsharded:
@@ -148,15 +143,13 @@ class _Gather:
     def __init__(self, spec: BucketSpec, buffer: Buffer, lanes: Lanes, meter: StorageMeter) -> None:
         layout = spec.layout
         flat, world = buffer.tensor, layout.world
-        plan = plan_gather(layout, min_numel=_DIRECT_NBYTES // flat.itemsize)
+        plan = gather_plan(layout, flat.itemsize)
         self._comm = spec.comm
         self._meter = meter
         self._shard: Tensor | None = None  # which these are slices of
         self._sources: list[Tensor] = []
         self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
-        self._outputs = [
-            flat.narrow(0, part.unsharded_offset, world * part.numel) for part in plan.direct
-        ]
+        self._outputs = written_in_place(plan, world, flat)
         self._written = [buffer] if plan.direct else []  # what the gathers write
         self._staging = _Staging(spec, plan, buffer, meter) if plan.staged_numel else None
         if self._staging is not None:
@@ -199,7 +192,8 @@ class _Gather:
         return self._comm.all_gather(self._outputs, sources)
 
     def _brought(self, outbound: Outbound, shard: Tensor) -> list[Tensor]:
-        """Our own slices of a shard on the host, on the device."""
+        """Our own slices of a shard on the host, on the device; the host copies or casts it."""
+        self._meter.copied(sum(own.nbytes for own in self._own))
         if self._landing is None:
             outbound.send(shard)
             return self._own
@@ -226,18 +220,9 @@ class _Staging:
         self.buffer = Buffer(numel, flat.dtype, flat.device, kind=Kind.GATHER_OUTPUT, meter=meter)
         self._target = target
         self._meter = meter
-        self._to = [
-            flat.as_strided(
-                box.sizes,
-                box.param_strides,
-                layout.unsharded_offsets[box.param] + box.param_offset,
-            )
-            for box in plan.copies
-        ]
-        self._from = [
-            self.buffer.tensor.as_strided(box.sizes, box.staging_strides, box.staging_offset)
-            for box in plan.copies
-        ]
+        self._to, self._from = places_of_copies(
+            plan.copies, flat, self.buffer.tensor, layout.unsharded_offsets
+        )
         self._nbytes = sum(view.nbytes for view in self._to)
 
     def empty(self) -> None:

@@ -25,6 +25,7 @@ from fullshard.flat.options import (
     StateDictType,
 )
 from fullshard.flat.state import settings_of
+from fullshard.frontend.contexts import clean_name
 
 __all__ = ["OptimStateDicts"]
 
@@ -199,7 +200,7 @@ class OptimStateDicts:
 
 def _names(model: nn.Module, optim: Optimizer | None) -> list[str]:
     """Names of parameters as ``optim`` numbers them."""
-    named = dict(model.named_parameters())
+    named = {clean_name(name): param for name, param in model.named_parameters()}
     if optim is None:
         return list(named)
     name_of = {id(param): name for name, param in named.items()}

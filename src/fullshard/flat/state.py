@@ -163,7 +163,10 @@ class StateDicts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load what belongs to the wrapper, all at once; what is inside then finds its own."""
+        """Load what belongs to the wrapper, all at once; what is inside then finds its own.
+
+        The signature is that of ``nn.Module``, which calls it by position.
+        """
         own, self._loads_itself = self._loads_itself, False
         if own or is_taken_as_it_is():
             return  # it has no parameters itself, and what is inside finds its own

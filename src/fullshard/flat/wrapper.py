@@ -36,7 +36,7 @@ from fullshard.flat.prepare import (
 from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
-from fullshard.frontend.contexts import unshard_params
+from fullshard.frontend.contexts import WRAPPED, unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
@@ -50,9 +50,6 @@ from fullshard.wrap.units import Ignored
 from fullshard.wrap.unity import check_frozen_apart
 
 __all__ = ["FullyShardedDataParallel"]
-
-WRAPPED = "_fsdp_wrapped_module"
-"""The name of the module inside, and what it adds to the names of parameters."""
 
 
 class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
@@ -92,7 +89,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
     Source: "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
     """
 
-    def __init__(
+    def __init__(  # by position too, in PyTorch's order
         self,
         module: nn.Module,
         process_group: Any = None,
@@ -128,7 +125,6 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
             device_type=None if device is None else device.type,
             wraps_children=auto_wrap_policy is not None,
         )
-        mixed = as_mixed_precision(mixed_precision)
         given = {
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
@@ -143,22 +139,10 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
             "ignored_states": list(modules or params) or None,
             "_mesh": mesh,
         }
-        ignored = Ignored.of(modules, params)
-        if auto_wrap_policy is not None:
-            wrap_children(
-                module,
-                auto_wrap_policy,
-                ignored,
-                None if mixed_precision is None else mixed,
-                lambda inner, **options: FullyShardedDataParallel(inner, **{**given, **options}),
-                shown_as_one=not use_orig_params,
-            )
-        elif not use_orig_params:
-            inside = (m for m in module.modules() if unit_of(m) is not None)
-            check_frozen_apart(module, [], Ignored.of([*modules, *inside], params))
+        _prepare_inside(module, auto_wrap_policy, Ignored.of(modules, params), given)
         setattr(self, WRAPPED, module)
         self._strategy = strategy
-        self._precision = Precision(mixed, is_exempt=_is_exempt)
+        self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
@@ -392,3 +376,22 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         unit = unit_of(self)
         is_lent = unit is not None and unit.loan is not None
         return name.replace(f"{WRAPPED}.", "") if is_lent else name
+
+
+def _prepare_inside(
+    module: nn.Module, policy: Any, ignored: Ignored, given: dict[str, Any]
+) -> None:
+    """Wrap what ``policy`` chooses; without one, check what is left to the unit."""
+    mixed_precision, shown_as_one = given["mixed_precision"], not given["use_orig_params"]
+    if policy is not None:
+        wrap_children(
+            module,
+            policy,
+            ignored,
+            None if mixed_precision is None else as_mixed_precision(mixed_precision),
+            lambda inner, **options: FullyShardedDataParallel(inner, **{**given, **options}),
+            shown_as_one=shown_as_one,
+        )
+    elif shown_as_one:
+        inside = [one for one in module.modules() if unit_of(one) is not None]
+        check_frozen_apart(module, [], Ignored.of([*ignored.modules, *inside], ignored.params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -116,6 +116,7 @@ def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
         spec = _bucket_spec(members, dtype, mesh, choices)
         if kind is not torch.Tensor:
             check_extendable(spec)
+            spec = replace(spec, are_wrapped=True)
         plan.specs.append(spec)
     return plan
 

@@ -19,7 +19,6 @@ from fullshard.engine import (
     gather_full_param,
     is_first,
     is_first_copy,
-    values_of,
 )
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.hooks import engine_of
@@ -27,6 +26,7 @@ from fullshard.frontend.ownership import managed, owner_of, unit_of
 from fullshard.frontend.places import Held, Place, held_params, places_of
 
 __all__ = [
+    "WRAPPED",
     "clean_name",
     "full_held",
     "full_value",
@@ -262,7 +262,8 @@ def full_held(held: Held, *, rank0_only: bool = False) -> Tensor | None:
     if rank0_only and not is_first_copy(spec):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        full = gather_full_param(spec, values_of(bucket), held.number, engine_of(held.unit).meter)
+        values, meter = bucket.shards.values(), engine_of(held.unit).meter
+        full = gather_full_param(spec, values, held.number, meter)
         if rank0_only and not is_first(spec):
             return None
         if spec.parallel and (parallel := spec.parallel[held.number]) is not None:
@@ -285,7 +286,10 @@ def is_first_rank(units: Sequence[Unit]) -> bool:
     return not any(any(one.coordinate) for one in held)
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+WRAPPED = "_fsdp_wrapped_module"
+"""What ``FullyShardedDataParallel`` calls the module inside, and so adds to names."""
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", f"{WRAPPED}.")
 
 
 def clean_name(name: str) -> str:

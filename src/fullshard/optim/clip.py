@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.comm import all_reduce
@@ -99,41 +99,33 @@ def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor,
 
 
 def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
-    params = [parameters] if isinstance(parameters, Tensor) else parameters
-    like: dict[tuple[int, tuple[type, ...]], list[Tensor]] = {}
-    where: dict[tuple[int, tuple[type, ...]], tuple[DeviceMesh, Sequence[Placement]]] = {}
-    plain: list[Tensor] = []
-    for param in params:
-        grad = param.grad
-        if grad is None:
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    pairs = zip(params, map(attrgetter("grad"), params), strict=True)
+    grads = [(param, grad) for param, grad in pairs if grad is not None]
+    cut = [grad for _, grad in grads if isinstance(grad, DTensor)]
+    like: dict[tuple[int, tuple[type, ...]], list[DTensor]] = {}
+    for grad, (mesh, placements) in zip(cut, map(_where, cut), strict=True):
+        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(grad)
+    found: dict[Spread, _Alike] = {}
+    for those in like.values():
+        spread = spread_of(those[0].device_mesh, those[0].placements)
+        found.setdefault(spread, _Alike(spread)).locals.extend(map(_torch.local_of, those))
+    known: dict[tuple[int, tuple[type, ...]], Spread] = {}
+    for param, grad in grads:
+        if isinstance(grad, DTensor):
             continue
-        parts = _placed(param, grad)
+        parts = placed_parts_of(param)
         if not parts:
-            plain.append(grad)
-        for mesh, placements, local in parts:
+            found.setdefault(_PLAIN, _Alike(_PLAIN)).locals.append(grad)
+        for (mesh, placements), start, numel in parts:
             key = (id(mesh), tuple(map(type, placements)))
-            where.setdefault(key, (mesh, placements))
-            like.setdefault(key, []).append(local)
-    found = {_PLAIN: _Alike(_PLAIN, plain)} if plain else {}
-    for key, locals_there in like.items():
-        spread = spread_of(*where[key])
-        found.setdefault(spread, _Alike(spread)).locals.extend(locals_there)
+            spread = known[key] = known.get(key) or spread_of(mesh, placements)
+            local = grad if len(parts) == 1 else grad.narrow(0, start, numel)
+            found.setdefault(spread, _Alike(spread)).locals.append(local)
     return list(found.values())
 
 
-def _placed(param: Tensor, grad: Tensor) -> list[tuple[DeviceMesh, Sequence[Placement], Tensor]]:
-    """The local tensors of a gradient, and where they lie; none if it lies on no mesh."""
-    if isinstance(grad, DTensor):
-        return [(grad.device_mesh, grad.placements, _torch.local_of(grad))]
-    parts = placed_parts_of(param)
-    if len(parts) == 1:
-        return [(parts[0].place.mesh, parts[0].place.placements, grad)]
-    return [
-        (place.mesh, place.placements, grad.narrow(0, start, numel))
-        for place, start, numel in parts
-    ]
-
-
+_where = attrgetter("device_mesh", "placements")
 _PLAIN = Spread((), 1)
 
 

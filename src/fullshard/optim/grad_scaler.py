@@ -41,7 +41,7 @@ class ShardedGradScaler(GradScaler):
         scaler.update()
     """
 
-    def __init__(
+    def __init__(  # by position too, in PyTorch's order
         self,
         device: str = "cuda",
         init_scale: float = 2.0**16,

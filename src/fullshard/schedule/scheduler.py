@@ -43,7 +43,8 @@ class Scheduler:
     """Turns triggers into actions.
 
     Holds residencies, holds and the learned order; never a tensor. ``add`` makes a unit known;
-    after that ``on`` is the whole interface.
+    after that ``on`` is the whole interface. What it takes by itself is in other files; what is
+    left are the triggers, one handler each, which share all of the state.
     """
 
     def __init__(self) -> None:
