@@ -10,7 +10,8 @@
     |   |-- NotBuiltError       planned, not built yet
     |   `-- RaggedOperationError  a RaggedTensor holds no rows, columns or single elements
     |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
-    |   `-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
+    |   |-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
+    |   `-- BusyError           ... while parameters are lent or a pass runs (also ValueError)
     |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
@@ -26,6 +27,7 @@ __all__ = [
     "ArgumentTypeError",
     "AssertedConfigError",
     "AssertedProtocolError",
+    "BusyError",
     "ConfigError",
     "ExtensionError",
     "FullshardError",
@@ -80,6 +82,10 @@ class ProtocolError(FullshardError, RuntimeError):
 
 class AssertedProtocolError(ProtocolError, AssertionError):
     """Calls in an order that cannot work, where PyTorch fails an assertion."""
+
+
+class BusyError(ProtocolError, ValueError):
+    """Parameters are lent, or a forward or a backward is running; nothing was changed."""
 
 
 class NonFiniteError(FullshardError, RuntimeError):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard import _torch
 from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import Alone, Collectives, Together
+from fullshard.errors import ConfigError
 
 __all__ = [
     "Wire",
@@ -233,9 +234,19 @@ def mesh_of_groups(
     """The 2-D mesh with the ranks of ``replicas`` along dim 0, those of ``shards`` along dim 1.
 
     Ranks tell each other which groups they are in, so all of them must call this.
+
+    Raises:
+        ConfigError: these are not the rows and columns of a grid.
     """
     rows: list[list[int]] = [[] for _ in range(replicas.size())]
     dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
+    ranks = [rank for row in rows for rank in row]
+    if len(set(ranks)) < len(ranks) or len({len(row) for row in rows}) > 1:
+        raise ConfigError(
+            f"process_group: the ranks {dist.get_process_group_ranks(replicas)}, which shall hold "
+            f"the same, share copies with the ranks {rows}; expected as many for each, and no rank "
+            "twice"
+        )
     return DeviceMesh.from_group(
         [replicas, shards],
         device_type or _device_type(),

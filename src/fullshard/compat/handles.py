@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fully_shard
 
+from fullshard import wrap
 from fullshard.engine import Engine, Unit
 from fullshard.frontend import FSDPModule
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 
-__all__ = ["get_cls_to_fsdp_cls", "state_of"]
+__all__ = ["CustomPolicy", "get_cls_to_fsdp_cls", "state_of"]
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -64,6 +66,22 @@ class ParamGroup:
 
     def post_backward(self) -> None:
         """Leave it to the final callback."""
+
+
+class CustomPolicy(wrap.CustomPolicy, torch_wrap._Policy):
+    """Also what ``apply_activation_checkpointing`` takes for a policy that is no function.
+
+    ``ModuleWrapPolicy`` is one for it, and needs nothing of this.
+    """
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: wrap.policies.Options,
+    ) -> dict[nn.Module, wrap.policies.Options]:
+        chosen = self.choose(root_module, ignored_modules)
+        return {module: {**root_kwargs, **options} for module, options in chosen.items()}
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:

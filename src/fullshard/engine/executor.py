@@ -18,7 +18,7 @@ from fullshard import _torch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.unit import Unit
-from fullshard.errors import ProtocolError
+from fullshard.errors import BusyError
 from fullshard.schedule import (
     Action,
     Event,
@@ -119,15 +119,15 @@ class Engine:
         return cls([*units, unit], [*policies, policy], machine)
 
     def check_idle(self, what: str) -> None:
-        """Raise ``ProtocolError`` in the middle of a forward or a backward, or of a loan."""
+        """Raise ``BusyError`` in the middle of a forward or a backward, or of a loan."""
         self.check_not_running(what)
         for unit in self.units:
             unit.check_not_lent(what)
 
     def check_not_running(self, what: str) -> None:
-        """Raise ``ProtocolError`` in the middle of a forward or a backward."""
+        """Raise ``BusyError`` in the middle of a forward or a backward."""
         if not self.scheduler.idle or _torch.current_task() != NO_TASK:
-            raise ProtocolError(
+            raise BusyError(
                 f"{what} was called in the middle of a forward or a backward of the model; "
                 "call it between steps, or call reset_iter_state() on the root after an exception"
             )

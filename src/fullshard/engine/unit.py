@@ -16,7 +16,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
-from fullshard.errors import ProtocolError, UnsupportedError
+from fullshard.errors import BusyError, ProtocolError, UnsupportedError
 
 if TYPE_CHECKING:
     from fullshard.engine.executor import Engine
@@ -270,11 +270,12 @@ class Unit:
             )
 
     def check_not_lent(self, what: str) -> None:
-        """Raise ``ProtocolError`` while the user has full parameters."""
+        """Raise ``BusyError`` while the user has full parameters."""
         if self.loan is not None:
-            raise ProtocolError(
+            raise BusyError(
                 f"{what} while unshard_params() lends the full parameters of unit "
-                f"{self.name or '(root)'}: leave the with block first"
+                f"{self.name or '(root)'}; units are expected to be in states of rest: leave the "
+                "with block first"
             )
 
     def sync_requires_grad(self) -> None:

@@ -39,7 +39,7 @@ def follow_order(unit: Unit) -> None:
     Raises:
         ProtocolError: in the first iteration other ranks run another unit now.
     """
-    if dist.get_debug_level() is not dist.DebugLevel.DETAIL:
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # equal, but another object each time
         return
     engine = engine_of(unit)
     order = _orders.setdefault(engine, _Order())

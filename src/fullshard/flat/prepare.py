@@ -32,11 +32,12 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
     """The device that the user named.
 
     Raises:
+        ArgumentTypeError: it names none.
         ConfigError: parameters are on another accelerator already.
     """
     if device_id is None:
         return None
-    device = device_id if isinstance(device_id, torch.device) else torch.device("cuda", device_id)
+    device = _named(device_id)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     there = {p.device for p in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
@@ -46,6 +47,19 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
             f"parameters are on {', '.join(map(str, there))} already"
         )
     return device
+
+
+def _named(device_id: Any) -> torch.device:
+    """A number is that of an accelerator; without any it means what there is, the CPU."""
+    if isinstance(device_id, int) and not torch.accelerator.is_available():
+        return torch.device("cpu")
+    try:
+        return torch.device(device_id)
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentTypeError(
+            f"FullyShardedDataParallel(device_id={device_id!r}): expected a device, its name or "
+            "the number of an accelerator"
+        ) from error
 
 
 def check_module(module: nn.Module, ignored: set[nn.Module], *, shown_as_one: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fullshard.engine import Offload, Unit
 from fullshard.errors import AssertedProtocolError, ProtocolError
+from fullshard.flat.arguments import Arguments, Given
 from fullshard.flat.children import wrap_children
 from fullshard.flat.comm_hook import reduce_by_hook
 from fullshard.flat.meshes import data_mesh_of
@@ -52,7 +53,7 @@ from fullshard.wrap.unity import check_frozen_apart
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
+class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateDicts):
     """Shards the parameters of ``module`` and runs it; the interface is PyTorch's FSDP1.
 
     Between steps a rank has a part of every unit: its own elements of the unit's parameters, laid
@@ -100,7 +101,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Any = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -141,7 +142,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         }
         _prepare_inside(module, auto_wrap_policy, Ignored.of(modules, params), given)
         setattr(self, WRAPPED, module)
-        self._strategy = strategy
+        self._given = Given.of(mesh, given)
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
@@ -162,7 +163,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         shown: Shown,
     ) -> None:
         """Make a unit of what no wrapper inside has."""
-        keeps = self._strategy.keeps or mesh.shard_dim is None
+        keeps = self._given.strategy.keeps or mesh.shard_dim is None
         choices = Choices(
             mesh=mesh,
             after_forward=AfterForward.KEEP if keeps else AfterForward.AUTO,
@@ -315,7 +316,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         engine = engine_of(self._unit)
         policies = [engine.policy_of(unit) for unit in engine.units]
         self._set(True, requires_gradient_sync=False)
-        if self._strategy.keeps:
+        if self._given.strategy.keeps:
             self._set(True, reshard_after_backward=False)
         try:
             yield
