@@ -14,10 +14,15 @@ import pytest
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common, _fully_shard
 from torch.distributed.pipelining import stage
 
 import fullshard
+from fullshard import wrap
 from fullshard.compat import patch_torch
 from fullshard.compat.names import OURS
 
@@ -59,7 +64,8 @@ def test_every_name_is_ours() -> None:
         for name in fsdp.api.__all__:
             assert getattr(fsdp.api, name) is getattr(fullshard, name)
         for name in fullshard.wrap.__all__:
-            assert getattr(fsdp.wrap, name) is getattr(fullshard.wrap, name)
+            theirs, own = getattr(fsdp.wrap, name), getattr(fullshard.wrap, name)
+            assert theirs is own or (name == "CustomPolicy" and issubclass(theirs, own))
         ours = fullshard.optim.ShardedGradScaler
         assert fsdp.sharded_grad_scaler.ShardedGradScaler is ours
         for name in ("AllGather", "ReduceScatter", "Comm"):
@@ -156,6 +162,26 @@ def test_a_lazy_module_is_not_loaded() -> None:
         patch_torch().undo()
     finally:
         del sys.modules["lazy"], sys.modules["none"]
+
+
+def test_activation_checkpoints_take_our_policies() -> None:
+    """Options that a policy gives are those of the checkpoints."""
+
+    def chosen(module: nn.Module) -> bool | dict[str, Any]:
+        return {"preserve_rng_state": False} if isinstance(module, nn.Linear) else False
+
+    def blocks() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
+
+    with patch_torch():
+        for policy in (fsdp.wrap.CustomPolicy(chosen), fsdp.wrap.ModuleWrapPolicy({nn.Linear})):
+            assert isinstance(policy, (wrap.CustomPolicy, wrap.ModuleWrapPolicy))
+            model = blocks()
+            apply_activation_checkpointing(model, auto_wrap_policy=policy)
+            found = [m for m in model.modules() if isinstance(m, CheckpointWrapper)]
+            assert found == [model[0], model[2][0]]
+            if isinstance(policy, wrap.CustomPolicy):
+                assert found[0].checkpoint_fn.keywords["preserve_rng_state"] is False
 
 
 def test_what_is_not_sharded_has_no_state() -> None:

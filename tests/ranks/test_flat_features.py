@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -221,12 +222,19 @@ class Swapped(Stack):
         return x
 
 
+@contextmanager
+def detailed() -> Iterator[None]:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
 def order(when: str) -> list[str]:
     told = []
-    with (
-        mock.patch.object(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL),
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with detailed(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plain = Swapped()
         model = wrap(ours, plain, "nested", use_orig_params=True)

@@ -107,6 +107,15 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "Expected process_group to be passed in",
     ),
+    "hybrid with groups that cross twice": (
+        lambda: FSDP(
+            Block(),
+            process_group=(dist.group.WORLD, dist.group.WORLD),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        ),
+        ValueError,
+        "no rank twice",
+    ),
     "hybrid on a 1-D mesh": (
         lambda: FSDP(
             Block(),
@@ -115,6 +124,12 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ),
         ValueError,
         "1 dims, expected 2",
+    ),
+    "unknown device": (lambda: FSDP(Block(), device_id="nowhere"), ValueError, "expected a device"),
+    "device that is none": (
+        lambda: FSDP(Block(), device_id=1.5),  # type: ignore[arg-type]
+        TypeError,
+        "expected a device",
     ),
     "ignored module that is none": (
         lambda: FSDP(Block(), ignored_modules=[1]),
@@ -160,10 +175,15 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         RuntimeError,
         "lends the full parameters",
     ),
+    "clipping inside of summon": (
+        lambda: _in_summon(lambda model: model.clip_grad_norm_(1.0)),
+        ValueError,
+        "lends the full parameters",
+    ),
     "apply inside of summon": (
         lambda: _in_summon(lambda model: model.apply(print)),
-        RuntimeError,
-        "lends the full parameters",
+        ValueError,
+        "expected to be in states",
     ),
     "summon inside of a forward": (_summon_in_forward, RuntimeError, "in the middle of a forward"),
     "unknown strategy": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -19,6 +20,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.test_flat_differential import BF16, Block, batch, clean, make, quiet, wrap
 
 Seen = dict[str, Any]
+PRECISION_FIELDS = list(theirs.MixedPrecision.__dataclass_fields__)
 
 
 def shown(kit: ModuleType) -> Seen:
@@ -51,6 +53,54 @@ def shown(kit: ModuleType) -> Seen:
         model.apply(lambda m, visited=visited: visited.append(type(m).__name__))
         seen[f"apply {original}"] = visited
         seen[f"attribute {original}"] = (type(model.blocks).__name__, model.shift.shape)
+    return seen
+
+
+ARGUMENTS: dict[str, Callable[[ModuleType], dict[str, Any]]] = {
+    "usual": lambda kit: {},
+    "chosen": lambda kit: {
+        "sharding_strategy": kit.ShardingStrategy.SHARD_GRAD_OP,
+        "backward_prefetch": None,
+        "forward_prefetch": True,
+        "limit_all_gathers": False,
+        "mixed_precision": kit.MixedPrecision(BF16, cast_forward_inputs=True),
+    },
+    "copies": lambda kit: {"sharding_strategy": kit.ShardingStrategy.NO_SHARD},
+    "alone": lambda kit: {"process_group": alone()},
+    "hybrid": lambda kit: {
+        "sharding_strategy": kit.ShardingStrategy.HYBRID_SHARD,
+        "process_group": (dist.group.WORLD, alone()),
+    },
+    "device by name": lambda kit: {"device_id": "cpu"},
+}
+
+
+def alone() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_subgroups(1)[0]
+    return group
+
+
+def arguments(kit: ModuleType) -> Seen:
+    """What the wrapper tells of what it was made with; ours tells it of a copy, too."""
+    seen: Seen = {}
+    for name, chosen in ARGUMENTS.items():
+        options = chosen(kit)
+        model = wrap(kit, make(torch.float32), "policy", **options)
+        for one in (model, model.blocks[0], copy.deepcopy(model) if kit is ours else model):
+            precision = {f: getattr(one.mixed_precision, f) for f in PRECISION_FIELDS}
+            group = options.get("process_group", dist.group.WORLD)
+            shards, copies = group if isinstance(group, tuple) else (group, None)
+            assert one.process_group is shards
+            assert copies is None or one._inter_node_pg is copies
+            seen.setdefault(name, []).append(
+                (
+                    one.sharding_strategy.name,
+                    getattr(one.backward_prefetch, "name", None),
+                    (one.forward_prefetch, one.limit_all_gathers),
+                    (one.cpu_offload.offload_params, one.compute_device),
+                    (precision, one.rank, one.world_size),
+                )
+            )
     return seen
 
 
@@ -231,6 +281,11 @@ def test_names_and_modules(pool: RankPool) -> None:
     that an empty piece has an empty gradient, so that optimizers have a state for it everywhere.
     """
     assert differences(pool, shown) == {"shapes True", "grad shapes True"}
+
+
+def test_arguments(pool: RankPool) -> None:
+    for found in pool.run(2, both, arguments):
+        assert found == {}
 
 
 def test_gradients(pool: RankPool) -> None:
