@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as ours
 from fullshard.wrap import ModuleWrapPolicy
@@ -102,6 +104,24 @@ def arguments(kit: ModuleType) -> Seen:
                 )
             )
     return seen
+
+
+def groups_of_a_grid() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    shards, copies = mesh.get_group("shards"), mesh.get_group("copies")
+    found = []
+    for given in ({"device_mesh": mesh}, {"process_group": (shards, copies)}):
+        strategy = ours.ShardingStrategy._HYBRID_SHARD_ZERO2
+        model = wrap(ours, make(torch.float32), "nested", sharding_strategy=strategy, **given)
+        assert model.process_group is shards and model._inter_node_pg is copies
+        found.append((model.sharding_strategy is strategy, model.rank, model.world_size))
+    return found
+
+
+def device_by_number() -> str:
+    """A number is that of an accelerator; PyTorch's fails where there is none."""
+    with mock.patch.object(torch.accelerator, "is_available", lambda: False):
+        return wrap(ours, make(torch.float32), "nested", device_id=3).compute_device.type
 
 
 class Partial(nn.Module):
@@ -286,6 +306,9 @@ def test_names_and_modules(pool: RankPool) -> None:
 def test_arguments(pool: RankPool) -> None:
     for found in pool.run(2, both, arguments):
         assert found == {}
+    for rank, told in enumerate(pool.run(4, groups_of_a_grid)):
+        assert told == [(True, rank % 2, 2)] * 2
+    assert pool.run(2, device_by_number) == ["cpu"] * 2
 
 
 def test_gradients(pool: RankPool) -> None:
