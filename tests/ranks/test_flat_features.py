@@ -247,6 +247,37 @@ def test_backward_gathers_ahead_when_it_is_told(pool: RankPool) -> None:
             assert apart(known, values) == 0.0
 
 
+# memory formats
+
+
+def convolved(original: bool) -> tuple[list[str], float]:
+    """What is warned of, and the distance to PyTorch's."""
+    results = []
+    for kit in (theirs, ours):
+        plain = fill(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 2)).double())
+        plain[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = kit.FullyShardedDataParallel(  # type: ignore[attr-defined]
+                plain, device_id=torch.device("cpu"), use_orig_params=original
+            )
+        optimizer = optimizer_of(model)
+        for number in range(2):
+            images = noise(2, 3, 6, 6, seed=number + 5 * dist.get_rank(), dtype=FP64)
+            model(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_values(kit, model))
+    return [str(one.message) for one in caught], apart(*results)
+
+
+def test_another_memory_format_trains_alike(pool: RankPool) -> None:
+    for original in (True, False):
+        for told, distance in pool.run(2, convolved, original):
+            assert distance < EXACT
+            assert len(told) == 1 and "Conv2d.weight" in told[0]
+
+
 # order
 
 

@@ -32,6 +32,7 @@ from fullshard.flat.prepare import (
     ignored_params,
     materialize,
     move,
+    straighten,
     synchronize,
 )
 from fullshard.flat.state import StateDicts
@@ -151,6 +152,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
             move(module, params, modules, device)
+        straighten(module, params, modules)
         if sync_module_states:
             groups = (mesh.mesh.get_group(dim) for dim in range(mesh.mesh.ndim))
             synchronize(module, params, modules, groups)
