@@ -28,9 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DTensorSpec",
+    "OwnDispatch",
     "StridedShard",
     "all_gather",
     "all_reduce",
@@ -79,6 +81,37 @@ __all__ = [
     "versions",
     "waited",
 ]
+
+
+class OwnDispatch(DTensor):
+    """For DTensors whose class has a ``__torch_dispatch__`` of its own.
+
+    Before 2.12 DTensor's dispatcher does not ask it (PyTorch's issue 177716). There what is called
+    from Python gets to the class by way of ``__torch_function__``; what autograd calls does not.
+    """
+
+
+class _Asking(TorchDispatchMode):
+    """Ask the classes of the arguments."""
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for cls in types:
+            if issubclass(cls, OwnDispatch):
+                return cls.__torch_dispatch__(op, types, args, kwargs or {})
+        return op(*args, **(kwargs or {}))
+
+
+def _ask_by_function(
+    cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    with torch._C.DisableTorchFunctionSubclass(), _Asking():  # type: ignore[no-untyped-call]
+        return function(*args, **(kwargs or {}))
+
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+    OwnDispatch.__torch_function__ = classmethod(_ask_by_function)  # type: ignore[assignment]
 
 
 # Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.schedule import Action, AfterForward, MachinePolicy, Op, UnitPolicy
+from fullshard.schedule import Action, AfterForward, Ahead, MachinePolicy, Op, UnitPolicy
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import Follows
 from tests.pure.walk import Walk
@@ -99,6 +99,46 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
         "wait 1", "unshard 0", "reduce_scatter 1",
         "wait 0", "reduce_scatter 0", "reduce_scatter 4",
     ]  # fmt: skip
+
+
+def backward_of(
+    ahead: Ahead, *, skipped: int | None = None, silent: int | None = None
+) -> list[str]:
+    """A backward of three blocks and a root, without ``skipped``; ``silent`` has no gradients."""
+    walk = Walk(3)
+    walk.say(when.SetMachinePolicy(MachinePolicy(backward_ahead=ahead)))
+    met = [(unit, use) for unit, use in walk.forward() if unit != skipped]
+    walk.take()
+    walk.backward(met, silent=silent)
+    assert walk.at_rest
+    return [a for a in walk.take() if a.split()[0] in ("unshard", "wait", "reduce_scatter")]
+
+
+def test_backward_may_gather_ahead_at_the_end_of_a_unit_or_never() -> None:
+    assert backward_of(Ahead.AT_END) == [
+        "unshard 2", "wait 2", "reduce_scatter 2", "unshard 1",
+        "wait 1", "reduce_scatter 1", "unshard 0",
+        "wait 0", "reduce_scatter 0", "reduce_scatter 3",
+    ]  # fmt: skip
+    assert backward_of(Ahead.NEVER) == [
+        "unshard 2", "wait 2", "reduce_scatter 2",
+        "unshard 1", "wait 1", "reduce_scatter 1",
+        "unshard 0", "wait 0", "reduce_scatter 0", "reduce_scatter 3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", Ahead)
+def test_a_rank_without_gradients_communicates_in_the_same_order(ahead: Ahead) -> None:
+    """Also where what is gathered ahead is skipped."""
+    for skipped in (None, 1):
+        order = communicated(backward_of(ahead, skipped=skipped))
+        assert ("unshard 1" in order) == (skipped is None or ahead is not Ahead.NEVER)
+        for silent in {0, 1, 2} - {skipped}:
+            assert communicated(backward_of(ahead, skipped=skipped, silent=silent)) == order
+
+
+def communicated(actions: list[str]) -> list[str]:
+    return [action for action in actions if not action.startswith("wait")]
 
 
 def test_replicas_are_reduced_once_a_unit_after_the_shards() -> None:
@@ -369,13 +409,15 @@ def test_members_share_a_use_until_all_have_run() -> None:
     st.integers(0, 3),
     st.sampled_from([KEEP, SECONDARY, UnitPolicy()]),
     st.booleans(),
+    st.sampled_from(Ahead),
 )
 def test_whatever_happens_the_next_step_is_a_good_one(
-    happenings: list[str], budget: int, policy: UnitPolicy, replicated: bool
+    happenings: list[str], budget: int, policy: UnitPolicy, replicated: bool, ahead: Ahead
 ) -> None:
     """Forwards with and without gradients, deaths, failures, steps and loads in any order."""
     walk = Walk(3, policy=policy, replicated=replicated)
-    walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=100 * budget if budget else None)))
+    machine = MachinePolicy(100 * budget if budget else None, backward_ahead=ahead)
+    walk.say(when.SetMachinePolicy(machine))
     open_uses: list[list[tuple[int, int]]] = []
     for happening in happenings:
         happen(walk, happening, open_uses)

@@ -8,7 +8,7 @@ from itertools import count
 
 from fullshard.schedule import Action, Event, Op, Scheduler, Transcript, UnitPolicy
 from fullshard.schedule import triggers as when
-from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
+from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
 __all__ = ["Walk"]
 
@@ -136,10 +136,13 @@ class Walk:
         self.say(when.ForwardExit(self.root, follows=follows))
         return met + blocks[::-1]
 
-    def unit_backward(self, unit: int, use: int, task: int, *, last: bool = True) -> None:
-        self.say(when.BackwardEnter(unit, use, task, until=use))
+    def unit_backward(
+        self, unit: int, use: int, task: int, *, last: bool = True, silent: bool = False
+    ) -> None:
+        accumulates = Accumulates.ELSEWHERE if silent else Accumulates.HERE
+        self.say(when.BackwardEnter(unit, use, task, until=use, accumulates=accumulates))
         assert self._gathered[unit] == "unsharded"
-        if last:
+        if last and not silent:
             self.say(when.GradsReady(unit, task))
 
     def root_backward(self, uses: Sequence[tuple[int, int]], task: int) -> None:
@@ -147,14 +150,14 @@ class Walk:
         youngest = max(use for _, use in uses)
         self.say(when.BackwardEnter(self.root, uses[0][1], task, until=youngest))
 
-    def backward(self, uses: Sequence[tuple[int, int]]) -> None:
-        """The root's output comes first; its parameters are done last."""
+    def backward(self, uses: Sequence[tuple[int, int]], *, silent: int | None = None) -> None:
+        """The root's output comes first; its parameters are done last; ``silent`` has none."""
         task = next(self._tasks)
         blocks = uses[1:]
         self.root_backward(uses, task)
         for position, (unit, use) in enumerate(blocks):
             last = unit not in [later for later, _ in blocks[position + 1 :]]
-            self.unit_backward(unit, use, task, last=last)
+            self.unit_backward(unit, use, task, last=last, silent=unit == silent)
         self.say(when.GradsReady(self.root, task))
         self.say(when.TaskEnd(task))
 

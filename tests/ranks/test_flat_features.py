@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import fullshard as ours
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import iter_full_params
+from fullshard.frontend.sharded import unit_and_engine
+from fullshard.schedule import Transcript
 from tests.ranks.models import fill, noise
 from tests.ranks.pool import RankPool
 from tests.ranks.test_flat_differential import (
@@ -208,6 +210,73 @@ def test_goes_on_after_exceptions_and_copies(pool: RankPool) -> None:
     for original in (True, False):
         assert max(pool.run(2, goes_on, original)) == 0.0
         assert pool.run(2, copies, original) == [(0.0, 0.0)] * 2
+
+
+# gathering ahead in backward
+
+
+def ahead(prefetch: Any) -> tuple[list[str], dict[str, Tensor]]:
+    """What is done in a backward of two blocks, and values after it."""
+    model = wrap(ours, Stack().double(), "nested", use_orig_params=True, backward_prefetch=prefetch)
+    engine = unit_and_engine(model)[1]
+    optimizer = optimizer_of(model)
+    for number in range(2):
+        loss = model(batch(number, FP64)).square().mean()
+        engine.recorder = transcript = Transcript()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    by_key = {str(unit.key): unit.name.rpartition(".")[2] for unit in engine.units}
+    told = [str(action).split() for action in transcript.actions() if action.unit is not None]
+    return (
+        [f"{op} {by_key[key]}" for op, key in told if op != "finish_reduce"],
+        values_of(model),
+    )
+
+
+def test_backward_gathers_ahead_when_it_is_told(pool: RankPool) -> None:
+    middles = {
+        ours.BackwardPrefetch.BACKWARD_PRE: ["unshard 0", "reduce_scatter 1", "reshard 1"],
+        theirs.BackwardPrefetch.BACKWARD_POST: ["reduce_scatter 1", "unshard 0", "reshard 1"],
+        None: ["reduce_scatter 1", "reshard 1", "unshard 0"],
+    }
+    known = None
+    for prefetch, middle in middles.items():
+        for order, values in pool.run(2, ahead, prefetch):
+            assert order == ["unshard 1", "wait 1", *middle, "wait 0", *order[6:]]
+            known = known or values
+            assert apart(known, values) == 0.0
+
+
+# memory formats
+
+
+def convolved(original: bool) -> tuple[list[str], float]:
+    """What is warned of, and the distance to PyTorch's."""
+    results = []
+    for kit in (theirs, ours):
+        plain = fill(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 2)).double())
+        plain[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = kit.FullyShardedDataParallel(  # type: ignore[attr-defined]
+                plain, device_id=torch.device("cpu"), use_orig_params=original
+            )
+        optimizer = optimizer_of(model)
+        for number in range(2):
+            images = noise(2, 3, 6, 6, seed=number + 5 * dist.get_rank(), dtype=FP64)
+            model(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_values(kit, model))
+    return [str(one.message) for one in caught], apart(*results)
+
+
+def test_another_memory_format_trains_alike(pool: RankPool) -> None:
+    for original in (True, False):
+        for told, distance in pool.run(2, convolved, original):
+            assert distance < EXACT
+            assert len(told) == 1 and "Conv2d.weight" in told[0]
 
 
 # order

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 from torch.distributed.tensor.debug import CommDebugMode
@@ -134,7 +134,7 @@ def lies_as_in_torch() -> None:
         torch.manual_seed(0)
         linear = parallelize_module(nn.Linear(4, 8), mesh["tp"], style())
         specs = [spec_of(param) for param in linear.parameters()]
-        fully_shard(linear, mesh=mesh["dp"])
+        fsdp.fully_shard(linear, mesh=mesh["dp"])
         for spec, param in zip(specs, linear.parameters(), strict=True):
             assert isinstance(param, DTensor)
             place = shard_place(spec, mesh["dp"], 0)
@@ -154,7 +154,7 @@ def lies_as_in_torch() -> None:
         placed = [Shard(0) if name == "tp" else Replicate() for name in names.split()]
         linear.weight = nn.Parameter(distribute(linear.weight.detach(), mesh, placed))
         spec = spec_of(linear.weight, spmd=spmd)
-        fully_shard(linear, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+        fsdp.fully_shard(linear, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
         place = spmd_shard_place(spec, spmd, 0)
         assert place == (linear.weight.device_mesh, linear.weight.placements)
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fullshard.errors import ArgumentTypeError
+from fullshard.schedule import Ahead
 
 __all__ = [
     "BackwardPrefetch",
@@ -74,6 +75,11 @@ class BackwardPrefetch(enum.Enum):
 
     BACKWARD_PRE = enum.auto()
     BACKWARD_POST = enum.auto()
+
+    @property
+    def ahead(self) -> Ahead:
+        """What that is to the engine."""
+        return Ahead.AT_START if self is BackwardPrefetch.BACKWARD_PRE else Ahead.AT_END
 
 
 class StateDictType(enum.Enum):

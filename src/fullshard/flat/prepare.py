@@ -24,6 +24,7 @@ __all__ = [
     "ignored_params",
     "materialize",
     "move",
+    "straighten",
     "synchronize",
 ]
 
@@ -231,6 +232,33 @@ def move(
                     tensor.data = tensor.data.to(device)
             else:
                 inner._buffers[name] = tensor.to(device)
+
+
+def straighten(
+    module: nn.Module, ignored: set[nn.Parameter], ignored_modules: set[nn.Module]
+) -> None:
+    """Lay parameters out row by row that lie densely in another order, as channels_last does.
+
+    Shards, gradients and state dicts know one order of elements. The values are the same; kernels
+    that prefer the other order convert weights for themselves.
+    """
+    turned = []
+    for inner in _own(module, ignored_modules):
+        for name, tensor in _states(inner, ignored):
+            if isinstance(tensor, nn.Parameter) and not is_lazy(tensor) and _is_turned(tensor):
+                tensor.data = tensor.data.contiguous()
+                turned.append(f"{type(inner).__name__}.{name}")
+    if turned:
+        warnings.warn(
+            f"FullyShardedDataParallel: parameters with another memory format than the contiguous "
+            f"one are made contiguous: {', '.join(turned)}",
+            stacklevel=3,
+        )
+
+
+def _is_turned(param: nn.Parameter) -> bool:
+    # An empty tensor made like another has its strides only if these are dense.
+    return not param.is_contiguous() and torch.empty_like(param).stride() == param.stride()
 
 
 def synchronize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
@@ -32,6 +33,7 @@ from fullshard.flat.prepare import (
     ignored_params,
     materialize,
     move,
+    straighten,
     synchronize,
 )
 from fullshard.flat.state import StateDicts
@@ -46,7 +48,7 @@ from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
-from fullshard.schedule import AfterForward
+from fullshard.schedule import AfterForward, Ahead
 from fullshard.wrap.units import Ignored
 from fullshard.wrap.unity import check_frozen_apart
 
@@ -67,7 +69,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             replicates.
         cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards and gradients on the CPU.
         auto_wrap_policy: which modules inside become units of their own, see ``fullshard.wrap``.
-        backward_prefetch: None or ``BACKWARD_POST``: backward gathers nothing ahead.
+        backward_prefetch: when the backward of a unit gathers the next; None: it does not.
         mixed_precision: dtypes, see ``MixedPrecision``.
         ignored_modules: modules to leave alone.
         param_init_fn: called with each module that has meta parameters or buffers; None:
@@ -116,6 +118,9 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         strategy = member_of(
             ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy"
         )
+        ahead = Ahead.NEVER
+        if backward_prefetch is not None:
+            ahead = member_of(BackwardPrefetch, backward_prefetch, "backward_prefetch").ahead
         device = checked_device(device_id, module)
         params, modules = ignored_params(module, ignored_modules, ignored_states)
         check_module(module, modules, shown_as_one=not use_orig_params)
@@ -148,12 +153,14 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
             move(module, params, modules, device)
+        straighten(module, params, modules)
         if sync_module_states:
             groups = (mesh.mesh.get_group(dim) for dim in range(mesh.mesh.ndim))
             synchronize(module, params, modules, groups)
         shown = Shown.ORIGINALS if use_orig_params else Shown.FLAT
         self._shard(mesh, params, offload, shown)
-        self._set_prefetch(backward_prefetch, limit_all_gathers)
+        budget = None if limit_all_gathers else sys.maxsize
+        self._set_machine(backward_ahead=ahead, prefetch_budget=budget)
 
     def _shard(
         self,
@@ -176,16 +183,6 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             shown=shown,
         )
         self._precision.keep_reduced(shard_modules([self], choices))
-
-    def _set_prefetch(self, backward_prefetch: Any, limit_all_gathers: bool) -> None:
-        ahead = backward_prefetch is not None and (
-            member_of(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-            is BackwardPrefetch.BACKWARD_PRE
-        )
-        if not ahead:
-            self._set_machine(prefetch_budget=0)
-        elif not limit_all_gathers:
-            self._set_machine(prefetch_budget=1 << 62)
 
     # the module inside
 

@@ -10,11 +10,19 @@ from __future__ import annotations
 from fullshard.schedule.actions import Action, Op
 from fullshard.schedule.record import Event, Recorder, Transcript
 from fullshard.schedule.scheduler import Scheduler
-from fullshard.schedule.state import AfterForward, Hold, MachinePolicy, Residency, UnitPolicy
+from fullshard.schedule.state import (
+    AfterForward,
+    Ahead,
+    Hold,
+    MachinePolicy,
+    Residency,
+    UnitPolicy,
+)
 
 __all__ = [
     "Action",
     "AfterForward",
+    "Ahead",
     "Event",
     "Hold",
     "MachinePolicy",

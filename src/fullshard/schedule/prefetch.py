@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from fullshard.schedule.residents import Actions, Residents
-from fullshard.schedule.state import Hold
+from fullshard.schedule.state import Ahead, Hold
 
 __all__ = ["Order", "Prefetcher"]
 
@@ -58,6 +58,7 @@ class Prefetcher:
         self._residents = residents
         self._order = Order()
         self._guesses: dict[int, int] = {}  # unit -> position in the order
+        self._due: int | None = None  # a unit at whose end the next one is to be guessed
 
     def follow(self, units: Sequence[int]) -> None:
         """Predict with this order from now on."""
@@ -67,7 +68,15 @@ class Prefetcher:
         """The pass starts again."""
         self._order.rewind()
 
-    def met(self, unit: int, budget: int | None, out: Actions, *, told: Sequence[int] = ()) -> None:
+    def met(
+        self,
+        unit: int,
+        budget: int | None,
+        out: Actions,
+        *,
+        told: Sequence[int] = (),
+        ahead: Ahead = Ahead.AT_START,
+    ) -> None:
         """``unit`` was entered: drop the guesses that it skipped, and make new ones.
 
         Those of the user, if ``told``; they are never taken for skipped.
@@ -77,18 +86,33 @@ class Prefetcher:
             self._guesses.pop(unit, None)
             for skipped in [key for key, guess in self._guesses.items() if guess < position]:
                 self._drop(skipped, out)
+        self._due = unit if ahead is Ahead.AT_END else None
         if told:
             for next_unit in told:
                 self._guess(_UNORDERED, next_unit, out)
-        elif budget is None:
-            self._guess_next(unit, out)
-        else:
-            self._guess_within(budget, out)
+        elif ahead is Ahead.AT_START:
+            self._guess_more(unit, budget, out)
+
+    def done(self, unit: int, budget: int | None, out: Actions) -> None:
+        """``unit`` is at its end, at last when it is left; what was put off until then is guessed.
+
+        Ranks may tell it at different times, so nothing else is communicated in between.
+        """
+        if self._due == unit:
+            self._due = None
+            self._guess_more(unit, budget, out)
 
     def give_up(self, out: Actions) -> None:
         """The pass is over: what is still guessed was guessed wrong."""
+        self._due = None
         for unit in tuple(self._guesses):
             self._drop(unit, out)
+
+    def _guess_more(self, unit: int, budget: int | None, out: Actions) -> None:
+        if budget is None:
+            self._guess_next(unit, out)
+        else:
+            self._guess_within(budget, out)
 
     def _guess_next(self, current: int, out: Actions) -> None:
         following = self._order.following(current)

@@ -225,8 +225,13 @@ class Scheduler:
         state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
         if state.policy.unshard_in_backward:
             self.residents.need(state, out)
-        told = state.policy.backward_prefetch
-        self._back.met(event.unit, self.policy.prefetch_budget, out, told=told)
+        self._back.met(
+            event.unit,
+            self.policy.prefetch_budget,
+            out,
+            told=state.policy.backward_prefetch,
+            ahead=self.policy.backward_ahead,
+        )
 
     def _leave_younger(self, task: Task, number: int, until: int, out: Actions) -> None:
         """Backward has left all uses above ``until``: the youngest first, as on every rank."""
@@ -241,6 +246,7 @@ class Scheduler:
             if state.key in task.due and state.is_earliest(use):
                 self._reduce(state, task, out)
             self._leave_unit(state, out)
+            self._back.done(state.key, self.policy.prefetch_budget, out)
 
     def _leave_unit(self, state: UnitState, out: Actions) -> None:
         """Nothing in the task reads the unit any more."""
@@ -267,6 +273,7 @@ class Scheduler:
         use = min((use for use, unit in task.open_uses.items() if unit == event.unit), default=-1)
         if state.is_earliest(use):
             self._reduce(state, task, out)
+            self._back.done(event.unit, self.policy.prefetch_budget, out)
         else:
             task.due.add(event.unit)
 

@@ -12,6 +12,7 @@ from fullshard.schedule.actions import UnitActions, actions_of
 __all__ = [
     "IN_USE",
     "AfterForward",
+    "Ahead",
     "Hold",
     "MachinePolicy",
     "Residency",
@@ -120,12 +121,23 @@ class UnitPolicy:
         )
 
 
+class Ahead(enum.Enum):
+    """When the backward of a unit gathers what comes next."""
+
+    AT_START = enum.auto()
+    """Before it computes gradients, so that communication has all of that time."""
+    AT_END = enum.auto()
+    """Once its gradients are there: of two units the memory overlaps for a moment only."""
+    NEVER = enum.auto()
+
+
 @dataclass(frozen=True, slots=True)
 class MachinePolicy:
     """What the user chose for all units together."""
 
     prefetch_budget: int | None = None
     """Unsharded bytes (the root's apart) up to which units are gathered ahead; None: one unit."""
+    backward_ahead: Ahead = Ahead.AT_START
     is_last_backward: bool = True
     """Whether the end of a backward also ends the reductions."""
     max_reductions: int = 2

@@ -28,7 +28,7 @@ from fullshard.tensors.ragged_shard import Interval, RaggedShard
 __all__ = ["RaggedTensor"]
 
 
-class RaggedTensor(DTensor):
+class RaggedTensor(_torch.OwnDispatch):
     """A tensor cut into intervals of its elements, in row-major order; each rank holds one.
 
     ``shape``, ``stride()`` and ``dtype`` are those of the whole tensor, ``to_local()`` is this
