@@ -36,7 +36,7 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
     """
     if device_id is None:
         return None
-    device = device_id if isinstance(device_id, torch.device) else torch.device("cuda", device_id)
+    device = torch.device("cuda", device_id) if type(device_id) is int else torch.device(device_id)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     there = {p.device for p in module.parameters()} - {torch.device("cpu"), torch.device("meta")}

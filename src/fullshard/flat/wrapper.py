@@ -13,6 +13,7 @@ from fullshard.engine import Offload, Unit
 from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.children import wrap_children
 from fullshard.flat.comm_hook import reduce_by_hook
+from fullshard.flat.lending import summon
 from fullshard.flat.meshes import data_mesh_of
 from fullshard.flat.optim_state import OptimStateDicts
 from fullshard.flat.options import (
@@ -37,7 +38,7 @@ from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.contexts import WRAPPED, unshard_params
-from fullshard.frontend.flat_param import FLAT_PARAM
+from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit
@@ -50,6 +51,8 @@ from fullshard.wrap.units import Ignored
 from fullshard.wrap.unity import check_frozen_apart
 
 __all__ = ["FullyShardedDataParallel"]
+
+NO_SHARD = ShardingStrategy.NO_SHARD
 
 
 class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
@@ -141,7 +144,8 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         }
         _prepare_inside(module, auto_wrap_policy, Ignored.of(modules, params), given)
         setattr(self, WRAPPED, module)
-        self._strategy = strategy
+        self.sharding_strategy = strategy if mesh.shard_dim is not None else NO_SHARD
+        self.cpu_offload = cpu_offload or CPUOffload()
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
@@ -162,7 +166,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         shown: Shown,
     ) -> None:
         """Make a unit of what no wrapper inside has."""
-        keeps = self._strategy.keeps or mesh.shard_dim is None
+        keeps = self.sharding_strategy.keeps or mesh.shard_dim is None
         choices = Choices(
             mesh=mesh,
             after_forward=AfterForward.KEEP if keeps else AfterForward.AUTO,
@@ -191,15 +195,11 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
     @property
     def module(self) -> nn.Module:
         """What was wrapped, without wrappers of activation checkpoints around it."""
-        inner: nn.Module = getattr(self, WRAPPED)
-        while hasattr(inner, "_checkpoint_wrapped_module"):
-            inner = inner._checkpoint_wrapped_module  # type: ignore[assignment]
-        return inner
+        return innermost(getattr(self, WRAPPED))
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        found: nn.Parameter | None = getattr(self, WRAPPED)._parameters.get(FLAT_PARAM)
-        return found
+        return self.module._parameters.get(FLAT_PARAM)
 
     def __getattr__(self, name: str) -> Any:
         """What this module has, or else the one inside."""
@@ -279,8 +279,8 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """``fullshard.unshard_params`` by its former name."""
-        return unshard_params(
+        """``fullshard.unshard_params`` by its former name; where nothing is sharded edits stay."""
+        return summon(
             module,
             recurse=recurse,
             writeback=writeback,
@@ -315,7 +315,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         engine = engine_of(self._unit)
         policies = [engine.policy_of(unit) for unit in engine.units]
         self._set(True, requires_gradient_sync=False)
-        if self._strategy.keeps:
+        if self.sharding_strategy.keeps:
             self._set(True, reshard_after_backward=False)
         try:
             yield

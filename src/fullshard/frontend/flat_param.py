@@ -20,10 +20,17 @@ from fullshard.errors import ProtocolError
 from fullshard.frontend.places import Place, Places
 from fullshard.tensors import PlacedPart, PlainForm, announce_parts, flat_part_of
 
-__all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces"]
+__all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces", "innermost"]
 
 FLAT_PARAM = "_flat_param"
 """Its name in the module that was wrapped."""
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """``module`` without wrappers of activation checkpoints around it."""
+    while hasattr(module, "_checkpoint_wrapped_module"):
+        module = module._checkpoint_wrapped_module  # type: ignore[assignment]
+    return module
 
 
 class FlatParameter:
