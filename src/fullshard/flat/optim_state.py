@@ -110,7 +110,7 @@ class OptimStateDicts:
             )
         loaded = loading.loaded
         if is_named_optimizer:
-            loaded = _by_names(loaded, _names(model, optim))
+            loaded = _by_names(loaded, _names(model, optim, are_clean=False))
         if load_directly:
             optim.load_state_dict(loaded)
         return loaded
@@ -209,9 +209,12 @@ class OptimStateDicts:
         return rekeyed
 
 
-def _names(model: nn.Module, optim: Optimizer) -> list[str]:
-    """Names of parameters as ``optim`` numbers them."""
-    name_of = {id(param): clean_name(name) for name, param in model.named_parameters()}
+def _names(model: nn.Module, optim: Optimizer, *, are_clean: bool = True) -> list[str]:
+    """Names of parameters as ``optim`` numbers them; if not clean, with those of wrappers."""
+    name_of = {
+        id(param): clean_name(name) if are_clean else name
+        for name, param in model.named_parameters()
+    }
     return [name_of[id(p)] for group in optim.param_groups for p in group["params"]]
 
 

@@ -16,6 +16,7 @@ from fullshard.comm import broadcast_together
 from fullshard.engine import Offload
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.ownership import unit_of
+from fullshard.tensors import local_part
 
 __all__ = [
     "as_offload",
@@ -36,7 +37,7 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
     """
     if device_id is None:
         return None
-    device = torch.device("cuda", device_id) if type(device_id) is int else torch.device(device_id)
+    device = device_id if isinstance(device_id, torch.device) else torch.device("cuda", device_id)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     there = {p.device for p in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
@@ -227,7 +228,7 @@ def synchronize(
 ) -> None:
     """Give all ranks what rank 0 has, group by group."""
     tensors = {
-        id(tensor): tensor.detach()
+        id(tensor): local_part(tensor.detach())
         for inner in _own(module, ignored_modules)
         for _, tensor in _states(inner, ignored)
     }

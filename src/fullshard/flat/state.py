@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ class StateDicts(nn.Module):
         for wrapper in _wrappers(self):
             wrapper._loads_itself = wrapper is not self
         with taken_as_it_is():
-            have = self.state_dict(keep_vars=True)
+            have = nn.Module.state_dict(self, keep_vars=True)
         for entry in entries:
             if not isinstance(entry.value, torch.Tensor) and entry.name in by_name:
                 have[entry.own_name] = by_name[entry.name]
@@ -218,6 +219,8 @@ def _checked_settings(kind: Any, config: Any, optim_config: Any) -> StateDictSet
             raise ProtocolError(
                 f"Expected {name} of type {cls.__name__} with {kind.name}, got {type(one).__name__}"
             )
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            one = replace(one, _use_dtensor=True)
         chosen.append(one)
     return StateDictSettings(kind, *chosen)
 

@@ -52,8 +52,6 @@ from fullshard.wrap.unity import check_frozen_apart
 
 __all__ = ["FullyShardedDataParallel"]
 
-NO_SHARD = ShardingStrategy.NO_SHARD
-
 
 class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
     """Shards the parameters of ``module`` and runs it; the interface is PyTorch's FSDP1.
@@ -144,8 +142,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         }
         _prepare_inside(module, auto_wrap_policy, Ignored.of(modules, params), given)
         setattr(self, WRAPPED, module)
-        self.sharding_strategy = strategy if mesh.shard_dim is not None else NO_SHARD
-        self.cpu_offload = cpu_offload or CPUOffload()
+        self._strategy = strategy
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
@@ -166,7 +163,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         shown: Shown,
     ) -> None:
         """Make a unit of what no wrapper inside has."""
-        keeps = self.sharding_strategy.keeps or mesh.shard_dim is None
+        keeps = self._strategy.keeps or mesh.shard_dim is None
         choices = Choices(
             mesh=mesh,
             after_forward=AfterForward.KEEP if keeps else AfterForward.AUTO,
@@ -315,7 +312,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         engine = engine_of(self._unit)
         policies = [engine.policy_of(unit) for unit in engine.units]
         self._set(True, requires_gradient_sync=False)
-        if self.sharding_strategy.keeps:
+        if self._strategy.keeps:
             self._set(True, reshard_after_backward=False)
         try:
             yield
