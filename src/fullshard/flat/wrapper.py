@@ -143,6 +143,7 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
         _prepare_inside(module, auto_wrap_policy, Ignored.of(modules, params), given)
         setattr(self, WRAPPED, module)
         self._strategy = strategy
+        self._mesh = mesh
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
@@ -188,6 +189,17 @@ class FullyShardedDataParallel(ShardedModule, OptimStateDicts, StateDicts):
             self._set_machine(prefetch_budget=1 << 62)
 
     # the module inside
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks that share a copy; where nothing is sharded, those that hold one."""
+        mesh = self._mesh.mesh
+        return mesh.get_group(mesh.ndim - 1)
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """As it was given."""
+        return self._strategy
 
     @property
     def module(self) -> nn.Module:
