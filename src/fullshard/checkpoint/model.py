@@ -25,7 +25,7 @@ __all__ = [
 
 
 def full_state_dict(
-    module: nn.Module, *, rank0_only: bool = True, cpu: bool = True
+    module: nn.Module, *, rank0_only: bool = True, cpu: bool = True, copies: bool = True
 ) -> dict[str, Any]:
     """The state dict of the unsharded model: whole plain tensors, under its names, in its order.
 
@@ -36,6 +36,8 @@ def full_state_dict(
         module: a sharded model, or a part of one.
         rank0_only: only the first rank gets it, the others an empty dictionary.
         cpu: on the CPU, not on the device.
+        copies: False: buffers, and parameters that no unit owns, are the model's own, as in
+            ``module.state_dict()``, where they need not be moved.
 
     Raises:
         ProtocolError: inside of a forward or backward, while parameters are lent, or on ``meta``.
@@ -47,7 +49,7 @@ def full_state_dict(
     for entry in tree.entries():
         key = id(entry.value)
         if key not in seen:
-            full = tree.full(entry.value, entry.held, first_only=rank0_only)
+            full = tree.full(entry.value, entry.held, first_only=rank0_only, copies=copies)
             on_cpu = cpu and is_given and isinstance(full, Tensor)
             seen[key] = full.cpu() if on_cpu else full if is_given else None
         if is_given:

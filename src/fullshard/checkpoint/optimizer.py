@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.agreement import check_alike
 from fullshard.checkpoint.pieces import ByParameters, by_parameters
 from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.tree import Tree, shown_sharded
@@ -48,7 +49,8 @@ def full_optim_state_dict(
         ConfigError: the optimizer has a parameter that is not in ``module``.
         ProtocolError: as for ``full_state_dict``.
     """
-    tree = Tree(module, "full_optim_state_dict")
+    what = "full_optim_state_dict"
+    tree = Tree(module, what)
     is_given = not rank0_only or tree.is_first
     stepped = by_parameters(optimizer, tree)
 
@@ -56,7 +58,7 @@ def full_optim_state_dict(
         whole = tree.full(value, first_only=rank0_only)
         return whole.cpu() if cpu and is_given and isinstance(whole, Tensor) else whole
 
-    state = _by_name(tree, stepped, full, is_given=is_given)
+    state = _by_name(tree, stepped, full, gathered_by=what, is_given=is_given)
     return state if is_given else {}
 
 
@@ -91,6 +93,7 @@ def sharded_optim_state_dict(
             tree,
             stepped,
             lambda value: _own_count(shown_sharded(value, mesh, plain_shards=plain_shards)),
+            gathered_by="sharded_optim_state_dict" if plain_shards else None,
             is_given=True,
         )
 
@@ -102,14 +105,33 @@ def _own_count(value: Any) -> Any:
 
 
 def _by_name(
-    tree: Tree, optimizer: Optimizer | ByParameters, show: Callable[[Any], Any], *, is_given: bool
+    tree: Tree,
+    optimizer: Optimizer | ByParameters,
+    show: Callable[[Any], Any],
+    *,
+    gathered_by: str | None,
+    is_given: bool,
 ) -> dict[str, Any]:
-    """The optimizer's own state dict with names for numbers; ``show`` turns values."""
+    """The optimizer's own state dict with names for numbers; ``show`` turns values.
+
+    It goes by the order of the model: optimizers of different ranks may have others. If ``show``
+    gathers, for ``gathered_by``, ranks make sure first that all have the same to gather.
+    """
     names = _names(tree, optimizer)
     own = optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
-    for number, kept in own["state"].items():
-        shown = {key: show(value) for key, value in kept.items()}
+    place = {name: i for i, (name, _) in enumerate(tree.named())}
+    numbers = sorted(own["state"], key=lambda number: place[names[number]])
+    if gathered_by is not None:
+        spread = (
+            (names[number], key)
+            for number in numbers
+            for key, value in own["state"][number].items()
+            if isinstance(value, DTensor)
+        )
+        check_alike(gathered_by, tree, spread)
+    for number in numbers:
+        shown = {key: show(value) for key, value in own["state"][number].items()}
         if is_given:
             state[names[number]] = shown
     groups = [
@@ -174,7 +196,7 @@ def load_sharded_optim_state_dict(
         ConfigError, ProtocolError: as for ``load_full_optim_state_dict``.
     """
     what = "load_sharded_optim_state_dict"
-    _load(module, optimizer, state, what, send=False, strict=strict)
+    _load(module, optimizer, state, what, spread=True, strict=strict)
 
 
 @torch.no_grad()
@@ -184,7 +206,8 @@ def _load(
     state: Mapping[str, Any],
     what: str,
     *,
-    send: bool,
+    send: bool = False,
+    spread: bool = False,
     strict: bool,
 ) -> None:
     tree = Tree(module, what)
@@ -199,10 +222,13 @@ def _load(
     own_groups = _numbered_groups(stepped, names, loaded)
     numbers = dict(zip(names, range(len(names)), strict=True))
     params = _params(stepped)
-    for (name, key), param in loaded.needed(names, params):
+    needed = list(loaded.needed(names, params))
+    for (name, key), param in needed:
         loaded.check_shape(name, key, param)
+    if send or spread:
+        check_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
     own_state: dict[int, dict[str, Any]] = {}
-    for (name, key), param in loaded.needed(names, params):
+    for (name, key), param in needed:
         value = source.get((name, key))
         if _is_cut(param, key, source.shape_of((name, key))):
             part = taken_by(param, value).clone()
@@ -290,9 +316,10 @@ class _Loaded:
     def needed(
         self, names: list[str], params: list[Tensor]
     ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """What is to be loaded, in the order of the source; of tied names the last counts."""
+        """What is to be loaded, in the order of the model; of tied names the last counts."""
         param_of = dict(zip(names, params, strict=True))
-        for key in self._keys():
+        place = {name: i for i, name in enumerate(self.own_name)}
+        for key in sorted(self._keys(), key=lambda key: place.get(key[0], -1)):
             param = param_of.get(self._own(key[0]))
             if param is not None:
                 yield key, param
@@ -300,12 +327,15 @@ class _Loaded:
     def check_shape(self, name: str, key: str, param: Tensor) -> None:
         """Refuse a DTensor, or what has more than one element, of another shape."""
         shape = self._source.shape_of((name, key))
-        value = self._source.announced[name, key]
-        if shape is not None and shape != param.shape and getattr(value, "is_dtensor", False):
+        if shape is not None and shape != param.shape and self.is_dtensor((name, key)):
             raise ConfigError(
                 f"{self._what}: state {key!r} of {name} is a DTensor of {tuple(shape)}, the "
                 f"parameter is of {tuple(param.shape)}"
             )
+
+    def is_dtensor(self, key: tuple[str, str]) -> bool:
+        """Whether what is loaded is one."""
+        return getattr(self._source.announced[key], "is_dtensor", False)
 
     def _keys(self) -> Iterator[tuple[str, str]]:
         for key in self._source.announced:

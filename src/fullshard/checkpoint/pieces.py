@@ -123,7 +123,7 @@ class ByParameters:
         joined: dict[str, Any] = {}
         for key in keys:
             values = [None if one is None else one.get(key) for one in kept]
-            like = next(value for value in values if value is not None)
+            like = next((value for value in values if value is not None), None)
             if not (isinstance(like, Tensor) and like.dim() > 0):
                 joined[key] = self._same(key, parts, values)
                 continue
@@ -135,14 +135,14 @@ class ByParameters:
         return joined
 
     def _same(self, key: str, parts: list[_Part], values: list[Any]) -> Any:
-        known = [value for value in values if value is not None]
-        if any(bool(value != known[0]) for value in known[1:]):
+        first = values[0]
+        if any(value is None or bool(value != first) for value in values if value is not first):
             names = [part.held.bucket.names[part.held.number] for part in parts if part.held]
             raise ConfigError(
-                f"optimizer state {key!r} differs between {', '.join(names)}, which one flat "
-                "parameter holds; use use_orig_params=True"
+                f"optimizer state {key!r} differs between {', '.join(names)}, or some have none; "
+                "one flat parameter holds them. Use use_orig_params=True"
             )
-        return known[0]
+        return first
 
 
 def _parts_by_param(tree: Tree) -> dict[int, list[_Part]]:

@@ -85,14 +85,19 @@ class Tree:
         """The parameters that units keep."""
         return self._held.values()
 
-    def full(self, value: Any, held: Held | None = None, *, first_only: bool) -> Any:
-        """``value`` whole and in memory of its own, or None where it is not wanted; collective."""
+    def full(
+        self, value: Any, held: Held | None = None, *, first_only: bool, copies: bool = True
+    ) -> Any:
+        """``value`` whole, or None where it is not wanted; collective.
+
+        It is in memory of its own, but for what is whole already, without ``copies``.
+        """
         if not isinstance(value, Tensor):
             return value
         if held is not None:
             return full_held(held, rank0_only=first_only)
         full = full_value(value)
-        return full if isinstance(value, DTensor) else full.clone()
+        return full.clone() if copies and not isinstance(value, DTensor) else full
 
     @property
     def is_first(self) -> bool:

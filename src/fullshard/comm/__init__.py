@@ -12,6 +12,7 @@ from fullshard.comm.hooked import HookedCopies, HookedShards, Settled
 from fullshard.comm.mesh import (
     Wire,
     all_reduce,
+    all_same,
     broadcast_from_first,
     broadcast_object_from_first,
     broadcast_pieces,
@@ -50,6 +51,7 @@ __all__ = [
     "Settled",
     "Wire",
     "all_reduce",
+    "all_same",
     "broadcast_from_first",
     "broadcast_object_from_first",
     "broadcast_pieces",

@@ -22,6 +22,7 @@ from fullshard.errors import ConfigError
 __all__ = [
     "Wire",
     "all_reduce",
+    "all_same",
     "broadcast_from_first",
     "broadcast_object_from_first",
     "broadcast_pieces",
@@ -176,6 +177,17 @@ def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
         dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
         (value,) = box
     return value
+
+
+def all_same(value: bytes, mesh: DeviceMesh) -> bool:
+    """Whether ``value``, a digest of something larger, is the same on all ranks of ``mesh``."""
+    same: bytes | None = value
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        found: list[bytes | None] = [None] * group.size()
+        dist.all_gather_object(found, same, group=group)
+        same = value if all(one == value for one in found) else None
+    return same is not None
 
 
 def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:

@@ -6,18 +6,21 @@ Names are PyTorch's, private ones too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import _common_utils as torch_common
 from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fully_shard
 
 from fullshard import wrap
 from fullshard.engine import Engine, Unit
+from fullshard.flat import FullyShardedDataParallel
 from fullshard.frontend import FSDPModule
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 
-__all__ = ["CustomPolicy", "get_cls_to_fsdp_cls", "state_of"]
+__all__ = ["CustomPolicy", "flat_state_of", "get_cls_to_fsdp_cls", "state_of"]
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -89,3 +92,12 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
     subclasses = FSDPModule.__subclasses__()
     ours = {cls.__bases__[1]: cls for cls in subclasses if len(cls.__bases__) == 2}
     return torch_fully_shard.cls_to_fsdp_cls | ours
+
+
+_torchs_flat_state_of = torch_common._get_module_fsdp_state_if_fully_sharded_module
+
+
+def flat_state_of(module: nn.Module) -> Any:
+    """What the wrapper of FSDP1 keeps for ``module``; ours is its own state, as PyTorch's is."""
+    ours = isinstance(module, FullyShardedDataParallel)
+    return module if ours else _torchs_flat_state_of(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fullshard import flat, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
-from fullshard.compat.handles import CustomPolicy, get_cls_to_fsdp_cls
+from fullshard.compat.handles import CustomPolicy, flat_state_of, get_cls_to_fsdp_cls
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.frontend import (
     DataParallelMeshDims,
@@ -37,6 +37,10 @@ OURS: dict[str, dict[str, object]] = {
     },
     "torch.distributed.fsdp.api": {n: _FSDP1[n] for n in _FSDP1 if n not in _NOT_IN_API},
     "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
+    # Asked by torch.distributed.checkpoint.state_dict.
+    "torch.distributed.fsdp._common_utils": {
+        "_get_module_fsdp_state_if_fully_sharded_module": flat_state_of,
+    },
     "torch.distributed.fsdp.sharded_grad_scaler": {"ShardedGradScaler": ShardedGradScaler},
     "torch.distributed.fsdp.wrap": {
         **{name: getattr(wrap, name) for name in wrap.__all__},

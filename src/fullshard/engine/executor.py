@@ -124,9 +124,14 @@ class Engine:
         for unit in self.units:
             unit.check_not_lent(what)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether we are in the middle of a forward or a backward."""
+        return not self.scheduler.idle or _torch.current_task() != NO_TASK
+
     def check_not_running(self, what: str) -> None:
         """Raise ``BusyError`` in the middle of a forward or a backward."""
-        if not self.scheduler.idle or _torch.current_task() != NO_TASK:
+        if self.is_running:
             raise BusyError(
                 f"{what} was called in the middle of a forward or a backward of the model; "
                 "call it between steps, or call reset_iter_state() on the root after an exception"

@@ -6,6 +6,8 @@ had before them is expressed by them.
 
 from __future__ import annotations
 
+import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,20 +49,26 @@ class OptimStateDicts:
         Args:
             model: the model whose parameters ``optim`` steps.
             optim: the optimizer.
-            optim_state_dict: its ``state_dict()``, if something else than what that returns.
+            optim_state_dict: its ``state_dict()``, if something else than what that returns; by
+                numbers or by names of parameters. Without groups the result has none.
             group: accepted; the ranks are those of the model.
 
         Raises:
             ConfigError: ``optim`` has a parameter that is not in ``model``.
         """
         settings = settings_of(model)
-        source: Any = optim if optim_state_dict is None else _Saved(optim, optim_state_dict)
+        saved = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        source = _Saved(model, optim, saved)
         config: Any = settings.optim_state_dict_config
         if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            return sharded_optim_state_dict(model, source, plain_shards=True, whole_mesh=True)
-        return full_optim_state_dict(
-            model, source, rank0_only=config.rank0_only, cpu=config.offload_to_cpu
-        )
+            made = sharded_optim_state_dict(model, source, plain_shards=True, whole_mesh=True)
+        else:
+            made = full_optim_state_dict(
+                model, source, rank0_only=config.rank0_only, cpu=config.offload_to_cpu
+            )
+        if "param_groups" not in saved:
+            made.pop("param_groups", None)
+        return made
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -101,9 +109,11 @@ class OptimStateDicts:
                 model, loading, optim_state_dict, broadcast_from_rank0=rank0_only, strict=False
             )
         loaded = loading.loaded
+        if is_named_optimizer:
+            loaded = _by_names(loaded, _names(model, optim, are_clean=False))
         if load_directly:
             optim.load_state_dict(loaded)
-        return _by_names(loaded, _names(model, optim)) if is_named_optimizer else loaded
+        return loaded
 
     # as it was called before
 
@@ -116,6 +126,7 @@ class OptimStateDicts:
         group: Any = None,
     ) -> StateDict:
         """``optim_state_dict``, full."""
+        _warn_of_input(optim_input)
         return full_optim_state_dict(model, optim, rank0_only=rank0_only)
 
     @staticmethod
@@ -133,7 +144,7 @@ class OptimStateDicts:
         optim: Optimizer | None = None,
     ) -> StateDict:
         """``optim_state_dict_to_load`` of a full one."""
-        loading = _Loading(_given(optim))
+        loading = _Loading(_given(model, optim, optim_input))
         load_full_optim_state_dict(model, loading, full_optim_state_dict, strict=False)
         return loading.loaded
 
@@ -155,7 +166,7 @@ class OptimStateDicts:
         group: Any = None,
     ) -> StateDict:
         """``optim_state_dict_to_load`` of rank 0's full one."""
-        loading = _Loading(_given(optim))
+        loading = _Loading(_given(model, optim, optim_input))
         load_full_optim_state_dict(
             model, loading, full_optim_state_dict or {}, broadcast_from_rank0=True, strict=False
         )
@@ -189,7 +200,7 @@ class OptimStateDicts:
             raise ConfigError(f"Invalid parameter keys: {keys[:8]}; expected names or numbers")
         if are_names is (kind == "PARAM_NAME"):
             return optim_state_dict
-        names = _names(model, optim)
+        names = _names(model, _given(model, optim, optim_input))
         if not are_names:
             return _by_names(optim_state_dict, names)
         rekeyed = _rekeyed(optim_state_dict, {name: i for i, name in enumerate(names)})
@@ -198,12 +209,12 @@ class OptimStateDicts:
         return rekeyed
 
 
-def _names(model: nn.Module, optim: Optimizer | None) -> list[str]:
-    """Names of parameters as ``optim`` numbers them."""
-    named = {clean_name(name): param for name, param in model.named_parameters()}
-    if optim is None:
-        return list(named)
-    name_of = {id(param): name for name, param in named.items()}
+def _names(model: nn.Module, optim: Optimizer, *, are_clean: bool = True) -> list[str]:
+    """Names of parameters as ``optim`` numbers them; if not clean, with those of wrappers."""
+    name_of = {
+        id(param): clean_name(name) if are_clean else name
+        for name, param in model.named_parameters()
+    }
     return [name_of[id(p)] for group in optim.param_groups for p in group["params"]]
 
 
@@ -223,21 +234,55 @@ def _rekeyed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> StateDict:
     return rekeyed
 
 
-def _given(optim: Optimizer | None) -> Optimizer:
-    if optim is None:
-        raise ConfigError(
-            "optim=None: expected the optimizer; what optim_input was for is found there"
+def _given(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Optimizer:
+    """The optimizer, or one that has what ``optim_input`` says, or else all parameters."""
+    _warn_of_input(optim_input)
+    return _Stepping(model, optim_input) if optim is None else optim
+
+
+def _warn_of_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated; pass the optimizer as `optim` instead, "
+            "which knows its parameters",
+            FutureWarning,
+            stacklevel=4,
         )
-    return optim
+
+
+class _Stepping(Optimizer):
+    """Stands for the optimizer of these parameters or groups, where nobody has given it."""
+
+    def __init__(self, model: nn.Module, optim_input: Any) -> None:
+        given = list(model.parameters() if optim_input is None else optim_input)
+        are_groups = bool(given) and isinstance(given[0], dict)
+        groups = given if are_groups else [{"params": given}]
+        self.param_groups = [{**group, "params": list(group["params"])} for group in groups]
+        self.state = defaultdict(dict)
 
 
 class _Saved(Optimizer):
-    """An optimizer whose state dict is one that the user has."""
+    """An optimizer whose state dict is one that the user has, with numbers and groups."""
 
-    def __init__(self, optim: Optimizer, saved: StateDict) -> None:
+    def __init__(self, model: nn.Module, optim: Optimizer, saved: StateDict) -> None:
         self.param_groups = optim.param_groups
         self.state = optim.state
-        self._saved = saved
+        if all(isinstance(key, int) for key in saved["state"]):
+            state = saved["state"]
+        else:
+            number_of = {name: number for number, name in enumerate(_names(model, optim))}
+            state = {number_of[clean_name(key)]: kept for key, kept in saved["state"].items()}
+        self._saved = {"state": state, "param_groups": self._groups(saved)}
+
+    def _groups(self, saved: StateDict) -> list[dict[str, Any]]:
+        """Those that are saved, or else as the optimizer has them, with numbers."""
+        options = saved.get("param_groups", self.param_groups)
+        groups, first = [], 0
+        for own, kept in zip(self.param_groups, options, strict=True):
+            end = first + len(own["params"])
+            groups.append({**kept, "params": list(range(first, end))})
+            first = end
+        return groups
 
     def state_dict(self) -> StateDict:
         return self._saved

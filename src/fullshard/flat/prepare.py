@@ -16,6 +16,7 @@ from fullshard.comm import broadcast_together
 from fullshard.engine import Offload
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.ownership import unit_of
+from fullshard.tensors import local_part
 
 __all__ = [
     "as_offload",
@@ -269,7 +270,7 @@ def synchronize(
 ) -> None:
     """Give all ranks what rank 0 has, group by group."""
     tensors = {
-        id(tensor): tensor.detach()
+        id(tensor): local_part(tensor.detach())
         for inner in _own(module, ignored_modules)
         for _, tensor in _states(inner, ignored)
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fullshard.flat.options import (
 )
 from fullshard.flat.precision import Precision
 from fullshard.frontend.contexts import clean_name
-from fullshard.frontend.sharded import is_taken_as_it_is
+from fullshard.frontend.sharded import is_taken_as_it_is, taken_as_it_is
 
 __all__ = ["StateDicts", "settings_of"]
 
@@ -117,8 +118,8 @@ class StateDicts(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full or sharded, see ``set_state_dict_type``; names are those of the module inside.
 
-        A collective, unless sharded. Values are copies; on ranks that get none of a full one the
-        dictionary is empty.
+        A collective, unless sharded. Whole parameters are copies, and all else is the module's
+        own, as in any state dict; on ranks that get none of a full one the dictionary is empty.
         """
         if is_taken_as_it_is():
             return super().state_dict(*args, **kwargs)
@@ -132,7 +133,9 @@ class StateDicts(nn.Module):
     def _made(self) -> dict[str, Any]:
         config: Any = self._settings.state_dict_config
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            state = full_state_dict(self, rank0_only=config.rank0_only, cpu=config.offload_to_cpu)
+            state = full_state_dict(
+                self, rank0_only=config.rank0_only, cpu=config.offload_to_cpu, copies=False
+            )
         else:
             state = sharded_state_dict(self, plain_shards=True, whole_mesh=True)
             if config.offload_to_cpu:
@@ -182,18 +185,12 @@ class StateDicts(nn.Module):
             load_sharded_state_dict(self, given, strict=False)
         for wrapper in _wrappers(self):
             wrapper._loads_itself = wrapper is not self
-        have = self._as_shown()
+        with taken_as_it_is():
+            have = nn.Module.state_dict(self, keep_vars=True)
         for entry in entries:
             if not isinstance(entry.value, torch.Tensor) and entry.name in by_name:
                 have[entry.own_name] = by_name[entry.name]
         state_dict.update({prefix + name: value for name, value in have.items()})
-
-    def _as_shown(self) -> dict[str, Any]:
-        """Parameters and buffers under the names that modules have for them now."""
-        return {
-            **dict(nn.Module.named_parameters(self, remove_duplicate=False)),
-            **dict(nn.Module.named_buffers(self, remove_duplicate=False)),
-        }
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
@@ -222,6 +219,8 @@ def _checked_settings(kind: Any, config: Any, optim_config: Any) -> StateDictSet
             raise ProtocolError(
                 f"Expected {name} of type {cls.__name__} with {kind.name}, got {type(one).__name__}"
             )
+        if kind is StateDictType.SHARDED_STATE_DICT:
+            one = replace(one, _use_dtensor=True)
         chosen.append(one)
     return StateDictSettings(kind, *chosen)
 

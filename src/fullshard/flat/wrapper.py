@@ -15,6 +15,7 @@ from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
 from fullshard.flat.children import wrap_children
 from fullshard.flat.comm_hook import reduce_by_hook
+from fullshard.flat.lending import summon
 from fullshard.flat.meshes import data_mesh_of
 from fullshard.flat.optim_state import OptimStateDicts
 from fullshard.flat.options import (
@@ -40,7 +41,7 @@ from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.contexts import WRAPPED, unshard_params
-from fullshard.frontend.flat_param import FLAT_PARAM
+from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit
@@ -189,15 +190,11 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
     @property
     def module(self) -> nn.Module:
         """What was wrapped, without wrappers of activation checkpoints around it."""
-        inner: nn.Module = getattr(self, WRAPPED)
-        while hasattr(inner, "_checkpoint_wrapped_module"):
-            inner = inner._checkpoint_wrapped_module  # type: ignore[assignment]
-        return inner
+        return innermost(getattr(self, WRAPPED))
 
     @property
     def _flat_param(self) -> nn.Parameter | None:
-        found: nn.Parameter | None = getattr(self, WRAPPED)._parameters.get(FLAT_PARAM)
-        return found
+        return self.module._parameters.get(FLAT_PARAM)
 
     def __getattr__(self, name: str) -> Any:
         """What this module has, or else the one inside."""
@@ -277,8 +274,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """``fullshard.unshard_params`` by its former name."""
-        return unshard_params(
+        """``fullshard.unshard_params`` by its former name; where nothing is sharded edits stay."""
+        return summon(
             module,
             recurse=recurse,
             writeback=writeback,

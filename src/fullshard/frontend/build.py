@@ -15,7 +15,7 @@ from fullshard.engine import Bucket, Engine, Unit
 from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
 from fullshard.frontend.explain import check_optimizers_again
-from fullshard.frontend.flat_param import FlatPlaces
+from fullshard.frontend.flat_param import FlatPlaces, innermost
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.module import sharded_class
 from fullshard.frontend.ownership import collect, enlist, managed, unit_of, units_below
@@ -90,7 +90,7 @@ def _places(
     if choices.shown is not Shown.FLAT:
         return Places(where)
     (wrapper,) = modules
-    flat = FlatPlaces(where, next(wrapper.children()))
+    flat = FlatPlaces(where, innermost(next(wrapper.children())))
     flat.front_for(buckets)
     return flat
 

@@ -17,13 +17,21 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ProtocolError
+from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.places import Place, Places
 from fullshard.tensors import PlacedPart, PlainForm, announce_parts, flat_part_of
 
-__all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces"]
+__all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces", "innermost"]
 
 FLAT_PARAM = "_flat_param"
 """Its name in the module that was wrapped."""
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """``module`` without wrappers of activation checkpoints around it."""
+    while hasattr(module, "_checkpoint_wrapped_module"):
+        module = module._checkpoint_wrapped_module  # type: ignore[assignment]
+    return module
 
 
 class FlatParameter:
@@ -56,6 +64,8 @@ class FlatParameter:
                 for place, piece in zip(places, pieces, strict=True)
             ]
         announce_parts(self.param, parts)
+        # What torch.distributed.checkpoint.state_dict asks, by PyTorch's private name.
+        self.param._fqns = tuple(map(clean_name, self.bucket.names))  # type: ignore[attr-defined]
 
     @property
     def numel(self) -> int:

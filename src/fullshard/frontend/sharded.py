@@ -46,7 +46,8 @@ def state_dict_as_it_is(module: nn.Module, units: Iterable[Unit]) -> dict[str, A
         stack.enter_context(taken_as_it_is())
         for unit in units:
             stack.enter_context(places_of(unit).showing_pieces(unit.buckets))
-        return module.state_dict(keep_vars=True)
+        # That of the class: the instance may have one that calls us.
+        return type(module).state_dict(module, keep_vars=True)
 
 
 def is_taken_as_it_is() -> bool:
