@@ -141,6 +141,10 @@ class Unit:
         fresh = [bucket for bucket in self.buckets if bucket.unsharded is None]
         return [param for bucket in fresh for param in bucket.materialize(lanes, meter).params]
 
+    def sides(self) -> tuple[AnyUnsharded | None, ...]:
+        """The unsharded sides, by which a graph can tell whether they are still those it read."""
+        return tuple(bucket.unsharded for bucket in self.buckets)
+
     def start_unshard(self) -> None:
         """Start the all-gathers."""
         for whole in self._wholes():
