@@ -250,6 +250,7 @@ class Use:
     def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
         self.unit.check_not_lent("a backward")
         self._check_readable()
+        self.unit.check_not_replaced()
         task = self.backward.task()
         expected = self.backward.arrivals(self.unit, task).expected
         if expected is None:
