@@ -70,6 +70,14 @@ def hooked(strategy: str, original: bool, kind: str) -> tuple[float, int, float]
         mean(state, few, None if own is None else out)
         (grads if own is None else own).copy_(out)
 
+    def exchanged(state: Any, grads: Tensor, own: Tensor | None = None) -> None:
+        """Gives the tensors other data instead of writing into them, as torch's fp16 hook does."""
+        wide = grads.double()
+        out = wide if own is None else own.double()
+        mean(state, wide, None if own is None else out)
+        (grads if own is None else own).data = out.to(grads.dtype)
+
+    hook = {"mean": mean, "rounded": rounded, "exchanged": exchanged}[kind]
     results = []
     for kit, has_hook in ((ours, True), (ours, False), (theirs, True)):
         model = wrap(
@@ -79,10 +87,8 @@ def hooked(strategy: str, original: bool, kind: str) -> tuple[float, int, float]
             sharding_strategy=kit.ShardingStrategy[strategy],
             use_orig_params=original,
         )
-        if has_hook and kind == "mean":
-            model.register_comm_hook(dist.group.WORLD, mean)
-        elif has_hook:
-            model.register_comm_hook(dist.group.WORLD, rounded)
+        if has_hook:
+            model.register_comm_hook(dist.group.WORLD, hook)
         train(model, ("s", "ns"), torch.float32)
         results.append(full_values(kit, model))
     return apart(results[0], results[1]), sum(seen), apart(results[0], results[2])
@@ -90,8 +96,8 @@ def hooked(strategy: str, original: bool, kind: str) -> tuple[float, int, float]
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_hook_reduces_gradients(pool: RankPool, strategy: str) -> None:
-    for original in (True, False):
-        for to_mean, seen, to_torch in pool.run(2, hooked, strategy, original, "mean"):
+    for original, kind in ((True, "mean"), (False, "mean"), (True, "exchanged")):
+        for to_mean, seen, to_torch in pool.run(2, hooked, strategy, original, kind):
             assert to_mean < 1e-6 and to_torch < 1e-6 and seen
     for to_mean, _, to_torch in pool.run(2, hooked, strategy, True, "rounded"):
         assert 0 < to_mean < 2e-2 and to_torch < 2e-2

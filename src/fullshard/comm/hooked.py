@@ -60,10 +60,10 @@ class HookedCopies(HookedShards):
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """Let the hook write ``output``, all but its flags."""
-        row = source.clone()
-        self.hook(self.state, row[: self.numel])
-        flags = row[self.numel :].clone()
-        output[: self.numel].copy_(row[: self.numel])
+        gradient = source[: self.numel].clone()
+        self.hook(self.state, gradient)  # which may give it other ``data``
+        flags = source[self.numel :].clone()
+        output[: self.numel].copy_(gradient)
         return _Copied(self.inner.all_reduce_mean(flags), output[self.numel :], flags)
 
 

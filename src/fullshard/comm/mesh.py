@@ -134,10 +134,11 @@ def device_types_of(mesh: DeviceMesh) -> list[str]:
 def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
     """Make a few ``values`` the largest, or the sums, over the ranks of ``group``, in place.
 
-    They may be on a device that the group does not serve.
+    They may be on a device that the group does not serve; a stand-in for a group serves all.
     """
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    served = _torch.device_types(group)
+    is_real = isinstance(group, dist.ProcessGroup)
+    served = _torch.device_types(group) if is_real else [values.device.type]
     if values.device.type in served:
         dist.all_reduce(values, op, group=group)
         return

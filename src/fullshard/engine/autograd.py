@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from fullshard import _torch
+from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.unit import Unit
+from fullshard.errors import ProtocolError
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
@@ -184,6 +186,8 @@ class Use:
     """For each running call, innermost last: the number of the first autograd node it makes."""
     _inputs: list[Tensor] = field(default_factory=list)
     """Only while the forward runs, and has them anyway."""
+    _sides: tuple[AnyUnsharded | None, ...] = ()
+    """What the forward read."""
 
     @property
     def running(self) -> bool:
@@ -194,6 +198,7 @@ class Use:
         """The forward begins."""
         self._first_nodes.append(_torch.sequence_number())
         self._inputs.extend(inputs)
+        self._sides = self.unit.sides()
 
     def end(self, outputs: Iterable[Tensor], last_use: int) -> Follows:
         """The forward ended: learn when backward will enter this use by its outputs.
@@ -244,6 +249,8 @@ class Use:
 
     def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
         self.unit.check_not_lent("a backward")
+        self._check_readable()
+        self.unit.check_not_replaced()
         task = self.backward.task()
         expected = self.backward.arrivals(self.unit, task).expected
         if expected is None:
@@ -260,3 +267,12 @@ class Use:
                 keeps_graph=torch.is_grad_enabled(),
             )
         )
+
+    def _check_readable(self) -> None:
+        """Raise ``ProtocolError`` if what the forward read is not what would be gathered now."""
+        if self.unit.sides() != self._sides:
+            raise ProtocolError(
+                f"a backward through unit {self.unit.name or '(root)'} came after the unit was "
+                "moved, cast, or changed in precision or communication since the forward; what "
+                "that read is gone. Call backward() before"
+            )

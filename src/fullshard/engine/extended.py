@@ -58,6 +58,10 @@ class ExtendedUnsharded:
         """Whether ``param``, one of ours, still lies in our memory; its hook alone could tell."""
         return True
 
+    def reclaim(self) -> list[int]:
+        """See ``Unsharded``; hooks give parameters their memory."""
+        return []
+
     def start(self) -> None:
         """Start the all-gather; into memory that is there already if this is a refresh."""
         if self._is_whole:  # it was just made

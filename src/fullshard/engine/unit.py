@@ -16,7 +16,7 @@ from fullshard.engine.bucket import Bucket
 from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
-from fullshard.errors import BusyError, ProtocolError, UnsupportedError
+from fullshard.errors import AssertedProtocolError, BusyError, ProtocolError, UnsupportedError
 
 if TYPE_CHECKING:
     from fullshard.engine.executor import Engine
@@ -40,6 +40,9 @@ class Registration(Protocol):
         Raises:
             ConfigError: they do not lie as ours do, or were put over unsharded parameters.
         """
+
+    def put_back(self, buckets: Sequence[Bucket]) -> list[str]:
+        """Show unsharded parameters again where something else stands; return their names."""
 
     def lend(
         self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
@@ -140,6 +143,10 @@ class Unit:
         """Make the unsharded side where there is none; returns the new unsharded parameters."""
         fresh = [bucket for bucket in self.buckets if bucket.unsharded is None]
         return [param for bucket in fresh for param in bucket.materialize(lanes, meter).params]
+
+    def sides(self) -> tuple[AnyUnsharded | None, ...]:
+        """The unsharded sides, by which a graph can tell whether they are still those it read."""
+        return tuple(bucket.unsharded for bucket in self.buckets)
 
     def start_unshard(self) -> None:
         """Start the all-gathers."""
@@ -276,6 +283,25 @@ class Unit:
                 f"{what} while unshard_params() lends the full parameters of unit "
                 f"{self.name or '(root)'}; units are expected to be in states of rest: leave the "
                 "with block first"
+            )
+
+    def check_not_replaced(self) -> None:
+        """Before a backward: unsharded parameters are those that the forward read.
+
+        Raises:
+            AssertedProtocolError: they were given other ``data``, or others stand in their places;
+                which is dropped.
+        """
+        names = self.registration.put_back(self.buckets)
+        for bucket in self.buckets:
+            replaced = () if bucket.unsharded is None else bucket.unsharded.reclaim()
+            names += [bucket.names[number] for number in replaced]
+        if names:
+            raise AssertedProtocolError(
+                f"unit {self.name or '(root)'}: FSDP does not support changing the parameters "
+                f"between forward and backward while they are unsharded, got others for "
+                f"{', '.join(names)}. They are dropped; write between steps, or inside of "
+                "unshard_params()"
             )
 
     def sync_requires_grad(self) -> None:

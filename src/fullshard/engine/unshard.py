@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
@@ -14,6 +15,8 @@ from fullshard.layout import GatherPlan, round_up
 from fullshard.tensors import local_part
 
 __all__ = ["Unsharded"]
+
+_ADDRESS = Tensor.data_ptr
 
 
 class Unsharded:
@@ -46,11 +49,17 @@ class Unsharded:
             )
             self._secondary: _Secondary | None = None
             flat = shard if self._buffer is None else self._buffer.tensor
-            wholes = (
+            wholes = [
                 flat.narrow(0, offset, param.numel).view(param.shape).data
                 for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
-            )
+            ]
             self.params = [spec.whole_param(i, whole) for i, whole in enumerate(wholes)]
+            self._plain = [param for param in self.params if not isinstance(param, DTensor)]
+            self._memory = [
+                whole
+                for whole, param in zip(wholes, self.params, strict=True)
+                if not isinstance(param, DTensor)
+            ]
             if self._buffer is not None:
                 self._gather = _Gather(spec, self._buffer, lanes, meter)
                 if spec.secondary is not None:
@@ -63,15 +72,33 @@ class Unsharded:
         storage = local_part(param).untyped_storage()
         return storage.data_ptr() == flat.untyped_storage().data_ptr()
 
+    def reclaim(self) -> list[int]:
+        """Let parameters that were given other ``data`` lie in our memory again; tells which.
+
+        Where there is no memory nobody reads them, and the next ``start`` sees to it.
+        """
+        if self._buffer is not None and not self._buffer.allocated:
+            return []
+        if list(map(_ADDRESS, self._plain)) == list(map(_ADDRESS, self._memory)):
+            return []
+        replaced = []
+        for param, whole in zip(self._plain, self._memory, strict=True):
+            if param.data_ptr() != whole.data_ptr():
+                param.data = whole
+                replaced.append(next(i for i, one in enumerate(self.params) if one is param))
+        return replaced
+
     def start(self) -> None:
         """Start the all-gather; into memory that is there already if this is a refresh."""
         if self._buffer is None:
+            self.reclaim()
             return
         with self._lanes.on(Lane.GATHER):
             if self._secondary is not None and self._secondary.kept:
                 self._in_flight = self._secondary.start()
             else:
                 self._in_flight = self._gather.start(self.shard)
+        self.reclaim()
 
     def finish(self) -> None:
         """Make the parameters whole on the compute lane."""

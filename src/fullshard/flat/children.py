@@ -10,15 +10,39 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.flat.options import MixedPrecision
+from fullshard.flat.precision import as_mixed_precision
 from fullshard.frontend.ownership import unit_of
 from fullshard.wrap.replace import replace_children
 from fullshard.wrap.units import Ignored, units_of
 from fullshard.wrap.unity import check_frozen_apart, check_tied_together
 
-__all__ = ["wrap_children"]
+__all__ = ["prepare_inside"]
 
 
-def wrap_children(
+def prepare_inside(
+    module: nn.Module,
+    policy: Any,
+    ignored: Ignored,
+    given: dict[str, Any],
+    make: Callable[..., nn.Module],
+) -> None:
+    """Wrap what ``policy`` chooses by ``make(one, **options)``; without one check what is left.
+
+    ``given`` are the arguments of the wrapper around ``module``.
+
+    Raises:
+        ConfigError: see ``_wrap_children``; without a policy the last one.
+    """
+    precision, shown_as_one = given["mixed_precision"], not given["use_orig_params"]
+    if policy is not None:
+        options = None if precision is None else as_mixed_precision(precision)
+        _wrap_children(module, policy, ignored, options, make, shown_as_one=shown_as_one)
+    elif shown_as_one:
+        inside = [one for one in module.modules() if unit_of(one) is not None]
+        check_frozen_apart(module, [], Ignored.of([*ignored.modules, *inside], ignored.params))
+
+
+def _wrap_children(
     module: nn.Module,
     policy: Any,
     ignored: Ignored,
@@ -42,7 +66,7 @@ def wrap_children(
             "FullyShardedDataParallel(auto_wrap_policy=...): expected modules that do not already "
             f"have FSDP applied, found it on {', '.join(inside[:5])}"
         )
-    single = precision._module_classes_to_ignore if precision is not None else ()
+    single = tuple(precision._module_classes_to_ignore) if precision is not None else ()
     units = units_of(
         module,
         policy,
@@ -56,9 +80,10 @@ def wrap_children(
     alone = {type(unit.module).__name__ for unit in units if isinstance(unit.module, single)}
     if alone:
         warnings.warn(
-            "Both mixed precision and an auto_wrap_policy were specified: modules of class "
-            f"{', '.join(sorted(alone))} become units of their own with mixed precision disabled; "
-            "MixedPrecision(_module_classes_to_ignore=()) leaves them to the policy",
-            stacklevel=4,
+            "Both mixed precision and an auto_wrap_policy were specified, and there are modules of "
+            f"class {', '.join(sorted(alone))}. These modules will be wrapped as separate FSDP "
+            "units with mixed precision disabled; MixedPrecision(_module_classes_to_ignore=()) "
+            "leaves them to the policy",
+            stacklevel=5,
         )
     replace_children(module, units, lambda unit: make(unit.module, **unit.options))

@@ -7,6 +7,7 @@ wherever these are: enums by the names of their members, configurations by their
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -118,10 +119,11 @@ class MixedPrecision:
     """Whether floating-point inputs of this unit's forward are cast to ``param_dtype``."""
     cast_root_forward_inputs: bool = True
     """The same where this unit is the root of the forward."""
-    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BatchNorm,)
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
     full_precision_in_eval: bool = False
-    """Whether modules in ``eval()`` compute in the parameters' own dtype. No PyTorch counterpart
-    but an environment variable."""
+    """Whether modules in ``eval()`` compute in the parameters' own dtype, with buffers in theirs;
+    decided anew whenever the outermost wrapper, which must have it, is called. PyTorch has only
+    the environment variable ``FSDP_USE_FULL_PREC_IN_EVAL=1``, which means it here as well."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
-from fullshard.errors import ArgumentTypeError
+from fullshard.errors import ArgumentTypeError, ProtocolError
 from fullshard.flat.options import MixedPrecision
 from fullshard.tensors import find_tensors, map_tensors
 
@@ -20,17 +21,21 @@ __all__ = ["Precision", "as_mixed_precision"]
 def as_mixed_precision(given: Any) -> MixedPrecision:
     """What the user gave, by its fields; PyTorch's own lacks those that are ours alone.
 
+    What it lacks may be asked for by PyTorch's environment variable.
+
     Raises:
         ArgumentTypeError: it has other fields.
     """
-    if given is None:
-        return MixedPrecision()
-    fields = MixedPrecision.__dataclass_fields__
+    given = MixedPrecision() if given is None else given
     if not hasattr(given, "cast_root_forward_inputs"):
         raise ArgumentTypeError(
             f"FullyShardedDataParallel(mixed_precision={given!r}): expected a MixedPrecision"
         )
-    return MixedPrecision(**{name: getattr(given, name) for name in fields if hasattr(given, name)})
+    fields = MixedPrecision.__dataclass_fields__
+    options = MixedPrecision(**{n: getattr(given, n) for n in fields if hasattr(given, n)})
+    options._module_classes_to_ignore = tuple(options._module_classes_to_ignore)
+    options.full_precision_in_eval |= os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+    return options
 
 
 @dataclass
@@ -73,15 +78,18 @@ class Precision:
         return _cast_to(given[-1], output) if given else output
 
     def cast_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Cast floating-point buffers, once."""
+        """Cast floating-point buffers, once; in full precision they have their own dtypes."""
         dtype = self.options.buffer_dtype
         if dtype is None:
             return
         for module in modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                wanted = self.own_dtype(module, name, buffer) if self.in_eval else dtype
+                if buffer.dtype != wanted:
                     self.buffers.setdefault((module, name), buffer.dtype)
-                    module._buffers[name] = buffer.to(dtype)
+                    module._buffers[name] = buffer.to(wanted)
 
     def own_dtype(self, module: nn.Module, name: str, buffer: Tensor) -> torch.dtype:
         """The dtype that a buffer had before it was cast."""
@@ -95,11 +103,23 @@ class Precision:
                 bucket.rewire(grad_dtype=dtype)
 
     def follow(self, unit: Unit, engine: Engine, *, training: bool) -> None:
-        """Compute in full precision in eval, if that was asked for."""
+        """Compute in full precision in eval, if that was asked for.
+
+        Raises:
+            ProtocolError: in the middle of a forward, of a module around this one that does not
+                ask for it.
+        """
         if not self.options.full_precision_in_eval or self.in_eval is (not training):
             return
-        self.in_eval = not training
+        if not engine.scheduler.idle:
+            raise ProtocolError(
+                f"unit {unit.name or '(root)'} has MixedPrecision(full_precision_in_eval=True) and "
+                f"went {'out of' if training else 'into'} eval(), but the wrapper whose forward is "
+                "running has not; give it to the outermost wrapper too, and do not change modes "
+                "in a forward"
+            )
         engine.reset_wires([unit])
+        self.in_eval = not training
         policy = self.policy if training else MixedPrecisionPolicy()
         for bucket in unit.buckets:
             bucket.rewire(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)

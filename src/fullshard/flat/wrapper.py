@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fullshard.engine import Offload, Unit
 from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
-from fullshard.flat.children import wrap_children
+from fullshard.flat.children import prepare_inside
 from fullshard.flat.comm_hook import reduce_by_hook
 from fullshard.flat.lending import summon
 from fullshard.flat.meshes import data_mesh_of
@@ -51,7 +51,6 @@ from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward, Ahead
 from fullshard.wrap.units import Ignored
-from fullshard.wrap.unity import check_frozen_apart
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -146,7 +145,13 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             "ignored_states": list(modules or params) or None,
             "_mesh": mesh,
         }
-        _prepare_inside(module, auto_wrap_policy, Ignored.of(modules, params), given)
+        prepare_inside(
+            module,
+            auto_wrap_policy,
+            Ignored.of(modules, params),
+            given,
+            lambda inner, **options: FullyShardedDataParallel(inner, **{**given, **options}),
+        )
         setattr(self, WRAPPED, module)
         self._given = Given.of(mesh, given)
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
@@ -221,9 +226,16 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = self._unit
         if self.training:
             follow_order(unit)
-        self._precision.follow(unit, engine_of(unit), training=self.training)
+        if self._precision.options.full_precision_in_eval:
+            self._follow_modes()
         self._precision.cast_buffers(self._own_modules())
         return super().__call__(*args, **kwargs)
+
+    def _follow_modes(self) -> None:
+        """Let wrappers be in full precision that are in eval: on the way in, all; then each."""
+        engine = engine_of(self._unit)
+        for one in self.fsdp_modules(self) if engine.scheduler.idle else [self]:
+            one._precision.follow(one._unit, engine, training=one.training)
 
     def _own_modules(self) -> Iterator[nn.Module]:
         """Modules inside that no inner wrapper has."""
@@ -371,22 +383,3 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = unit_of(self)
         is_lent = unit is not None and unit.loan is not None
         return name.replace(f"{WRAPPED}.", "") if is_lent else name
-
-
-def _prepare_inside(
-    module: nn.Module, policy: Any, ignored: Ignored, given: dict[str, Any]
-) -> None:
-    """Wrap what ``policy`` chooses; without one, check what is left to the unit."""
-    mixed_precision, shown_as_one = given["mixed_precision"], not given["use_orig_params"]
-    if policy is not None:
-        wrap_children(
-            module,
-            policy,
-            ignored,
-            None if mixed_precision is None else as_mixed_precision(mixed_precision),
-            lambda inner, **options: FullyShardedDataParallel(inner, **{**given, **options}),
-            shown_as_one=shown_as_one,
-        )
-    elif shown_as_one:
-        inside = [one for one in module.modules() if unit_of(one) is not None]
-        check_frozen_apart(module, [], Ignored.of([*ignored.modules, *inside], ignored.params))

@@ -101,6 +101,20 @@ class Places:
         else:
             self.show_unsharded(buckets)
 
+    def put_back(self, buckets: Sequence[Bucket]) -> list[str]:
+        """See ``engine.Registration``."""
+        if self.shows_sharded:
+            return []
+        ours = [bucket.whole.params for bucket in buckets]
+        replaced = [
+            buckets[bucket].names[number]
+            for own, name, bucket, number, _ in self._slots
+            if own.get(name) is not ours[bucket][number]
+        ]
+        if replaced:
+            self.show_unsharded(buckets)
+        return replaced
+
     def lend(
         self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
     ) -> None:

@@ -1,0 +1,184 @@
+"""The flat face in eval, and where users exchange what a forward read before its backward."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard as ours
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import MixedPrecision
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_flat_differential import (
+    BF16,
+    EXACT,
+    batch,
+    full_values,
+    make,
+    optimizer_of,
+    quiet,
+    wrap,
+)
+
+FP32, FP64 = torch.float32, torch.float64
+VARIABLE = "FSDP_USE_FULL_PREC_IN_EVAL"
+LOW = {"param_dtype": BF16, "reduce_dtype": BF16, "buffer_dtype": BF16}
+
+
+# full precision in eval
+
+
+def shows(model: Any) -> tuple[Tensor, torch.dtype]:
+    """What an evaluation gives, and what the buffer is in it."""
+    model.eval()
+    with torch.no_grad():
+        out = model(noise(3, 6, dtype=FP32))
+    dtype = next(iter(model.buffers())).dtype
+    model.train()
+    return out, dtype
+
+
+def evaluated(original: bool, by: str, evaluates: bool) -> dict[str, Tensor]:
+    """Train with evaluations in between; the weights at the end."""
+    asked = {"full_precision_in_eval": True} if by == "option" else {}
+    options = MixedPrecision(**LOW, _module_classes_to_ignore=[nn.LayerNorm], **asked)  # a list
+    with mock.patch.dict(os.environ, {VARIABLE: "1"} if by == "variable" else {}):
+        model = wrap(ours, make(FP32), "nested", mixed_precision=options, use_orig_params=original)
+    assert model.mixed_precision is options
+    optimizer = optimizer_of(model)
+    for number in range(3):
+        out = model(batch(number, FP32))
+        assert out.dtype == BF16 and next(iter(model.buffers())).dtype == BF16
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluates:
+            plain = make(FP32)
+            plain.load_state_dict(model.state_dict())
+            plain.shift = plain.shift.to(BF16).float()  # bits that the first cast cost
+            (out, dtype), (same, _) = shows(model), shows(plain)
+            assert out.dtype == dtype == FP32
+            assert torch.equal(out, same)
+    return full_values(ours, model)
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_evaluates_in_full_precision(pool: RankPool, original: bool) -> None:
+    """Units inside of units too; and training goes on as if nobody had looked."""
+    without = pool.run(2, evaluated, original, "option", False)
+    for by in ("option", "variable"):
+        for one, other in zip(pool.run(2, evaluated, original, by, True), without, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def modes_that_cannot_be() -> None:
+    """A backward after the unit was made anew, and a mode of an inner unit alone."""
+    full = MixedPrecision(BF16, full_precision_in_eval=True)
+    model = wrap(ours, make(FP32), "nested", mixed_precision=full)
+    loss = model(batch(0, FP32)).sum()
+    shows(model)
+    with pytest.raises(ours.errors.ProtocolError, match="Call backward\\(\\) before"):
+        loss.backward()
+    model(batch(0, FP32)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+    inner = nn.Sequential(FSDP(nn.Linear(6, 6), mixed_precision=full), nn.Linear(6, 6))
+    model = FSDP(inner, mixed_precision=MixedPrecision(BF16)).eval()
+    with pytest.raises(ours.errors.ProtocolError, match="outermost wrapper"):
+        model(batch(0, FP32))
+
+
+def test_modes_that_cannot_be_are_told(pool: RankPool) -> None:
+    pool.run(2, modes_that_cannot_be)
+
+
+# parameters exchanged between forward and backward
+
+
+def exchanged(strategy: str, original: bool, how: str) -> float:
+    """Refused by name, on all ranks, and training goes on as if it had not been tried."""
+    results = []
+    for tries in (True, False):
+        plain = make(FP64)
+        model = wrap(
+            ours,
+            plain,
+            "nested",
+            sharding_strategy=ours.ShardingStrategy[strategy],
+            use_orig_params=original,
+        )
+        optimizer = optimizer_of(model)
+        for number in range(2):
+            if tries:
+                loss = model(batch(7, FP64)).square().mean()
+                if how == "data":
+                    plain.head.weight.data = torch.zeros(6, 6, dtype=FP64)
+                else:
+                    plain.head.weight = nn.Parameter(torch.zeros(6, 6, dtype=FP64))
+                with pytest.raises(AssertionError, match=r"head\.weight") as error:
+                    loss.backward()
+                assert isinstance(error.value, ours.errors.ProtocolError)
+                optimizer.zero_grad()
+            model(batch(number, FP64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_values(ours, model))
+    return max((results[0][n] - results[1][n]).abs().max().item() for n in results[1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_exchanged_parameters_are_refused(pool: RankPool, world: int) -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        for original in (True, False):
+            for how in ("data", "object"):
+                assert max(pool.run(world, exchanged, strategy, original, how)) == 0
+
+
+class Clamped(nn.Linear):
+    """Computes with clamped weights by giving the parameter other data, as some quantizers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.clamp(-0.2, 0.2)
+        return super().forward(x)
+
+
+class ClampedApart(nn.Linear):
+    """The same without touching the parameter; its gradient is that of the clamped weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = (self.weight.clamp(-0.2, 0.2) - self.weight).detach()
+        return nn.functional.linear(x, self.weight + change, self.bias)
+
+
+def clamped(original: bool) -> float:
+    model = nn.Sequential(Clamped(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(FP64)
+    plain = nn.Sequential(ClampedApart(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(FP64)
+    fill(model, scale=0.4)
+    plain.load_state_dict(copy.deepcopy(model.state_dict()))
+    with quiet():
+        model[0] = FSDP(model[0], use_orig_params=original)
+        wrapped = FSDP(model, use_orig_params=original)
+    x = noise(4, 6, dtype=FP64)
+    worst = 0.0
+    optimizers = [optimizer_of(wrapped), optimizer_of(plain)]
+    for _ in range(4):
+        losses = [one(x).square().sum() for one in (wrapped, plain)]
+        worst = max(worst, (losses[0] - losses[1]).abs().item())
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return worst
+
+
+def test_data_given_in_forward_lasts_as_long_as_it(pool: RankPool) -> None:
+    """The next forward computes with what the optimizer wrote, not with that data."""
+    for original in (True, False):
+        assert max(pool.run(2, clamped, original)) < EXACT
