@@ -80,10 +80,10 @@ def _wrap_children(
     alone = {type(unit.module).__name__ for unit in units if isinstance(unit.module, single)}
     if alone:
         warnings.warn(
-            "Both mixed precision and an auto_wrap_policy were specified, and there are modules of "
-            f"class {', '.join(sorted(alone))}. These modules will be wrapped as separate FSDP "
-            "units with mixed precision disabled; MixedPrecision(_module_classes_to_ignore=()) "
-            "leaves them to the policy",
+            "Both mixed precision and an auto_wrap_policy were specified: modules of class "
+            f"{', '.join(sorted(alone))} compute in their own dtype. These modules will be wrapped "
+            "as separate FSDP units; MixedPrecision(_module_classes_to_ignore=()) leaves them to "
+            "the policy",
             stacklevel=5,
         )
     replace_children(module, units, lambda unit: make(unit.module, **unit.options))
