@@ -27,6 +27,7 @@ from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
 from tests.ranks.ragged import CASES, CUT, SHAPES, dtensor, numel_of, placed, ragged, strided
 from tests.ranks.test_state import shared_folder
+from tests.versions import asks_subclasses
 
 cases = pytest.mark.parametrize("name", CASES)
 
@@ -171,6 +172,7 @@ def replicated(x: RaggedTensor) -> Tensor:
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
 
 
+@asks_subclasses
 @cases
 def test_whole_and_local_tensors_are_differentiable(pool: RankPool, name: str) -> None:
     pool.run(4, differentiated, name)
@@ -350,6 +352,7 @@ def drawn_on_every_mesh() -> None:
             drawn(case.mesh(), list(case.placements), (5, 3), number)
 
 
+@asks_subclasses
 def test_random_fills_are_those_of_the_whole_tensor(pool: RankPool) -> None:
     pool.run(4, drawn_on_every_mesh, timeout_s=120)
 
@@ -368,6 +371,7 @@ def fills_left_to_torch() -> None:
         wrong.uniform_()
 
 
+@asks_subclasses
 def test_a_local_tensor_of_another_shape_is_not_filled(pool: RankPool) -> None:
     pool.run(4, fills_left_to_torch)
 

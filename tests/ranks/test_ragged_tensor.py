@@ -24,6 +24,7 @@ from tests.ranks.models import full_parameters
 from tests.ranks.net import apart, batch, make, optimizer_of, shard, step, train_both
 from tests.ranks.pool import RankPool
 from tests.ranks.test_state import shared_folder
+from tests.versions import asks_subclasses
 
 worlds = pytest.mark.parametrize("world", [1, 2, 3])
 granularities = pytest.mark.parametrize("granularity", ["element", "row", 5, "tensor"])
@@ -318,6 +319,7 @@ def differentiated() -> None:
         assert torch.equal(param.grad.full_tensor(), torch.full_like(want, 3.0))
 
 
+@asks_subclasses
 @worlds
 def test_whole_and_local_tensors_are_differentiable(pool: RankPool, world: int) -> None:
     pool.run(world, differentiated)
