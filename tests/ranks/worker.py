@@ -27,6 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _pytest.config import apply_warning_filters
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.ranks.strict import strict
@@ -88,13 +91,9 @@ class GroupKeeper:
         """Be in no group; peers waiting for this rank see a closed connection, not a hang."""
         self._number = None
         if dist.is_initialized():
-            has_more = dist.get_pg_count() > 1
+            _forget_meshes()
             gc.collect()  # models are cycles; they hold meshes, and these the threads of groups
             dist.destroy_process_group()
-            if has_more:
-                # Keyed by meshes, and all meshes of a shape are equal: what DTensor remembers would
-                # hand later jobs the meshes of this one, whose groups are gone, or now are others.
-                _clear_sharding_prop_cache()
 
     def is_unchanged(self) -> bool:
         """Whether the job made no further groups and left the default one alone."""
@@ -146,8 +145,23 @@ def _loaded(call: bytes) -> Any:
     known = len(sys.modules)
     loaded = pickle.loads(call)
     if len(sys.modules) > known:
+        gc.collect()  # or the jobs before would stay as well
         gc.freeze()
     return loaded
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers by mesh.
+
+    All meshes of a shape are equal: it would hand later jobs the meshes of this one, whose groups
+    are gone, or now are others. And a mesh keeps the threads of its groups, which wake up a hundred
+    times a second each: those of a few hundred jobs take most of a machine's time.
+    """
+    _clear_sharding_prop_cache()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 @contextmanager
