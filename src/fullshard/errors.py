@@ -12,6 +12,7 @@
     |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
     |   |-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
     |   `-- BusyError           ... while parameters are lent or a pass runs (also ValueError)
+    |-- LostRankError           another process is gone, or silent      (also RuntimeError)
     |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
@@ -32,6 +33,7 @@ __all__ = [
     "ExtensionError",
     "FullshardError",
     "LayoutError",
+    "LostRankError",
     "NonFiniteError",
     "NotBuiltError",
     "ProtocolError",
@@ -86,6 +88,10 @@ class AssertedProtocolError(ProtocolError, AssertionError):
 
 class BusyError(ProtocolError, ValueError):
     """Parameters are lent, or a forward or a backward is running; nothing was changed."""
+
+
+class LostRankError(FullshardError, RuntimeError):
+    """A process that this one exchanges parameters or gradients with has ended, or hangs."""
 
 
 class NonFiniteError(FullshardError, RuntimeError):

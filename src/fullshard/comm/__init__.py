@@ -2,6 +2,7 @@
 
 ``Collectives`` is the seam. ``C10d`` speaks NCCL and gloo through process groups, ``Public`` by the
 functions of ``torch.distributed``; ``Recording`` wraps any of them and notes what was asked for.
+Gloo's gathers and reductions go through memory within a host (``shared``), in ``pairs`` between.
 """
 
 from __future__ import annotations

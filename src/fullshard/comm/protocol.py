@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Alone", "Around", "Collectives", "Done", "Pending", "Together"]
+__all__ = ["Alone", "Around", "Collectives", "Done", "Pending", "Together", "put"]
 
 
 class Pending(Protocol):
@@ -143,8 +143,7 @@ class Alone:
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Copy what is not in its place."""
         for output, source in zip(outputs, sources, strict=True):
-            if source.data_ptr() != output.data_ptr():
-                output.copy_(source)
+            put(source, output)
         return Done()
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
@@ -159,3 +158,9 @@ class Alone:
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Nothing to do."""
         return Done()
+
+
+def put(source: Tensor, place: Tensor) -> None:
+    """Copy ``source`` to its place, unless it is there."""
+    if source.data_ptr() != place.data_ptr():
+        place.copy_(source)
