@@ -63,7 +63,7 @@ def many_sizes_in_any_order(seed: int) -> None:
     slots = shared(world_group())._slots
     # Three of our own in flight, and as many that a neighbour has not told us the end of.
     assert len(slots) <= 7
-    assert max(slot.memory.nbytes for slot in slots) <= 8 * 70_001 + 64
+    assert max(slot.memory.bytes.numel() for slot in slots) <= 8 * 70_001 + 64
 
 
 @every_world
@@ -128,16 +128,30 @@ def test_a_rank_that_is_silent_is_told_after_the_time_out(pool: RankPool) -> Non
     pool.run(3, a_rank_is_silent)
 
 
-def different_collectives() -> None:
-    wire = C10d(world_group(), "cpu")
-    finish = gather(wire, 1000 + 500 * wire.rank)
-    with pytest.raises(ProtocolError, match=r"rank \d .* collective 0 with \d+ bytes, this rank"):
+def different_sizes() -> None:
+    wire = C10d(dist.new_group(), "cpu")
+    finish = gather(wire, 1000 + 8 * wire.rank)
+    with pytest.raises(ProtocolError, match=r"collective 0 .* is a gather of \d+ bytes on rank \d"):
         finish()
     assert gather(wire)()  # the next one is as good as ever
 
 
-def test_different_collectives_are_an_error_on_every_rank(pool: RankPool) -> None:
-    pool.run(3, different_collectives)
+def different_kinds() -> None:
+    wire = C10d(dist.new_group(), "cpu")
+    if wire.rank == 0:
+        pending = wire.all_gather([torch.zeros(144)], [torch.zeros(48)])  # as many bytes
+    else:
+        pending = wire.reduce_scatter_mean(torch.zeros(8), torch.zeros(24))
+    with pytest.raises(ProtocolError, match=r"is a (gather|reduction) of .* a (gather|reduction)"):
+        pending.wait()
+    assert gather(wire)()
+
+
+@pytest.mark.parametrize("differ", [different_sizes, different_kinds])
+def test_different_collectives_are_an_error_on_every_rank(
+    pool: RankPool, differ: Callable[[], None]
+) -> None:
+    pool.run(3, differ)
 
 
 def reach(how: str) -> str:

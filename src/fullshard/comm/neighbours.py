@@ -7,7 +7,6 @@ meet; afterwards a lost peer is seen by its socket, at once.
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import secrets
 import socket
@@ -34,34 +33,26 @@ _TOKEN_NBYTES = 16
 
 
 class Memory:
-    """Anonymous memory that another process can map, too, once it has the file descriptor."""
+    """Anonymous memory of this process that others can map once they have its file descriptor."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        weakref.finalize(self, os.close, fd)
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    @classmethod
-    def new(cls) -> Memory:
-        """Some of no size yet."""
-        return cls(os.memfd_create("fullshard"))
-
-    @property
-    def nbytes(self) -> int:
-        """What is mapped."""
-        return self._bytes.numel()
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("fullshard")
+        weakref.finalize(self, os.close, self.fd)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        """All of it."""
 
     def reserve(self, nbytes: int) -> None:
-        """Have at least ``nbytes``; for its owner."""
-        if nbytes > self.nbytes:
-            os.ftruncate(self.fd, nbytes)
+        """Grow to at least ``nbytes``."""
+        if nbytes > self.bytes.numel():
+            self.bytes = _mapped(self.fd, nbytes)
 
-    def mapped(self, nbytes: int) -> Tensor:
-        """The first ``nbytes``, which its owner has reserved, as uint8."""
-        if nbytes > self.nbytes:
-            with torch.inference_mode(False):
-                self._bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-        return self._bytes[:nbytes]
+
+def _mapped(fd: int, nbytes: int) -> Tensor:
+    """The first ``nbytes`` of a file in memory, which has so many from then on, as uint8."""
+    # By name, since Python's own mappings each keep a file descriptor.
+    with torch.inference_mode(False):
+        name = f"/proc/self/fd/{fd}"
+        return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 class Notice(NamedTuple):
@@ -69,6 +60,8 @@ class Notice(NamedTuple):
 
     number: int
     """Of the exchange; all ranks count the same."""
+    kind: int
+    """What is done with the bytes."""
     nbytes: int
     slot: int
     """Which of the sender's memories holds its bytes."""
@@ -77,11 +70,11 @@ class Notice(NamedTuple):
 
     def packed(self) -> bytes:
         """As it travels."""
-        head = _HEAD.pack(self.number, self.nbytes, self.slot, len(self.done))
+        head = _HEAD.pack(*self[:-1], len(self.done))
         return head + struct.pack(f"={len(self.done)}q", *self.done)
 
 
-_HEAD = struct.Struct("=4q")
+_HEAD = struct.Struct("=5q")
 
 
 class Neighbour:
@@ -91,19 +84,20 @@ class Neighbour:
         self._rank = rank
         self._connection = connection
         weakref.finalize(self, connection.close)
-        self._knows: set[int] = set()  # slots of ours
+        self._knows: dict[int, int] = {}  # how much of our slots it can read
         self._arrived: dict[int, Notice] = {}
-        self._memories: dict[int, Memory] = {}
+        self._slots: dict[int, Tensor] = {}
         self._done: list[int] = []
 
     def tell(self, notice: Notice, memory: Memory) -> None:
-        """Send ``notice``, and access to its ``memory`` if that is new to this neighbour.
+        """Send ``notice``, and access to its ``memory`` if that is new, or larger than it was.
 
         Raises:
             LostRankError: it is gone.
         """
-        fds = [] if notice.slot in self._knows else [memory.fd]
-        self._knows.add(notice.slot)
+        nbytes = memory.bytes.numel()
+        fds = [] if self._knows.get(notice.slot) == nbytes else [memory.fd]
+        self._knows[notice.slot] = nbytes
         packed = notice.packed()
         try:
             sent = socket.send_fds(self._connection, [packed], fds)
@@ -111,8 +105,8 @@ class Neighbour:
         except OSError as error:
             raise self._lost(error) from error
 
-    def notice(self, number: int) -> tuple[Notice, Memory]:
-        """What it tells of exchange ``number``, and the memory with its bytes; waits for it.
+    def laid_out(self, number: int) -> tuple[Notice, Tensor]:
+        """The notice of exchange ``number``, and the bytes that all may read; waits for it.
 
         Raises:
             LostRankError: it is gone, or silent for longer than the group's time-out.
@@ -120,7 +114,7 @@ class Neighbour:
         while number not in self._arrived:
             self._receive()
         notice = self._arrived.pop(number)
-        return notice, self._memories[notice.slot]
+        return notice, self._slots[notice.slot][: notice.nbytes]
 
     def taken_done(self) -> list[int]:
         """Exchanges it is done with, of all notices that have come since the last call."""
@@ -130,12 +124,14 @@ class Neighbour:
     def _receive(self) -> None:
         """The next notice."""
         head, fds = self._received(_HEAD.size)
-        number, nbytes, slot, num_done = _HEAD.unpack(head)
-        if fds:
-            self._memories[slot] = Memory(*fds)
-        done, _ = self._received(8 * num_done)
-        self._done += struct.unpack(f"={num_done}q", done)
-        self._arrived[number] = Notice(number, nbytes, slot, ())
+        number, kind, nbytes, slot, num_done = _HEAD.unpack(head)
+        for fd in fds:
+            self._slots[slot] = _mapped(fd, os.fstat(fd).st_size)
+            os.close(fd)
+        packed, _ = self._received(8 * num_done)
+        done = struct.unpack(f"={num_done}q", packed)
+        self._done += done
+        self._arrived[number] = Notice(number, kind, nbytes, slot, done)
 
     def _received(self, nbytes: int) -> tuple[bytes, list[int]]:
         """The next ``nbytes``, and file descriptors that came with them."""
@@ -201,6 +197,7 @@ def _host() -> bytes:
     if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
         return b""
     try:
+        os.close(os.memfd_create("fullshard"))
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         namespace = os.readlink("/proc/self/ns/net").encode()
     except OSError:

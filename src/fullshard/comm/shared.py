@@ -8,6 +8,7 @@ nobody waits before writing, and there are few more slots than exchanges in flig
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -23,6 +24,13 @@ from fullshard.errors import ProtocolError
 __all__ = ["Shared"]
 
 _ALIGNMENT = 64
+
+
+class _Kind(enum.IntEnum):
+    """What an exchange is for; errors call it by its name."""
+
+    gather = 0
+    reduction = 1
 
 
 class Shared:
@@ -49,7 +57,8 @@ class Shared:
         """See ``Collectives.all_gather``."""
         ends = list(accumulate(_aligned(source.nbytes) for source in sources))
         starts = [0, *ends[:-1]]
-        exchange = self._start(ends[-1], list(zip(starts, sources, strict=True)))
+        pieces = list(zip(starts, sources, strict=True))
+        exchange = self._start(_Kind.gather, ends[-1], pieces)
         rows = [output.view(self._world, -1) for output in outputs]
         for row, source in zip(rows, sources, strict=True):
             put(source, row[self._rank])
@@ -62,23 +71,23 @@ class Shared:
         rows = source.view(self._world, -1)
         nbytes = _aligned(rows[0].nbytes)
         others = [(r * nbytes, rows[r]) for r in self._neighbours]  # nobody reads our own
-        exchange = self._start(self._world * nbytes, others)
+        exchange = self._start(_Kind.reduction, self._world * nbytes, others)
         return _Mean(exchange, self._rank * nbytes, rows[self._rank], output)
 
-    def _start(self, nbytes: int, pieces: Sequence[tuple[int, Tensor]]) -> _Exchange:
+    def _start(self, kind: _Kind, nbytes: int, pieces: Sequence[tuple[int, Tensor]]) -> _Exchange:
         """Lay out ``pieces``, each at its offset in bytes, and tell the neighbours."""
         number, self._num_started = self._num_started, self._num_started + 1
         slot = self._laid[number] = self._free_slot(nbytes)
         slot.num_readers = len(self._neighbours)
         slot.memory.reserve(nbytes)
-        laid = slot.memory.mapped(nbytes)
+        laid = slot.memory.bytes
         for start, piece in pieces:
             laid[start : start + piece.nbytes].view(piece.dtype).copy_(piece)
         done = tuple(self._done.pop() for _ in range(len(self._done)))
-        notice = Notice(number, nbytes, self._slots.index(slot), done)
+        notice = Notice(number, kind, nbytes, self._slots.index(slot), done)
         for neighbour in self._neighbours.values():
             neighbour.tell(notice, slot.memory)
-        return _Exchange(number, nbytes, self._neighbours, self._done)
+        return _Exchange(notice, self._neighbours, self._done)
 
     def _free_slot(self, nbytes: int) -> _Slot:
         """The smallest that suffices, else the largest, which grows; a new one if none is free."""
@@ -89,10 +98,10 @@ class Shared:
                     del self._laid[number]
         free = [slot for slot in self._slots if not slot.num_readers]
         if not free:
-            self._slots.append(_Slot(Memory.new()))
+            self._slots.append(_Slot(Memory()))
             return self._slots[-1]
-        free.sort(key=lambda slot: slot.memory.nbytes)
-        return next((slot for slot in free if slot.memory.nbytes >= nbytes), free[-1])
+        free.sort(key=lambda slot: slot.memory.bytes.numel())
+        return next((slot for slot in free if slot.memory.bytes.numel() >= nbytes), free[-1])
 
 
 class _Slot:
@@ -106,13 +115,10 @@ class _Slot:
 class _Exchange:
     """One of several in flight, over when everything was read or nobody wants it any more."""
 
-    def __init__(
-        self, number: int, nbytes: int, neighbours: dict[int, Neighbour], done: list[int]
-    ) -> None:
-        self._number = number
-        self._nbytes = nbytes
+    def __init__(self, notice: Notice, neighbours: dict[int, Neighbour], done: list[int]) -> None:
+        self._notice = notice
         self._neighbours = neighbours
-        self.close = weakref.finalize(self, done.append, number)
+        self.close = weakref.finalize(self, done.append, notice.number)
 
     def read(self) -> Iterator[tuple[int, Tensor]]:
         """The bytes of each peer, as they are there, by its rank.
@@ -121,15 +127,20 @@ class _Exchange:
             ProtocolError: a peer runs another collective.
             LostRankError: a peer is gone, or silent for longer than the group's time-out.
         """
+        own = self._notice
         for rank, neighbour in self._neighbours.items():
-            notice, memory = neighbour.notice(self._number)
-            if notice.nbytes != self._nbytes:
+            notice, laid = neighbour.laid_out(own.number)
+            if (notice.kind, notice.nbytes) != (own.kind, own.nbytes):
                 raise ProtocolError(
-                    f"rank {rank} of the group takes part in collective {self._number} with "
-                    f"{notice.nbytes} bytes, this rank with {self._nbytes}: they run different "
-                    "collectives, or shard different models"
+                    f"collective {own.number} of the process group is a {_described(notice)} on "
+                    f"rank {rank} of it and a {_described(own)} on this rank: they run different "
+                    "units or different models, or in another order"
                 )
-            yield rank, memory.mapped(notice.nbytes)
+            yield rank, laid
+
+
+def _described(notice: Notice) -> str:
+    return f"{_Kind(notice.kind).name} of {notice.nbytes} bytes"
 
 
 class _Gather:
@@ -155,8 +166,11 @@ class _Mean:
 
     def wait(self) -> None:
         end = self._start + self._own.nbytes
-        laid = (laid[self._start : end] for _, laid in self._exchange.read())
-        put_mean(self._output, self._own, [part.view(self._own.dtype) for part in laid])
+        received = {
+            rank: laid[self._start : end].view(self._own.dtype)
+            for rank, laid in self._exchange.read()
+        }
+        put_mean(self._output, self._own, [received[rank] for rank in sorted(received)])
         self._exchange.close()
 
 
