@@ -77,7 +77,7 @@ def _nbytes(value: Any) -> int:
 
 
 def pairs(_: Collectives) -> Collectives:
-    """What we use over gloo; native collectives are what we use over NCCL."""
+    """What we use over gloo between hosts; over NCCL we use native collectives."""
     assert dist.group.WORLD is not None
     return C10d(dist.group.WORLD, "cpu", Transport.PAIRS)
 
