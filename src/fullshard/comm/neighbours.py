@@ -28,7 +28,7 @@ __all__ = ["Memory", "Neighbour", "Notice", "neighbours_in"]
 SWITCH = "FULLSHARD_SHARED_MEMORY"
 """Environment variable; 0 on any rank: gloo carries everything."""
 
-_MEET_TIMEOUT_S = 60.0
+_MEET_TIMEOUT_S = 10.0
 _TOKEN_NBYTES = 16
 
 
