@@ -91,3 +91,29 @@ def test_reduce_scatter(
 ) -> None:
     allowed = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 8e-3}[dtype]
     assert max(pool.run(world, reduce, transport, dtype, wide)) <= allowed
+
+
+def all_reduce(transport: Transport, dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+    wires, rank, world = wire(transport), dist.get_rank(), dist.get_world_size()
+    started, worst = [], 0.0
+    for numel in NUMELS[1:]:
+        values = part(numel, rank, dtype)
+        started.append((wires.all_reduce_mean(values), values))
+    for pending, values in started:
+        pending.wait()
+        everyone = torch.stack([part(values.numel(), r, dtype).double() for r in range(world)])
+        worst = max(worst, (values.double() - everyone.mean(0)).abs().max().item())
+    return worst, [values for _, values in started]
+
+
+@every_world
+@pytest.mark.parametrize("transport", list(Transport))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_all_reduce_has_the_same_bits_on_all_ranks(
+    pool: RankPool, world: int, transport: Transport, dtype: torch.dtype
+) -> None:
+    allowed = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 1.6e-2}[dtype]
+    results = pool.run(world, all_reduce, transport, dtype)
+    assert max(worst for worst, _ in results) <= allowed
+    for _, values in results[1:]:
+        assert all(map(torch.equal, values, results[0][1]))

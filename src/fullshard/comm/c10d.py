@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.means import Divided
 from fullshard.comm.pairs import Pairs
 from fullshard.comm.protocol import Pending
 from fullshard.comm.shared import Shared
@@ -22,7 +23,7 @@ __all__ = ["C10d", "Transport"]
 
 
 class Transport(enum.Enum):
-    """How the bytes of gathers and reductions travel."""
+    """How the bytes of gathers and means travel; broadcasts are the backend's."""
 
     NATIVE = "native"
     """By the backend's own collectives."""
@@ -42,6 +43,8 @@ class _Way(Protocol):
     def reduce_scatter_mean(
         self, group: dist.ProcessGroup, output: Tensor, source: Tensor
     ) -> Pending: ...
+
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending: ...
 
 
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Transport, _Way]]
@@ -111,10 +114,12 @@ class C10d:
         return _way(self.group, self._transport).reduce_scatter_mean(self.group, output, source)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
-        """See ``Collectives.all_reduce_mean``; gloo's own is the same on all ranks as well."""
+        """See ``Collectives.all_reduce_mean``."""
+        if self._transport is not Transport.NATIVE:
+            return _way(self.group, self._transport).all_reduce_mean(self.group, values)
         op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
         work = _torch.all_reduce(self.group, values, op)
-        return work if self._averages else _Divided(work, values, self.world)
+        return work if self._averages else Divided(work, values, self.world)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``; as bytes, since gloo does not carry every dtype."""
@@ -124,19 +129,6 @@ class C10d:
 def _default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
     gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
     return Transport.SHARED if gloo_on_cpu else Transport.NATIVE
-
-
-class _Divided:
-    """A sum on its way, to be made a mean."""
-
-    def __init__(self, work: dist.Work, values: Tensor, world: int) -> None:
-        self._work = work
-        self._values = values
-        self._world = world
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._values.div_(self._world)
 
 
 class _NativeMean:

@@ -1,4 +1,4 @@
-"""Means of slices that are here, whatever brought them."""
+"""Means of what has arrived, whatever brought it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["put_mean"]
+from fullshard.comm.protocol import Pending
+
+__all__ = ["Divided", "put_mean"]
 
 
 def put_mean(output: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
@@ -24,3 +26,17 @@ def put_mean(output: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
     total.div_(1 + len(others))
     if not in_place:
         output.copy_(total)
+
+
+class Divided:
+    """A sum on its way, to be made a mean."""
+
+    def __init__(self, pending: Pending, values: Tensor, world: int) -> None:
+        self._pending = pending
+        self._values = values
+        self._world = world
+
+    def wait(self) -> None:
+        """Make the mean usable."""
+        self._pending.wait()
+        self._values.div_(self._world)

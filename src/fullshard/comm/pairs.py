@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.means import put_mean
+from fullshard.comm.means import Divided, put_mean
 from fullshard.comm.protocol import Pending, Together, put
 
 __all__ = ["Pairs"]
@@ -66,6 +66,10 @@ class Pairs:
         targets = [slices[r] if r == rank else next(free) for r in range(world)]
         works = self._exchange(group, slices.unbind(), targets)
         return _Mean(works, output, slices[rank], received.unbind())
+
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
+        """See ``Collectives.all_reduce_mean``; gloo's own has the same bits on all ranks."""
+        return Divided(_torch.all_reduce(group, values, dist.ReduceOp.SUM), values, group.size())
 
     def _exchange(
         self, group: dist.ProcessGroup, sources: Sequence[Tensor], targets: Sequence[Tensor]

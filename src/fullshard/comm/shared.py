@@ -31,6 +31,7 @@ class _Kind(enum.IntEnum):
 
     gather = 0
     reduction = 1
+    mean = 2
 
 
 class Shared:
@@ -74,6 +75,11 @@ class Shared:
         exchange = self._start(_Kind.reduction, self._world * nbytes, others)
         return _Mean(exchange, self._rank * nbytes, rows[self._rank], output)
 
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
+        """See ``Collectives.all_reduce_mean``; every rank adds up all, in the same order."""
+        exchange = self._start(_Kind.mean, _aligned(values.nbytes), [(0, values)])
+        return _MeanOfAll(exchange, self._rank, values)
+
     def _start(self, kind: _Kind, nbytes: int, pieces: Sequence[tuple[int, Tensor]]) -> _Exchange:
         """Lay out ``pieces``, each at its offset in bytes, and tell the neighbours."""
         number, self._num_started = self._num_started, self._num_started + 1
@@ -87,7 +93,7 @@ class Shared:
         notice = Notice(number, kind, nbytes, self._slots.index(slot), done)
         for neighbour in self._neighbours.values():
             neighbour.tell(notice, slot.memory)
-        return _Exchange(notice, self._neighbours, self._done)
+        return _Exchange(notice, laid, self._neighbours, self._done)
 
     def _free_slot(self, nbytes: int) -> _Slot:
         """The smallest that suffices, else the largest, which grows; a new one if none is free."""
@@ -115,8 +121,12 @@ class _Slot:
 class _Exchange:
     """One of several in flight, over when everything was read or nobody wants it any more."""
 
-    def __init__(self, notice: Notice, neighbours: dict[int, Neighbour], done: list[int]) -> None:
+    def __init__(
+        self, notice: Notice, laid: Tensor, neighbours: dict[int, Neighbour], done: list[int]
+    ) -> None:
         self._notice = notice
+        self.laid = laid
+        """The bytes of this rank, until the exchange is over."""
         self._neighbours = neighbours
         self.close = weakref.finalize(self, done.append, notice.number)
 
@@ -171,6 +181,20 @@ class _Mean:
             for rank, laid in self._exchange.read()
         }
         put_mean(self._output, self._own, [received[rank] for rank in sorted(received)])
+        self._exchange.close()
+
+
+class _MeanOfAll:
+    def __init__(self, exchange: _Exchange, rank: int, values: Tensor) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._values = values
+
+    def wait(self) -> None:
+        nbytes, dtype = self._values.nbytes, self._values.dtype
+        laid = {self._rank: self._exchange.laid, **dict(self._exchange.read())}
+        first, *others = (laid[rank][:nbytes].view(dtype) for rank in sorted(laid))
+        put_mean(self._values, first, others)
         self._exchange.close()
 
 
