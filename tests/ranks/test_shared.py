@@ -158,6 +158,7 @@ def reach(how: str) -> str:
     """What is used if rank 1 cannot, or must not."""
     group, patch = dist.new_group(), pytest.MonkeyPatch()  # the default one may have met
     with patch.context() as patched:
+        patched.setattr(neighbours, "_MEET_TIMEOUT_S", 0.5 if how == "no calls" else 10.0)
         if group.rank() == 1 and how == "another host":
             patched.setattr(neighbours, "_host", lambda: b"x" * neighbours._TOKEN_NBYTES)
         elif group.rank() == 1 and how == "not allowed":
@@ -166,9 +167,6 @@ def reach(how: str) -> str:
             patched.delattr(os, "memfd_create")
         elif group.rank() == 1 and how == "no calls":
             patched.setattr(socket.socket, "connect", _refuse)
-            patched.setattr(neighbours, "_MEET_TIMEOUT_S", 0.5)
-        elif how == "no calls":
-            patched.setattr(neighbours, "_MEET_TIMEOUT_S", 0.5)
         assert gather(C10d(group, "cpu"))()
     return type(_way(group, Transport.SHARED)).__name__
 

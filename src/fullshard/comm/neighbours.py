@@ -6,6 +6,7 @@ meet; afterwards a lost peer is seen by its socket, at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -230,22 +231,20 @@ def _connected(
     calls queue up, so nobody waits for a rank that waits for another. Who calls says its token.
     """
     connections = {}
-    try:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         for peer in range(rank):
-            connections[peer] = calling = socket.socket(socket.AF_UNIX)
+            connections[peer] = calling = opened.enter_context(socket.socket(socket.AF_UNIX))
             calling.settimeout(_MEET_TIMEOUT_S)
             calling.connect(_name(tokens[peer]))
             calling.sendall(tokens[rank])
         while len(connections) < len(tokens) - 1:
-            answered, _ = listening.accept()
+            answered = opened.enter_context(listening.accept()[0])
             answered.settimeout(_MEET_TIMEOUT_S)
             said = answered.recv(_TOKEN_NBYTES, socket.MSG_WAITALL)
             if said in tokens:
                 connections[tokens.index(said)] = answered
             else:
                 answered.close()
-    except OSError:
-        for connection in connections.values():
-            connection.close()
-        return None
-    return connections
+        opened.pop_all()  # they stay open
+        return connections
+    return None
