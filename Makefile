@@ -1,17 +1,20 @@
 # make train ARGS="--steps 50"   train the reference model; sets up .venv first if need be
 # make test  ARGS=tests/pure     the tests
+# make test  TORCH=2.15.0        the same on another PyTorch, in an environment of its own
 # make check                     formatting, lint, types, directions of imports
 # make bench                     compares speed with PyTorch's own
-# make format | clean            (clean keeps .venv and runs)
+# make format | clean            (clean keeps the environments and runs)
 
 PYTHON ?= python3
 ARGS ?=
 
-VENV := .venv
+# The pinned PyTorch lives in .venv, any other in .venv-VERSION beside it.
+PINNED := $(patsubst torch==%,%,$(shell grep '^torch==' constraints.txt))
+TORCH ?= $(PINNED)
+VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# First and by its exact version, so that nothing later resolves to another, bigger build of it.
-TORCH := $(shell grep '^torch==' constraints.txt)
+CONSTRAINTS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: help train test check bench format clean
@@ -41,14 +44,17 @@ format: $(READY)
 
 clean:
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# torch comes first and by its exact version, so that nothing later resolves to another, bigger
+# build of it.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "fullshard needs Python 3.11 or newer, try make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/pip || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "== installing $(TORCH) (the first time takes minutes)"
-	@$(PIP) install $(TORCH)
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
+	@echo "== installing torch==$(TORCH) (the first time takes minutes)"
+	@$(PIP) install torch==$(TORCH)
 	@echo "== installing fullshard and its tools"
-	@$(PIP) install --constraint constraints.txt --editable '.[plot,dev,hf,frameworks]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,hf,frameworks]'
 	@touch $@
