@@ -70,13 +70,13 @@ class Bucket:
         self.front: Front | None = None
         self._waiting: Waiting | None = None  # gradients, while there is no unsharded side
         self.reduce_policy = ReducePolicy()
+        self.keeps_memory = False  # of the unsharded parameters, when they are resharded
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
 
     def copy(self, memo: dict[Any, Any]) -> Bucket:
         """The same with memory of its own, resharded; ``memo`` learns of its parameters."""
         new = copy.copy(self)
-        new.dematerialize()
-        new._waiting = None
+        new.unsharded = new.gradients = new._waiting = None
         new.shards = self.shards.copy()
         new.sharded_params = []
         for i, (old, local) in enumerate(zip(self.sharded_params, new.shards.locals, strict=True)):
@@ -188,8 +188,15 @@ class Bucket:
                 sharded.requires_grad_(flag)
         self._requires_grad = flags
 
+    def reshard(self, *, to_secondary: bool = False) -> None:
+        """Give the memory of the unsharded parameters back, unless it is to be kept."""
+        if self.unsharded is not None:
+            self.unsharded.free(to_secondary=to_secondary, keep_memory=self.keeps_memory)
+
     def dematerialize(self) -> None:
         """Forget the unsharded side, but for gradients that wait; only while it is resharded."""
+        if self.unsharded is not None and self.keeps_memory:
+            self.unsharded.free()
         if self.gradients is not None:
             self._waiting = self.gradients.waiting()
         self.unsharded = self.gradients = None

@@ -18,7 +18,7 @@ from fullshard import _torch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.unit import Unit
-from fullshard.errors import BusyError
+from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import (
     Action,
     Event,
@@ -137,6 +137,14 @@ class Engine:
                 "call it between steps, or call reset_iter_state() on the root after an exception"
             )
 
+    def check_awaited(self, what: str) -> None:
+        """Raise ``ProtocolError`` while a handle is to end the reductions."""
+        if self.scheduler.reductions.awaited is not None:
+            raise ProtocolError(
+                f"{what} was called before wait() of the handle that "
+                "finalize_backward(async_op=True) returned"
+            )
+
     def reshard_all(self) -> None:
         """Reshard every unit that nothing uses."""
         for unit in self.units:
@@ -152,6 +160,14 @@ class Engine:
         For who assigns gradients by himself, without a backward that we see.
         """
         self.trigger(when.TaskEnd(NO_TASK, tuple(unit.key for unit in self.units)))
+
+    def keep_memory(self, unit: Unit, keep: bool) -> None:
+        """Keep the memory of the parameters of ``unit`` when it is resharded, or no longer."""
+        for bucket in unit.buckets:
+            bucket.keeps_memory = keep
+        if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
+            for bucket in unit.buckets:
+                bucket.reshard()
 
     def policy_of(self, unit: Unit) -> UnitPolicy:
         """What the user chose for ``unit``."""
@@ -245,9 +261,11 @@ class Engine:
         """``member`` of ``unit`` is about to run its forward, on ``inputs``.
 
         Raises:
-            ProtocolError: parameters are on the meta device, or lent; nothing was changed.
+            ProtocolError: parameters are on the meta device, or lent, or gradients are still being
+                reduced for a handle; nothing was changed.
         """
         unit.check_not_lent("a forward")
+        self.check_awaited("a forward")
         task = self._backward.task()
         self.thread = threading.get_ident()
         if self.scheduler.idle:

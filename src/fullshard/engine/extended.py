@@ -80,10 +80,12 @@ class ExtendedUnsharded:
             self._receive()
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
-    def free(self, *, to_secondary: bool = False) -> None:
-        """Give the memory back once compute is done with it."""
+    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
+        """Give the memory back once compute is done with it, if it is not to be kept."""
         self._is_whole = False
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)
+        if keep_memory:
+            return
         with self._lanes.on(Lane.GATHER):
             for part in self._parts:
                 part.free()

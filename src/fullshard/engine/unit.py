@@ -168,8 +168,8 @@ class Unit:
     def reshard(self, *, to_secondary: bool = False) -> None:
         """Show the sharded parameters and free the unsharded ones, all but secondary shards."""
         self.conceal()
-        for whole in self._wholes():
-            whole.free(to_secondary=to_secondary)
+        for bucket in self.buckets:
+            bucket.reshard(to_secondary=to_secondary)
 
     def reduce(self) -> None:
         """Start the reductions of the buckets in which something is trainable."""

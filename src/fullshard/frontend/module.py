@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 
@@ -13,6 +13,11 @@ from fullshard.engine import Unit
 from fullshard.errors import ConfigError
 from fullshard.frontend.controls import CommunicationControls
 from fullshard.frontend.explain import check_full_tensors, guarded_methods
+from fullshard.frontend.finalization import (
+    GradientReductionHandle,
+    check_mode_may_change,
+    finalize,
+)
 from fullshard.frontend.hooks import engine_of, run_as_forward
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.pending import PendingGradient, drop_pending, pending_of
@@ -150,6 +155,15 @@ class FSDPModule(CommunicationControls):
         """
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding keeps the memory, so that addresses stay, as CUDA graphs need them.
+
+        Modules show sharded parameters all the same, and what comes next gathers again, into the
+        same memory. Give it up by ``keep=False``; moving or casting the module gives it up once.
+        """
+        for unit in self._units(recurse):
+            engine_of(unit).keep_memory(unit, keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's own unit; not those inside of it.
 
@@ -206,6 +220,45 @@ class FSDPModule(CommunicationControls):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of a backward ends the reductions; holds for the whole tree."""
         self._set_machine(is_last_backward=is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether backwards end by ``finalize_backward``, whatever ``set_is_last_backward`` said.
+
+        For schedules in which the reduction of gradients is an action of its own. Only on the root.
+
+        Raises:
+            ProtocolError: on another module, or a backward has begun that was not finalized.
+        """
+        check_mode_may_change(unit_and_engine(self)[0], enabled)
+        self._set_machine(manual_finalization=enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards of a step: reduce the gradients that are pending, and reshard.
+
+        For ``set_manual_backward_finalization(True)``, on the root. Reductions and resharding go by
+        what is set now: before several backwards that are ended together call
+        ``set_requires_gradient_sync(False)``, and ``True`` before this. Gradients that the caller
+        put on unsharded parameters himself are reduced, too. Before the first forward it does
+        nothing.
+
+        With ``async_op`` the last reductions go on; the handle's ``wait`` ends them, which has to
+        come before the next forward.
+
+        Raises:
+            ProtocolError: backwards end by themselves, the module is not the root, a forward or a
+                backward is running, an earlier handle was not waited for, or gradients are not to
+                be reduced over replicas.
+        """
+        return finalize(unit_and_engine(self)[0], async_op=async_op)
 
     def set_prefetch_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
         """Gather ahead while unsharded bytes (the root's apart) stay within ``nbytes``.
