@@ -149,8 +149,9 @@ def by_hand() -> float:
     model.set_reshard_after_backward(False)
     for number in range(2):
         for one in (plain, model):
-            params = list(one.parameters())
-            grads = torch.autograd.grad(one(batch(number)).square().mean(), params)
+            loss = one(batch(number)).square().mean()
+            params = list(one.parameters())  # whole ones
+            grads = torch.autograd.grad(loss, params)
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad if param.grad is None else param.grad + grad
     model.set_requires_gradient_sync(True)
@@ -219,18 +220,18 @@ def refusals(kit: ModuleType) -> list[str | None]:
     model = shard_by(kit, make())
     ask(model.finalize_backward)  # before the first forward
     ask(lambda: model.finalize_backward(async_op=True).wait())
+    block = model.blocks[0]
+    hook = block.register_full_backward_pre_hook(lambda *_: ask(model.finalize_backward))
     loss = model(batch()).sum()
-    ask(lambda: model.blocks[0].set_manual_backward_finalization(True))
+    ask(lambda: block.set_manual_backward_finalization(True))
     ask(model.finalize_backward)  # backward ends by itself
     model.set_manual_backward_finalization(True)
     model.set_manual_backward_finalization(True)
     model.set_requires_gradient_sync(False)
-    block = model.blocks[0]
-    hook = block.register_full_backward_pre_hook(lambda *_: ask(model.finalize_backward))
     loss.backward()
     hook.remove()
     ask(lambda: model.set_manual_backward_finalization(False))
-    ask(model.blocks[0].finalize_backward)
+    ask(block.finalize_backward)
     model.set_requires_gradient_sync(True)
     handle = model.finalize_backward(async_op=True)
     ask(lambda: model.finalize_backward(async_op=True))

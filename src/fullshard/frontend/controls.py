@@ -57,21 +57,22 @@ class CommunicationControls(ShardedModule):
         for bucket in self._buckets(recurse):
             bucket.change_reduction(fill_absent=reduce_scatter_unused_params)
 
-    def set_reduce_scatter_max_input_buffers(self, n: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
         """Let so many reductions of the whole tree be under way; each holds its unit's gradients.
 
         By default two. ``recurse`` is there for PyTorch's sake.
 
         Raises:
-            ArgumentTypeError, ConfigError: ``n`` is no int, or less than 1.
+            ArgumentTypeError, ConfigError: the number is no int, or less than 1.
         """
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise ArgumentTypeError(
-                f"set_reduce_scatter_max_input_buffers: got {n!r}, expected an int"
-            )
-        if n < 1:
-            raise ConfigError(f"set_reduce_scatter_max_input_buffers: got {n}, expected at least 1")
-        self._set_machine(max_reductions=n)
+        what = f"set_reduce_scatter_max_input_buffers: got {max_input_buffers!r}"
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise ArgumentTypeError(f"{what}, expected an int")
+        if max_input_buffers < 1:
+            raise ConfigError(f"{what}, expected at least 1")
+        self._set_machine(max_reductions=max_input_buffers)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients of this unit, 1-D, before they are divided.
