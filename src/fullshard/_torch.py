@@ -1,4 +1,4 @@
-"""Every private or version-dependent name of PyTorch that fullshard uses (2.11 to 2.13).
+"""Every private or version-dependent name of PyTorch that fullshard uses (2.11 to 2.15).
 
 When a PyTorch release breaks fullshard, this is the file to look at: one, however long.
 """
@@ -50,6 +50,7 @@ __all__ = [
     "gradient_node",
     "handle_dtensor_op",
     "has_average",
+    "has_spmd_types",
     "is_fake",
     "is_profiling",
     "is_mean",
@@ -426,6 +427,15 @@ def is_replicated(module: nn.Module) -> bool:
     """Whether ``replicate``, the function for DDP, was applied to ``module``."""
     contract = _contract()
     return contract is not None and "replicate" in module.__dict__.get(contract.REGISTRY_KEY, ())
+
+
+def has_spmd_types(param: Tensor) -> bool:
+    """Whether ``param`` says over which axes it is cut by the package ``spmd_types``.
+
+    PyTorch's FSDP2 takes such parameters from 2.15 on. Who annotates has imported the package.
+    """
+    package = sys.modules.get("spmd_types")
+    return package is not None and bool(package.get_local_type(param))
 
 
 def mark_sharded(module: nn.Module) -> None:

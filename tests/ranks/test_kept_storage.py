@@ -44,7 +44,7 @@ class Addresses:
         for name, module in model.named_modules():
             if list(module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._before_forward(name))
-                module.register_full_backward_hook(self._after_backward)
+                module.register_full_backward_pre_hook(self._before_backward)
 
     def _before_forward(self, module_name: str) -> Any:
         def look(module: nn.Module, _: object) -> None:
@@ -55,7 +55,7 @@ class Addresses:
 
         return look
 
-    def _after_backward(self, *_: object) -> None:
+    def _before_backward(self, *_: object) -> None:
         for name, param in self._wholes.items():
             assert param.untyped_storage().nbytes() >= param.nbytes
             assert param.data_ptr() == self.seen[-1][name]

@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from fullshard import _torch
 from fullshard.engine import MixedPrecisionPolicy, Offload
 from fullshard.errors import (
     AlreadyShardedError,
     ArgumentTypeError,
     ConfigError,
+    NotBuiltError,
     UnsupportedError,
 )
 from fullshard.frontend.ownership import OwnedParam, owner_of, twin_of, unit_of
@@ -185,6 +187,11 @@ def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:
             raise UnsupportedError(
                 f"fully_shard: parameter {name} is lazy and has no shape yet; run a forward "
                 "before sharding"
+            )
+        if _torch.has_spmd_types(param):
+            raise NotBuiltError(
+                f"fully_shard: parameter {name} is annotated by spmd_types, which is not built; "
+                "pass a DTensor on the full mesh and dp_mesh_dims, or no annotation"
             )
         if param.dim() == 0 and isinstance(layout, PerParameter):
             raise ConfigError(

@@ -113,7 +113,7 @@ class FSDPModule(CommunicationControls):
 
         By sharded parameter; ``PendingGradient`` says how far each has come. They are the engine's
         own: what is written into them in place counts. Tensor-parallel ones come as this rank's
-        local tensors. PyTorch's 2.13 has no counterpart.
+        local tensors. No PyTorch counterpart.
         """
         return pending_of(self._units(recurse=True))
 
