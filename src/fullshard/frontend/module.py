@@ -21,7 +21,7 @@ from fullshard.frontend.finalization import (
 from fullshard.frontend.hooks import engine_of, run_as_forward
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.pending import PendingGradient, drop_pending, pending_of
-from fullshard.frontend.sharded import unit_and_engine
+from fullshard.frontend.sharded import check_left, unit_and_engine
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
 
@@ -301,8 +301,13 @@ class FSDPModule(CommunicationControls):
         """Give up an iteration that an exception ended: everything sharded, nothing pending.
 
         Gradients that were reduced already stay; ``optimizer.zero_grad()`` forgets them.
+
+        Raises:
+            ProtocolError: a forward or a backward is still running; nothing was changed.
         """
-        unit_and_engine(self)[1].trigger(when.Reset())
+        engine = unit_and_engine(self)[1]
+        check_left("reset_iter_state()", engine)
+        engine.trigger(when.Reset())
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to choose, gathers are asynchronous; there are callers of PyTorch's own."""

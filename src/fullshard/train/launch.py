@@ -37,7 +37,12 @@ def launch(config: TrainConfig) -> int:
         ConfigError: if something cannot work, before any worker starts.
     """
     check_gpus(config.nproc)
-    prepare(config, num_workers=config.nproc)
+    with prepare(config, num_workers=config.nproc):
+        return _run(config)
+
+
+def _run(config: TrainConfig) -> int:
+    """Starts the workers, waits for their end, and says what came of it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // config.nproc)))
     run = RunDir(Path(config.out))
     # The launcher's log would stand above the one error that matters.
