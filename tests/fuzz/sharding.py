@@ -112,8 +112,6 @@ def make_optimizer(
         ]
     is_sharded = name.startswith("Sharded")
     cls = getattr(torch.optim, name.removeprefix("Sharded"))
-    if plain:
-        options.pop("foreach", None)
     if is_sharded and not plain:
         return ShardedOptimizer(groups, cls, **options)
     made: torch.optim.Optimizer = cls(groups, **options)

@@ -335,7 +335,9 @@ class Twins:
         self.sharding = sharding
         self._begin_with(made, new_optimizer)
         reference.sharded_as(sharding)
-        if not optimizer:
+        if optimizer:  # loading casts scalars of a state to their parameter's dtype
+            reference.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
+        else:
             reference.optimizer = reference.new_optimizer()
 
     # units
