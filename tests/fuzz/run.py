@@ -78,5 +78,7 @@ def _agreed(refusals: list[str]) -> list[str]:
 def kind_of(error: BaseException) -> str:
     """Its class and message, without numbers and names."""
     text = str(error).splitlines()[0] if str(error) else ""
-    text = re.sub(r"(inner\.\d+\.|\d[\d.e+-]*|\[.*?\]|\(.*?\))", "#", text)
+    text = re.sub(
+        r"(\w+(\.\w+)+|(?<=parameter )\S+|'[^']*'|\d[\d.e+-]*|\[.*?\]|\(.*?\))", "#", text
+    )
     return f"{type(error).__name__}: {text}"[:200]
