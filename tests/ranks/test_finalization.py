@@ -350,6 +350,36 @@ def test_after_a_backward_that_died(pool: RankPool, async_op: bool) -> None:
     assert max(pool.run(2, after_trouble, async_op)) <= EXACT
 
 
+def cast_meanwhile(how: str) -> float:
+    """Reductions are under way when the model is cast to another dtype."""
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    if how == "last":
+        model.set_is_last_backward(False)
+    else:
+        model.set_manual_backward_finalization(True)
+    for one in (plain, model):
+        one(batch(0)).square().mean().backward()
+    if how == "handle":
+        handle = model.finalize_backward(async_op=True)
+        with pytest.raises(ProtocolError, match=r"before wait\(\) of the handle"):
+            model.float()
+        handle.wait()
+    for one in (plain, model):
+        one.float()
+    model.set_is_last_backward(True)
+    for one in (plain, model):
+        one(batch(1, torch.float32)).square().mean().backward()
+    if how != "last":
+        model.finalize_backward()
+    return worst_difference(model, plain)
+
+
+@pytest.mark.parametrize("how", ["last", "manual", "handle"])
+def test_what_is_under_way_is_not_lost_by_a_cast(pool: RankPool, how: str) -> None:
+    assert max(pool.run(2, cast_meanwhile, how)) <= 1e-6
+
+
 def unused() -> list[bool]:
     """What no backward reached has no gradient; what was frozen neither."""
     model = shard(make())

@@ -41,10 +41,11 @@ class Addresses:
     def __init__(self, model: nn.Module) -> None:
         self.seen: list[dict[str, int]] = []
         self._wholes: dict[str, nn.Parameter] = {}
+        self._hooks: list[Any] = []
         for name, module in model.named_modules():
             if list(module.parameters(recurse=False)):
-                module.register_forward_pre_hook(self._before_forward(name))
-                module.register_full_backward_pre_hook(self._before_backward)
+                self._hooks.append(module.register_forward_pre_hook(self._before_forward(name)))
+                self._hooks.append(module.register_full_backward_pre_hook(self._before_backward))
 
     def _before_forward(self, module_name: str) -> Any:
         def look(module: nn.Module, _: object) -> None:
@@ -62,6 +63,10 @@ class Addresses:
 
     def next_step(self) -> None:
         self.seen.append({})
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def disturb() -> list[Tensor]:
@@ -88,6 +93,7 @@ def train(reshard: bool | int, dtype: torch.dtype | None) -> list[Any]:
         assert held_nbytes(model) == all_nbytes(model)
     assert len(addresses.seen[0]) == 9
     same = all(seen == addresses.seen[0] for seen in addresses.seen)
+    addresses.stop()
     model.set_keep_unsharded_storage(False)
     held = held_nbytes(model)
     step(*pairs[0])

@@ -106,6 +106,7 @@ class Engine:
         machine = MachinePolicy()
         for engine in dict.fromkeys(engines):
             engine.check_idle(f"fully_shard({unit.name or 'the root'})")
+            engine.end_reductions()
             engine.weights_changed()  # a backward cannot come any more
             engine.reshard_all()
             key_of = {inner.key: len(units) + i for i, inner in enumerate(engine.units)}
@@ -119,8 +120,13 @@ class Engine:
         return cls([*units, unit], [*policies, policy], machine)
 
     def check_idle(self, what: str) -> None:
-        """Raise ``BusyError`` in the middle of a forward or a backward, or of a loan."""
+        """Raise in the middle of a forward, a backward, a loan or an awaited reduction.
+
+        Raises:
+            ProtocolError: a ``BusyError``, but for the last.
+        """
         self.check_not_running(what)
+        self.check_awaited(what)
         for unit in self.units:
             unit.check_not_lent(what)
 
@@ -153,6 +159,11 @@ class Engine:
     def reshard(self, unit: Unit) -> None:
         """Reshard ``unit``, if nothing uses it."""
         self.trigger(when.UserReshard(unit.key))
+
+    def end_reductions(self) -> None:
+        """Put gradients that are under way where the optimizer looks, before shards are others."""
+        if len(self.scheduler.reductions):
+            self.trigger(when.AwaitReductions())
 
     def reduce_now(self) -> None:
         """Reduce what is in the gradients of all units, as backward does when it ends.
@@ -242,6 +253,7 @@ class Engine:
             ProtocolError: in the middle of a forward or a backward.
         """
         self.check_idle("changing how a sharded module communicates")
+        self.end_reductions()
         self.weights_changed()
         for unit in units:
             self.reshard(unit)
@@ -320,6 +332,7 @@ class Engine:
         unit.registration.take_over(unit)
         state = self.scheduler.residents.units[unit.key]
         if not unit.is_current():
+            self.end_reductions()
             self.trigger(when.WeightsChanged())
             self.trigger(when.UserReshard(unit.key))
             unit.adopt()

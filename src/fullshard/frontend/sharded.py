@@ -82,6 +82,7 @@ class ShardedModule:
         for unit in units:
             engine = engine_of(unit)
             engine.check_idle("moving or casting a sharded module")
+            engine.end_reductions()
             engine.weights_changed()
             engine.trigger(when.UserReshard(unit.key))
         super()._apply(fn, recurse)  # type: ignore[misc]

@@ -130,7 +130,7 @@ class Finalize(NamedTuple):
 
 
 class AwaitReductions(NamedTuple):
-    """``handle.wait()`` of a ``Finalize`` that did not."""
+    """``handle.wait()`` of a ``Finalize`` that did not, or shards are about to be others."""
 
 
 class UserUnshard(NamedTuple):
