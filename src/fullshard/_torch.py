@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
+from math import prod
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -43,6 +44,7 @@ __all__ = [
     "current_task",
     "default_dtensor_op",
     "device_types",
+    "dtensor_around",
     "dtensor_from_spec",
     "dtensor_like",
     "dtensor_spec",
@@ -61,9 +63,11 @@ __all__ = [
     "local_of",
     "make_param",
     "mark_sharded",
+    "keep_alive",
     "node_number",
-    "none_is_held",
+    "num_holders",
     "num_owners",
+    "own_part",
     "own_storage",
     "num_pending_nodes",
     "queue_end_of_task",
@@ -317,19 +321,27 @@ def dtensor_spec(
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
 
+def dtensor_around(
+    local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
+) -> AnyDTensor:
+    """A DTensor of class ``cls`` around ``local`` itself, without a check.
+
+    It takes over where ``local`` begins in its storage, as compilers need it; unless that is at the
+    start, PyTorch can neither copy nor pickle it.
+    """
+    return cls(local, spec, requires_grad=requires_grad)
+
+
 def dtensor_from_spec(
     local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
 ) -> AnyDTensor:
-    """A DTensor of class ``cls`` around ``local``, without a check.
+    """A DTensor of class ``cls`` in the memory of ``local``, without a check.
 
-    It would take over where ``local`` begins in its storage, and could then be neither copied nor
-    pickled, so it begins life around another tensor.
+    It is around ``local`` itself if that begins where its storage does.
     """
-    if not local.storage_offset():
-        return cls(local, spec, requires_grad=requires_grad)
-    tensor = cls(local.new_empty(0), spec, requires_grad=requires_grad)
-    repoint(tensor, local)
-    return tensor
+    if local.storage_offset() and type(local) is Tensor:
+        local = own_storage(local)
+    return dtensor_around(local, spec, requires_grad=requires_grad, cls=cls)
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -473,32 +485,55 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
-def none_is_held(tensors: list[Tensor]) -> bool:
-    """Whether nothing but this list refers to its tensors, in Python or in C++."""
-    return all(sys.getrefcount(t) == _LISTED and t._use_count() == 1 for t in tensors)  # type: ignore[attr-defined]
+def num_holders(tensors: list[Tensor]) -> int:
+    """Grows while somebody else, in Python or in C++, refers to one of ``tensors``."""
+    return sum(map(sys.getrefcount, tensors)) + sum(map(_num_uses, tensors))
 
 
-# Seen by ``none_is_held`` for a tensor in a list: the list, the loop and the call.
-_LISTED = 3
+_num_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 
-def num_owners(tensor: Tensor) -> int:
-    """How many tensors and others share the storage of ``tensor``."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def num_owners(storages: Iterable[torch.UntypedStorage]) -> int:
+    """How many tensors and others share these storages."""
+    return sum(map(torch._C._storage_Use_Count, map(_address_of_storage, storages)))
+
+
+_address_of_storage = attrgetter("_cdata")
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """The memory of contiguous ``view`` as a tensor with a storage of just that part.
+    """The memory of ``view`` as a tensor with a storage of just that part.
 
     What is pickled takes its whole storage along.
     """
-    if view.is_meta:
-        return torch.empty_like(view)
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.nbytes]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
-        storage, 0, view.shape, view.stride()
-    )
+    return own_part(view, 0, view.shape, view.stride())
+
+
+def own_part(
+    flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> Tensor:
+    """Elements of ``flat`` from number ``start`` on, with a storage of just that part.
+
+    ``stride`` is None for a contiguous tensor.
+    """
+    if flat.is_meta:
+        return flat.new_empty(shape)
+    length = prod(shape)
+    if stride is not None and length:
+        length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    begin = (flat.storage_offset() + start) * flat.itemsize
+    storage = flat.untyped_storage()[begin : begin + length * flat.itemsize]
+    part = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    # Without strides it is contiguous, which torch's annotations do not say.
+    return part.set_(storage, 0, shape, () if stride is None else stride)
+
+
+def keep_alive(tensor: Tensor, other: Tensor) -> None:
+    """Let ``other`` live as long as the storage of ``tensor``, which does not count it.
+
+    The Python object of a storage lives as long as that, and no copy takes its attributes along.
+    """
+    tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Front, Gradients, Waiting
-from fullshard.engine.shard import FlatShard, Shards, check_at_home, cut_shards
+from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError, ProtocolError
@@ -85,6 +86,8 @@ class Bucket:
             memo[id(old)] = param
             new.sharded_params.append(param)
         new._show_locals()
+        memo |= {id(a): b for a, b in zip(self.shards.locals, new.shards.locals, strict=True)}
+        carry_put_on(self.shards, self.shards.locals, new.shards, partial(copy.deepcopy, memo=memo))
         new.front = None if self.front is None else self.front.copy(new, memo)
         return new
 
@@ -96,7 +99,7 @@ class Bucket:
 
     def _show_locals(self) -> None:
         """Know the local tensors as users do: a Parameter may wrap a view of what it is made of."""
-        self.shards.locals = [self.spec.form.local(param) for param in self.sharded_params]
+        self.shards.show([self.spec.form.local(param) for param in self.sharded_params])
         for i, param in enumerate(self.sharded_params):
             self.spec.form.introduce(i, param)
 
@@ -233,7 +236,8 @@ class Bucket:
             ConfigError: the parameters are no longer of one device and dtype.
             ProtocolError: they are offloaded, and no longer on the CPU; or of another shape.
         """
-        locals_now = [self.spec.form.local(param).detach() for param in self.sharded_params]
+        found = [self.spec.form.local(param) for param in self.sharded_params]
+        locals_now = [local.detach() for local in found]
         for name, local, ours in zip(self.names, locals_now, self.shards.locals, strict=True):
             if local.shape != ours.shape:
                 raise ProtocolError(
@@ -243,22 +247,23 @@ class Bucket:
                 )
         kinds = {(local.device, local.dtype) for local in locals_now}
         if len(kinds) > 1:
-            found = (
+            differing = (
                 f"{name} {local.dtype} {local.device}"
                 for name, local in zip(self.names, locals_now, strict=True)
             )
             raise ConfigError(
                 "parameters that are sharded together now differ in device or dtype: "
-                f"{', '.join(found)}; move, cast or load the whole sharded module, not single "
+                f"{', '.join(differing)}; move, cast or load the whole sharded module, not single "
                 "parameters of it"
             )
         ((device, dtype),) = kinds
         check_at_home(self.spec, device, self.names)
         same_kind = (device, dtype) == (self.shards.device, self.shards.dtype)
-        self.shards = self.shards.adopted(locals_now)
+        old, self.shards = self.shards, self.shards.adopted(locals_now)
         for param, local in zip(self.sharded_params, self.shards.locals, strict=True):
             self.spec.form.repoint(param, local)
         self._show_locals()
+        carry_put_on(old, found, self.shards)
         if self.front is not None:
             self.front.lead()
         whole = self.unsharded

@@ -44,6 +44,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _engines_lock = threading.Lock()
 
 
+@_torch.never_compiled
 def _after_optimizer_step(optimizer: Optimizer, *_: object) -> None:
     """Tell the engines of this thread; those of others only if it is their parameters."""
     with _engines_lock:

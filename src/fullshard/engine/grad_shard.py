@@ -1,4 +1,4 @@
-"""The gradients that users see, as views of one slice. See [Note: the tensors of a bucket]."""
+"""The gradients that users see, as parts of one slice. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _KEPT_NBYTES = 16 << 10
 
 
 class GradShard:
-    """One slice of a reduction's result, with the gradients that are views of it.
+    """One slice of a reduction's result, with the gradients that lie in it.
+
+    Each has a storage of its own, so that it can be copied, pickled without its neighbours, and
+    compiled.
 
     Making a DTensor costs as much host time as adding a small one up, so a set of small ones is
     used again for the next step, if nobody but us holds any part of it. Larger ones are given
@@ -23,10 +26,10 @@ class GradShard:
 
     def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
-        # Views, which keep ``flat`` itself alive: whoever has one finds its neighbours.
-        self.locals = spec.local_views(flat)
+        self.locals = spec.own_views(flat)
         self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
-        self._num_owners = _torch.num_owners(flat)
+        self._storages = [tensor.untyped_storage() for tensor in (flat, *self.locals)]
+        self._unheld = self._counted()
 
     @property
     def is_small(self) -> bool:
@@ -35,4 +38,9 @@ class GradShard:
 
     def is_free(self) -> bool:
         """Whether no one else refers to the gradients or to their memory."""
-        return _torch.none_is_held(self.shown) and _torch.num_owners(self.flat) == self._num_owners
+        return self._counted() == self._unheld
+
+    def _counted(self) -> tuple[int, int]:
+        """How many refer to the memory, and to the tensors."""
+        holders = _torch.num_holders(self.shown) + _torch.num_holders(self.locals)
+        return _torch.num_owners(self._storages), holders

@@ -226,7 +226,7 @@ def _zero_row(bucket: Bucket) -> Tensor:
 def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
     """Let the sharded parameters have the gradients in ``row``, and no others."""
     spec = bucket.spec
-    views = spec.local_views(row)
+    views = spec.own_views(row)
     for i, param in enumerate(bucket.sharded_params):
         if not present[i]:
             param.grad = None

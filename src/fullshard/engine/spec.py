@@ -99,17 +99,17 @@ class BucketSpec:
             gaps.append((end, self.layout.shard_numel - end))
         return tuple(gaps)
 
-    def local_views(self, flat: Tensor) -> list[Tensor]:
+    def own_views(self, flat: Tensor) -> list[Tensor]:
         """This rank's piece of every parameter in ``flat`` (1-D, in shard order).
 
-        The pieces can be found as neighbours in ``flat`` by ``tensors.flat_part_of``.
+        Each has a storage of just its part, so that users may pickle and compile it. They keep
+        ``flat`` alive and can be found as neighbours in it by ``tensors.flat_part_of``.
         """
         announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
-        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
-
-    def own_views(self, flat: Tensor) -> list[Tensor]:
-        """``local_views``, each with a storage of just its part, as users may pickle them."""
-        return list(map(_torch.own_storage, self.local_views(flat)))
+        views = [_torch.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
+        for view in views:
+            _torch.keep_alive(view, flat)
+        return views
 
     def whole_param(self, index: int, whole: Tensor) -> nn.Parameter:
         """A parameter as modules compute with it, frozen as yet, around the memory it is in."""

@@ -68,7 +68,7 @@ class ParallelSpec:
         They share storage, which may be empty and be filled later. No communication, no autograd.
         """
         spec = self.spec_for(self.placements, local.dtype)
-        return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=DTensor)
+        return _torch.dtensor_around(local, spec, requires_grad=False, cls=DTensor)
 
     def parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """``wrap`` as a leaf of autograd, whose gradients are DTensors.
