@@ -349,7 +349,8 @@ def _make_state(optimizer: Optimizer) -> None:
     rates = [group.get("lr") for group in optimizer.param_groups]
     try:
         for param in _params(optimizer):
-            param.grad = torch.zeros_like(param) if param.requires_grad else None
+            own = torch.zeros_like(param, dtype=param.grad_dtype) if param.requires_grad else None
+            param.grad = own
         for group in optimizer.param_groups:
             if "lr" in group:
                 rate = group["lr"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
 from torch import Tensor
 
 from fullshard import _torch
 from fullshard.engine.spec import BucketSpec
+from fullshard.tensors import announce_flat
 
 __all__ = ["GradShard"]
 
@@ -21,10 +26,13 @@ class GradShard:
     back: between steps, and while activations pile up, memory is worth more.
     """
 
-    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
+    def __init__(
+        self, spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
+        """``dtypes``: of each gradient, which is then no view of ``flat``; None: that of it."""
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
-        # Views, which keep ``flat`` itself alive: whoever has one finds its neighbours.
-        self.locals = spec.local_views(flat)
+        # Views, which keep what they are of alive: whoever has one finds its neighbours.
+        self.locals = spec.local_views(flat) if dtypes is None else _cast(spec, flat, dtypes)
         self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
         self._num_owners = _torch.num_owners(flat)
 
@@ -36,3 +44,19 @@ class GradShard:
     def is_free(self) -> bool:
         """Whether no one else refers to the gradients or to their memory."""
         return _torch.none_is_held(self.shown) and _torch.num_owners(self.flat) == self._num_owners
+
+
+def _cast(spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Pieces of ``flat`` in these dtypes; those that are neighbours stay so where dtypes agree."""
+    pieces = spec.pieces
+    order = sorted(range(len(pieces)), key=pieces.__getitem__)
+    views: dict[int, Tensor] = {}
+    for dtype, group in groupby(order, key=dtypes.__getitem__):
+        members = list(group)
+        start, last = pieces[members[0]].offset, pieces[members[-1]]
+        part = flat[start : last.offset + last.numel].to(dtype, copy=True)
+        announce_flat(part, ((pieces[i].offset - start, pieces[i].numel) for i in members))
+        for i in members:
+            local = part.narrow(0, pieces[i].offset - start, pieces[i].numel)
+            views[i] = local.view(pieces[i].shape)
+    return [views[i] for i in range(len(pieces))]
