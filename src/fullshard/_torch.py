@@ -49,6 +49,9 @@ __all__ = [
     "dtensor_like",
     "dtensor_spec",
     "flattened_mesh",
+    "explicit_grad_dtype",
+    "follows_grad_dtype",
+    "grad_dtypes",
     "gradient_node",
     "handle_dtensor_op",
     "has_average",
@@ -60,6 +63,7 @@ __all__ = [
     "is_replicated",
     "is_sum",
     "joined_mesh",
+    "keep_grad_dtype",
     "local_of",
     "make_param",
     "mark_sharded",
@@ -79,6 +83,7 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "preserved_versions",
     "public_collectives",
+    "put_grad",
     "root_ranks",
     "sequence_number",
     "sharded_dim",
@@ -115,7 +120,9 @@ def _ask_by_function(
         return function(*args, **(kwargs or {}))
 
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+if _VERSION < (2, 12):
     OwnDispatch.__torch_function__ = classmethod(_ask_by_function)  # type: ignore[assignment]
 
 
@@ -276,10 +283,60 @@ def gradient_node(tensor: Tensor) -> Node:
 
 
 def set_grad(param: Tensor, grad: Tensor | None) -> None:
-    """``param.grad = grad``, also of another dtype than ``param``."""
-    if grad is not None and grad.dtype != param.dtype:
+    """``param.grad = grad``, also of another dtype than ``param`` expects."""
+    if grad is not None and param.grad_dtype not in (None, grad.dtype):
+        param.grad = None
         param.grad_dtype = grad.dtype
     param.grad = grad
+
+
+def put_grad(param: Tensor, grad: Tensor) -> None:
+    """``param.grad = grad``, in the dtype that ``param`` expects by now."""
+    try:
+        param.grad = grad
+    except RuntimeError:
+        dtype = param.grad_dtype
+        if dtype in (None, grad.dtype):
+            raise
+        param.grad = grad.to(dtype)
+
+
+def follows_grad_dtype() -> bool:
+    """Whether FSDP2 of the installed PyTorch goes by the ``grad_dtype`` of parameters.
+
+    Since 2.15 it reduces and shows gradients in it, unset in the parameter's own dtype, where no
+    dtype of reduction is given. Before, it reduces in the dtype of computation, and forgets what
+    was set on a parameter that it shards.
+    """
+    return _VERSION >= (2, 15)
+
+
+def grad_dtypes(params: Iterable[Tensor]) -> list[torch.dtype | None]:
+    """The dtype that ``.grad`` of each must have; None: any."""
+    return list(map(_grad_dtype, params))
+
+
+_grad_dtype = attrgetter("grad_dtype")
+
+
+def explicit_grad_dtype(param: Tensor) -> tuple[torch.dtype | None] | None:
+    """What the user set as ``grad_dtype`` of ``param``, in a tuple; None: nothing.
+
+    None always where FSDP2 of the installed PyTorch does not ask for it.
+    """
+    is_set = follows_grad_dtype() and param._has_grad_dtype_override  # type: ignore[attr-defined]
+    return (param.grad_dtype,) if is_set else None
+
+
+def keep_grad_dtype(explicit: tuple[torch.dtype | None] | None, param: Tensor) -> None:
+    """Set what ``explicit_grad_dtype`` told of another on ``param``, if it has none of its own."""
+    if explicit is None or explicit_grad_dtype(param) is not None:
+        return
+    grad, param.grad = param.grad, None
+    (dtype,) = explicit
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype or grad.dtype)
 
 
 def num_pending_nodes(nodes: Iterable[Node]) -> int | None:

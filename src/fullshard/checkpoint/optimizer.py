@@ -374,7 +374,8 @@ def _make_state(optimizer: Optimizer) -> None:
     rates = [group.get("lr") for group in optimizer.param_groups]
     try:
         for param in params:
-            param.grad = torch.zeros_like(param) if id(param) in fresh else None
+            own = torch.zeros_like(param, dtype=param.grad_dtype) if id(param) in fresh else None
+            param.grad = own
         for group in optimizer.param_groups:
             if "lr" in group:
                 rate = group["lr"]

@@ -8,6 +8,7 @@ through a bucket), ``unit``, ``autograd`` (how backward tells us where it is) an
 from __future__ import annotations
 
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
 from fullshard.engine.full import gather_full_param, is_first, is_first_copy
@@ -27,6 +28,7 @@ __all__ = [
     "BucketSpec",
     "CPUOffloadPolicy",
     "Engine",
+    "GradDtypes",
     "Loan",
     "MixedPrecisionPolicy",
     "Offload",

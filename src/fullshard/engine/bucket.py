@@ -1,4 +1,4 @@
-"""A bucket: parameters of one unit that share mesh, dtype and trainability.
+"""A bucket: parameters of one unit that share mesh, dtypes and trainability.
 
 [Note: the tensors of a bucket]
 
@@ -33,15 +33,18 @@ and ``grad_shard.py`` the last four.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.device import Lanes, StorageMeter
+from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Front, Gradients, Waiting
@@ -73,6 +76,8 @@ class Bucket:
         self.reduce_policy = ReducePolicy()
         self.keeps_memory = False  # of the unsharded parameters, when they are resharded
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
+        # What the user set as ``grad_dtype``, which casts and loads forget.
+        self._set_grad_dtypes = list(map(_torch.explicit_grad_dtype, self.sharded_params))
 
     def copy(self, memo: dict[Any, Any]) -> Bucket:
         """The same with memory of its own, resharded; ``memo`` learns of its parameters."""
@@ -80,10 +85,12 @@ class Bucket:
         new.unsharded = new.gradients = new._waiting = None
         new.shards = self.shards.copy()
         new.sharded_params = []
+        new._set_grad_dtypes = list(self._set_grad_dtypes)
         for i, (old, local) in enumerate(zip(self.sharded_params, new.shards.locals, strict=True)):
             param = nn.Parameter(self.spec.form.wrap(i, local), requires_grad=old.requires_grad)
             param.__dict__.update(copy.deepcopy(vars(old), memo))  # what users put on it
             memo[id(old)] = param
+            _torch.keep_grad_dtype(_torch.explicit_grad_dtype(old), param)
             new.sharded_params.append(param)
         new._show_locals()
         memo |= {id(a): b for a, b in zip(self.shards.locals, new.shards.locals, strict=True)}
@@ -123,8 +130,14 @@ class Bucket:
         """Make the unsharded side, once; it starts without memory."""
         if self.unsharded is None:
             self.unsharded = self._make_unsharded(lanes, meter)
+            params = self.unsharded.params
             self.gradients = Gradients(
-                self.spec, self.unsharded.params, self.sharded_params, lanes, meter
+                self.spec,
+                params,
+                self.sharded_params,
+                self.grad_dtypes(params[0].dtype),
+                lanes,
+                meter,
             )
             self.gradients.front = self.front
             self.gradients.policy = self.reduce_policy
@@ -139,17 +152,66 @@ class Bucket:
             return Unsharded(self.spec, self.shard, lanes, meter)
         return ExtendedUnsharded(self.spec, self.shards, lanes, meter)
 
-    def check_hooks(self) -> None:
-        """Refuse all-gather hooks that came to the shards and cannot work.
+    def check(self) -> None:
+        """Refuse what was done to the shards since the last check, and cannot work.
 
         Raises:
-            ExtensionError, UnsupportedError: one of two, or a layout that they do not know.
+            ExtensionError, UnsupportedError: all-gather hooks came to them, one of two, or with a
+                layout that they do not know.
+            ConfigError: gradients of any dtype, see ``GradDtypes.check``.
         """
-        if self.unsharded is None and self._any_hooks():
+        if self.unsharded is not None:
+            return
+        if self._any_hooks():
             check_extendable(self.spec)
+        if self.front is None:
+            GradDtypes.check(self.spec, self.sharded_params)
 
     def _any_hooks(self) -> bool:
         return any(map(gathered_by_itself, self.shards.locals, self.names))
+
+    def grad_dtypes(self, computed: torch.dtype | None = None) -> GradDtypes:
+        """Those of the gradients; ``computed`` is the unsharded parameters', if they are there."""
+        own = self.sharded_params if self.front is None else [self.front.param] * len(self.names)
+        return GradDtypes.of(
+            self.spec, computed or self.spec.unsharded_dtype(self.shards.dtype), own
+        )
+
+    @contextmanager
+    def keeping_grad_dtypes(self) -> Iterator[None]:
+        """Let casts of the parameters within the block leave gradients in the dtype that was set.
+
+        At its end the parameters are expected to be ours again.
+        """
+        if self.front is not None:
+            yield
+            return
+        self._remember_grad_dtypes()
+        params = self.sharded_params
+        kept = [
+            None if dtype is None else param.grad
+            for param, dtype in zip(params, self._set_grad_dtypes, strict=True)
+        ]
+        for param, grad in zip(params, kept, strict=True):
+            if grad is not None:
+                param.grad = None
+        try:
+            yield
+        finally:
+            self._restore_grad_dtypes()
+            for param, grad in zip(self.sharded_params, kept, strict=True):
+                if grad is not None:
+                    _torch.put_grad(param, grad.to(param.device))
+
+    def _remember_grad_dtypes(self) -> None:
+        now = map(_torch.explicit_grad_dtype, self.sharded_params)
+        self._set_grad_dtypes = [
+            dtype or before for dtype, before in zip(now, self._set_grad_dtypes, strict=True)
+        ]
+
+    def _restore_grad_dtypes(self) -> None:
+        for param, dtype in zip(self.sharded_params, self._set_grad_dtypes, strict=True):
+            _torch.keep_grad_dtype(dtype, param)
 
     def change_reduction(self, **changes: Any) -> None:
         """Replace fields of ``ReducePolicy``."""
@@ -224,7 +286,10 @@ class Bucket:
 
     def replace(self, index: int, param: nn.Parameter) -> None:
         """Take ``param``, which lies as ours does, for parameter ``index``; ``adopt`` it later."""
+        kept = _torch.explicit_grad_dtype(self.sharded_params[index])
+        kept = self._set_grad_dtypes[index] = kept or self._set_grad_dtypes[index]
         self.sharded_params[index] = param
+        _torch.keep_grad_dtype(kept, param)
 
     def adopt(self) -> None:
         """Make ``shards`` hold what the sharded parameters hold, and be their memory again.
@@ -264,6 +329,7 @@ class Bucket:
             self.spec.form.repoint(param, local)
         self._show_locals()
         carry_put_on(old, found, self.shards)
+        self._restore_grad_dtypes()
         if self.front is not None:
             self.front.lead()
         whole = self.unsharded

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
 from torch import Tensor
 
 from fullshard import _torch
 from fullshard.engine.spec import BucketSpec
+from fullshard.tensors import announce_flat
 
 __all__ = ["GradShard"]
 
@@ -24,9 +29,12 @@ class GradShard:
     back: between steps, and while activations pile up, memory is worth more.
     """
 
-    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
+    def __init__(
+        self, spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
+        """``dtypes``: of each gradient, which is then no view of ``flat``; None: that of it."""
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
-        self.locals = spec.own_views(flat)
+        self.locals = spec.own_views(flat) if dtypes is None else _cast(spec, flat, dtypes)
         self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
         self._storages = [tensor.untyped_storage() for tensor in (flat, *self.locals)]
         self._unheld = self._counted()
@@ -44,3 +52,19 @@ class GradShard:
         """How many refer to the memory, and to the tensors."""
         holders = _torch.num_holders(self.shown) + _torch.num_holders(self.locals)
         return _torch.num_owners(self._storages), holders
+
+
+def _cast(spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Pieces of ``flat`` in these dtypes; those that are neighbours stay so where dtypes agree."""
+    pieces = spec.pieces
+    order = sorted(range(len(pieces)), key=pieces.__getitem__)
+    views: dict[int, Tensor] = {}
+    for dtype, group in groupby(order, key=dtypes.__getitem__):
+        members = list(group)
+        start, last = pieces[members[0]].offset, pieces[members[-1]]
+        part = flat[start : last.offset + last.numel].to(dtype, copy=True)
+        announce_flat(part, ((pieces[i].offset - start, pieces[i].numel) for i in members))
+        for i in members:
+            views[i] = _torch.own_part(part, pieces[i].offset - start, pieces[i].shape)
+            _torch.keep_alive(views[i], part)
+    return [views[i] for i in range(len(pieces))]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
+from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.grad_shard import GradShard
 from fullshard.engine.offload import bring_home
 from fullshard.engine.policy import ReducePolicy
@@ -78,6 +79,7 @@ class Gradients:
         spec: BucketSpec,
         params: Sequence[nn.Parameter],
         sharded_params: Sequence[nn.Parameter],
+        dtypes: GradDtypes,
         lanes: Lanes,
         meter: StorageMeter,
     ) -> None:
@@ -85,6 +87,7 @@ class Gradients:
         self.params = params
         self.pending: list[Tensor | None] = [None] * len(params)
         self._spec = spec
+        self._dtypes = dtypes
         self._lanes = lanes
         self._in_flight: _Reduction | None = None
         self._last: GradShard | None = None
@@ -94,11 +97,13 @@ class Gradients:
         self.front: Front | None = None
         self._has_pending = False  # the same on all ranks
         self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
+        dtypes.expect(spec, params)
 
     def start(self) -> None:
         """Start to reduce what the parameters have, and what was pending."""
-        buffer = self._input_for(self._wire_dtype())
+        has_pending = self._has_pending
         grads = self._take()
+        buffer = self._input_for(self._wire_dtype(grads, has_pending=has_pending))
         source = buffer.fill(grads)
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
@@ -107,21 +112,18 @@ class Gradients:
         present = [grad is not None for grad in grads]
         self._in_flight = _Reduction(pending, row, buffer, present, shown)
 
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self._spec.reduce_dtype or self.params[0].dtype
-
-    def _wire_dtype(self) -> torch.dtype:
+    def _wire_dtype(self, grads: Sequence[Tensor | None], *, has_pending: bool) -> torch.dtype:
         """The dtype that gradients travel in; the same on all ranks.
 
         Where the wire adds up in wide numbers whatever travels, a gradient that was computed in
         few bits need not be widened before: the sum is the same, bit for bit.
         """
-        computed = self.params[0].dtype
-        may_narrow = self._spec.reducing.adds_wide and not self._has_pending
-        if may_narrow and self._reduce_dtype is torch.float32 and computed.itemsize < 4:
-            return computed
-        return self._reduce_dtype
+        if has_pending:
+            return self._dtypes.reduced
+        if self._spec.reducing.world == 1:  # nobody to agree with
+            came = {grad.dtype for grad in grads if grad is not None}
+            return self._dtypes.wire if came <= {self._dtypes.wire} else self._dtypes.reduced
+        return self._dtypes.wire
 
     def _input_for(self, dtype: torch.dtype) -> ReduceInput:
         buffer = self._inputs.get(dtype)
@@ -133,15 +135,15 @@ class Gradients:
     def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
         """Where to reduce to: last step's gradients if they are free, else new memory.
 
-        What has to be reduced over replicas too, now or later, keeps the dtype of reduction, and
-        what goes to the host is shown there.
+        What has to be reduced over replicas too, now or later, or is shown in several dtypes,
+        keeps the dtype of reduction, and what goes to the host is shown there.
         """
-        if self._spec.replicas is not None or self._spec.offload is not None:
-            return None, torch.empty(numel, dtype=self._reduce_dtype, device=device)
+        dtype = self._dtypes.one_shown
+        if self._spec.replicas is not None or self._spec.offload is not None or dtype is None:
+            return None, torch.empty(numel, dtype=self._dtypes.reduced, device=device)
         last = self._last
         if last is not None and len(last.flat) == numel and last.is_free():
             return last, last.flat
-        dtype = self._spec.grad_dtype or self.sharded_params[0].dtype
         new = GradShard(self._spec, torch.empty(numel, dtype=dtype, device=device))
         self._last = new if new.is_small else None
         return new, new.flat
@@ -192,15 +194,16 @@ class Gradients:
             self._edit(reduction.row)
             shown = reduction.shown
             if shown is None:
-                shown = GradShard(self._spec, self._at_home(reduction.row))
+                shown = self._at_home(reduction.row)
             self._assign(shown, self._present_anywhere(reduction.present, shown))
         self._end(reduction)
 
-    def _at_home(self, row: Tensor) -> Tensor:
-        """``row`` in the dtype of the shards, and where they are."""
-        dtype = self._spec.grad_dtype or self.sharded_params[0].dtype
-        offload = self._spec.offload
-        return row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
+    def _at_home(self, row: Tensor) -> GradShard:
+        """``row`` as users see it, where the shards are."""
+        offload, one = self._spec.offload, self._dtypes.one_shown
+        dtype = one or row.dtype
+        row = row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
+        return GradShard(self._spec, row, None if one else self._dtypes.shown)
 
     def _edit(self, row: Tensor) -> None:
         """Let the user's choices act on what is reduced."""
@@ -226,7 +229,7 @@ class Gradients:
         They add up in the wider of the dtypes of computation and reduction, so that waiting loses
         no bits which reducing at once would have kept.
         """
-        dtype = torch.promote_types(self.params[0].dtype, self._reduce_dtype)
+        dtype = torch.promote_types(self._dtypes.computed, self._dtypes.reduced)
         taken = self._take()
         self.pending = [None if grad is None else grad.detach().to(dtype) for grad in taken]
         self._has_pending = True
@@ -256,7 +259,7 @@ class Gradients:
             self.pending = [None if g is None else g.to(device) for g in waiting.pending]
             self._has_pending = True
         if waiting.partial is not None:
-            self._partial = waiting.partial.to(device, self._reduce_dtype)
+            self._partial = waiting.partial.to(device, self._dtypes.reduced)
 
     def _take(self) -> list[Tensor | None]:
         """Take off each parameter's gradient, with what is pending for it added."""
@@ -301,7 +304,8 @@ class Gradients:
             for i, param in enumerate(self.sharded_params)
             if present[i] and param.requires_grad
         ]
-        put = _put_grad if self._spec.grad_dtype is None else _torch.set_grad
+        forced = self._spec.grad_dtype is not None or self.front is not None
+        put = _torch.set_grad if forced else _torch.put_grad
         for i, param in wanted:
             if param.grad is None:
                 put(param, result.shown[i])
@@ -315,7 +319,3 @@ class Gradients:
         seen = [param for _, param in wanted] if self.front is None else [self.front.param]
         for param, hook in _torch.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would have called it; an optimizer may step in one
-
-
-def _put_grad(param: Tensor, grad: Tensor) -> None:
-    param.grad = grad

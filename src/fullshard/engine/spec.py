@@ -32,8 +32,8 @@ class BucketSpec:
 
     ``comm`` is the wire among the ranks that share one copy of the parameters, ``replicas`` the one
     among ranks with equal shards of several copies, and ``secondary`` the one among those that
-    gather again what is resharded to a smaller group. ``param_dtype`` and ``reduce_dtype`` are None
-    where the parameters' own dtype, or that of the unsharded parameters, is used.
+    gather again what is resharded to a smaller group. ``param_dtype`` is None where the parameters'
+    own dtype is used, ``reduce_dtype`` where ``GradDtypes`` decides.
     """
 
     layout: Layout
@@ -49,7 +49,9 @@ class BucketSpec:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
-    """Of reduced gradients; None: that of the parameters."""
+    """Of reduced gradients; None: what ``grad_dtype`` of the parameters says."""
+    follows_grad_dtype: bool = False
+    """Whether gradients are computed and reduced as ``grad_dtype`` of the parameters says, too."""
     clean_padding: bool = False
     """Whether gradients are zero where no parameter lies, because somebody sees them as one."""
     offload: Offload | None = None

@@ -256,13 +256,13 @@ class Unit:
         return self._version != last
 
     def check_ready(self) -> None:
-        """Refuse to gather parameters on the meta device, or with hooks that cannot work.
+        """Refuse to gather parameters on the meta device, or what cannot work.
 
         Raises:
-            ProtocolError, ExtensionError, UnsupportedError: nothing was changed.
+            ProtocolError, ExtensionError, UnsupportedError, ConfigError: nothing was changed.
         """
         for bucket in self.buckets:
-            bucket.check_hooks()
+            bucket.check()
         names = [
             n
             for bucket in self.buckets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -67,7 +68,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for param in chain.from_iterable(bucket.sharded_params for bucket in buckets):
         if isinstance(param, DTensor):
             draw_whole_on(param.device_mesh)
-    install_forward_hooks(unit, modules, choices.policy)
+    install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
     install_state_dict_hooks(unit, places)
     if choices.shown is Shown.DTENSORS:
         for module in modules:

@@ -85,10 +85,13 @@ class ShardedModule:
             engine.end_reductions()
             engine.weights_changed()
             engine.trigger(when.UserReshard(unit.key))
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        for unit in units:
-            engine_of(unit).take_over(unit)
-            engine_of(unit).weights_changed()
+        with ExitStack() as stack:
+            for bucket in (bucket for unit in units for bucket in unit.buckets):
+                stack.enter_context(bucket.keeping_grad_dtypes())
+            super()._apply(fn, recurse)  # type: ignore[misc]
+            for unit in units:
+                engine_of(unit).take_over(unit)
+                engine_of(unit).weights_changed()
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -116,7 +116,7 @@ class Run:
     def lend(self, memory: Tensor, grad: Tensor | None) -> None:
         """Give the tensor its memory."""
         self.tensor.data = memory
-        self.tensor.grad = grad
+        _torch.set_grad(self.tensor, grad)
 
     def take_back(self) -> None:
         """Take the memory from the tensor."""

@@ -62,6 +62,12 @@ class ParallelSpec:
         names = self.mesh.mesh_dim_names or ()
         return ShardPlace(self.mesh[tuple(names[dim] for dim in dims)], placements)
 
+    @property
+    def may_sum_gradients(self) -> bool:
+        """Whether gradients may be sums that other than data-parallel ranks have to make."""
+        others = (p for dim, p in enumerate(self.placements) if dim not in self.dp_dims)
+        return any(isinstance(placement, Replicate) for placement in others)
+
     def wrap(self, local: Tensor) -> DTensor:
         """The parameter around ``local``, a plain tensor of shape ``local_shape``.
 
