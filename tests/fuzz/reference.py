@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fuzz.case import Case, Sharding
-from tests.fuzz.generate import owners_of
+from tests.fuzz.draw import owners_of
 from tests.fuzz.modules import VOCAB, Block, Planned, blocks_of, build, invoke
 from tests.fuzz.sharding import make_optimizer
 

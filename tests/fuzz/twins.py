@@ -26,10 +26,11 @@ from tests.fuzz.compare import (
     compare_tensors,
     compare_values,
 )
-from tests.fuzz.generate import below
+from tests.fuzz.draw import below
 from tests.fuzz.modules import Planned, blocks_of, build, invoke
 from tests.fuzz.reference import ROWS, Batch, Reference, batch_of, loss_of
 from tests.fuzz.sharding import make_optimizer, shard
+from tests.fuzz.transfers import change, compare_and_change, through_full, through_sharded
 
 __all__ = ["Twins"]
 
@@ -257,14 +258,14 @@ class Twins:
                 for name, param in self._module(node).named_parameters() if is_shown else ():
                     expected = params.get(clean_name(name))
                     if expected is not None:
-                        _compare_and_change(name, param, expected, with_grads)
+                        compare_and_change(name, param, expected, with_grads)
                 if fails:
                     raise Planned("in the block")
         except Planned:
             pass
         if options.get("writeback", True) and not (fails and options.get("on_error") == "discard"):
             for param in params.values():
-                _change(param, with_grads)
+                change(param, with_grads)
 
     def _module(self, node: int) -> nn.Module:
         """The block, or the wrapper around it."""
@@ -329,9 +330,9 @@ class Twins:
         new_optimizer = self._optimizer_of(made)
         old_pair, new_pair = (self.model, self.optimizer), (made, new_optimizer)
         if full:
-            _through_full(old_pair, new_pair, optimizer=optimizer, cpu=cpu, broadcast=broadcast)
+            through_full(old_pair, new_pair, optimizer=optimizer, cpu=cpu, broadcast=broadcast)
         else:
-            _through_sharded(old_pair, new_pair, optimizer=optimizer)
+            through_sharded(old_pair, new_pair, optimizer=optimizer)
         self.sharding = sharding
         self._begin_with(made, new_optimizer)
         reference.sharded_as(sharding)
@@ -394,38 +395,3 @@ class Twins:
         block = self._unit(node).number
         inside = below(self.case.model, block) if recurse else {block}
         return [n for n, unit in enumerate(self.sharding.units) if inside & set(unit.nodes)]
-
-
-def _compare_and_change(
-    name: str, param: nn.Parameter, expected: nn.Parameter, with_grads: bool
-) -> None:
-    compare_tensors(f"lent {name}", param, expected)
-    if with_grads:
-        compare_tensors(f"lent gradient of {name}", param.grad, expected.grad)
-    _change(param, with_grads)
-
-
-@torch.no_grad()
-def _change(param: nn.Parameter, with_grads: bool) -> None:
-    param.mul_(-0.8)
-    if with_grads and param.grad is not None:
-        param.grad.mul_(0.5)
-
-
-Pair = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def _through_full(old: Pair, new: Pair, *, optimizer: bool, cpu: bool, broadcast: bool) -> None:
-    how: dict[str, Any] = {"rank0_only": broadcast, "cpu": cpu}
-    state = checkpoint.full_state_dict(old[0], **how)
-    checkpoint.load_full_state_dict(new[0], state, broadcast_from_rank0=broadcast)
-    if optimizer:
-        state = checkpoint.full_optim_state_dict(*old, **how)
-        checkpoint.load_full_optim_state_dict(*new, state, broadcast_from_rank0=broadcast)
-
-
-def _through_sharded(old: Pair, new: Pair, *, optimizer: bool) -> None:
-    checkpoint.load_sharded_state_dict(new[0], checkpoint.sharded_state_dict(old[0]))
-    if optimizer:
-        state = checkpoint.sharded_optim_state_dict(*old)
-        checkpoint.load_sharded_optim_state_dict(*new, state)
