@@ -289,7 +289,7 @@ def messages() -> None:
         model.blocks[0].set_manual_backward_finalization(True)
     block = fully_shard(nn.Linear(4, 4))
     block.set_manual_backward_finalization(True)
-    with pytest.raises(ProtocolError, match="not the root any more"):
+    with pytest.raises(ProtocolError, match="not be the root any more"):
         fully_shard(nn.Sequential(block, nn.Linear(4, 4)))
     assert isinstance(block.weight, DTensor)
     block.set_manual_backward_finalization(False)

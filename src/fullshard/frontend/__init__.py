@@ -4,10 +4,9 @@
 refuses, ``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie
 together; ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine;
 ``sharded`` is what every sharded module does, ``module`` what users call after ``fully_shard``,
-with ``controls`` of how it communicates and ``finalization`` of
-backwards; ``copying`` makes deep copies, ``contexts`` lends full
-parameters, ``pending`` shows gradients that wait, ``flat_param`` one parameter for a whole unit;
-``explain`` puts torch's errors into our words.
+with ``controls`` of how it communicates and ``finalization`` of backwards; ``copying`` makes deep
+copies, ``contexts`` lends full parameters, ``pending`` shows gradients that wait, ``flat_param``
+one parameter for a whole unit; ``explain`` puts torch's errors into our words.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def check_ends_by_itself(unit: Unit) -> None:
     if engine_of(unit).scheduler.policy.manual_finalization:
         raise ProtocolError(
             f"fully_shard: set_manual_backward_finalization(True) was called on a module with unit "
-            f"{unit.name or '(root)'}, which would be not the root any more; call it after "
+            f"{unit.name or '(root)'}, which would not be the root any more; call it after "
             "fully_shard on the root"
         )
 
@@ -97,14 +97,13 @@ def _check_root(unit: Unit, what: str) -> None:
 
 
 def _check_may_finalize(unit: Unit, engine: Engine) -> None:
-    engine.check_awaited("finalize_backward()")
+    engine.check_idle("finalize_backward()")
     _check_root(unit, "finalize_backward()")
     if not engine.scheduler.policy.manual_finalization:
         raise ProtocolError(
             "finalize_backward(): backward ends by itself here; call "
             "set_manual_backward_finalization(True) before the forward"
         )
-    engine.check_not_running("finalize_backward()")
     for state in engine.scheduler.residents.units.values():
         policy = state.policy
         waits = state.partial or (state.pending and policy.requires_gradient_sync)
