@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -293,11 +293,11 @@ def test_hooks_of_a_copy(pool: RankPool, world: int) -> None:
 class Keeping(Weight):
     """Remembers what it sent, weakly."""
 
-    sent: ClassVar[list[weakref.ref[Tensor]]] = []
+    sent: ClassVar[list[Any]] = []
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         tensors, scale = super().fsdp_pre_all_gather(mesh)
-        Keeping.sent += map(weakref.ref, tensors)
+        Keeping.sent += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         return tensors, scale
 
 
@@ -313,7 +313,7 @@ def what_was_sent_is_dropped(offload: bool, put: bool) -> None:
     for number in range(3):
         before = _live_nbytes()
         model.blocks[0].unshard()
-        assert Keeping.sent and all(reference() is None for reference in Keeping.sent)
+        assert Keeping.sent and all(reference.expired() for reference in Keeping.sent)
         # The first gather makes the parameters; several ranks use memory to communicate.
         is_countable = number > 0 and dist.get_world_size() == 1
         assert not is_countable or _live_nbytes() == before + held(model)
@@ -323,7 +323,7 @@ def what_was_sent_is_dropped(offload: bool, put: bool) -> None:
 
 def _cast_and_kept(self: Tensor, mesh: Any) -> Any:
     tensor = self.float()
-    Keeping.sent.append(weakref.ref(tensor))
+    Keeping.sent.append(StorageWeakRef(tensor.untyped_storage()))
     return (tensor,), None
 
 
