@@ -194,7 +194,8 @@ def replicated(passes: str) -> tuple[list[str], float]:
 @pytest.mark.parametrize("passes", ["s", "ps", "nps"])
 def test_gradients_over_replicas_are_those_of_fsdp2(pool: RankPool, passes: str) -> None:
     for wrong, apart in pool.run(2, replicated, passes):
-        assert not wrong and apart == 0
+        # What waits for a bf16 gradient is rounded more often there.
+        assert not wrong and apart <= (1e-2 if "n" in passes else 0)
 
 
 def pending_dtypes(policy: dict[str, Any]) -> set[torch.dtype]:
