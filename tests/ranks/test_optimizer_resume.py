@@ -17,7 +17,7 @@ from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import fill, noise
 from tests.ranks.pool import RankPool
 
-# Adafactor, Muon and LBFGS look at more than an element, SparseAdam wants sparse gradients: see
+# Adafactor, Muon and LBFGS look at more than an element, SparseAdam wants sparse gradients; see
 # docs/limits.md.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adadelta": (optim.Adadelta, {}),

@@ -153,7 +153,8 @@ class ByParameters:
 
     def _same(self, key: str, parts: list[_Part], values: list[Any]) -> Any:
         first = values[0]
-        if any(value is None or not _is_equal(value, first) for value in values[1:]):
+        others = [value for value in values if value is not first]
+        if any(value is None or not _is_equal(value, first) for value in others):
             names = [part.held.bucket.names[part.held.number] for part in parts if part.held]
             raise ConfigError(
                 f"optimizer state {key!r} differs between {', '.join(names)}, or some have none; "
