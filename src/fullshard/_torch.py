@@ -55,6 +55,7 @@ __all__ = [
     "gradient_node",
     "handle_dtensor_op",
     "has_average",
+    "has_peers",
     "has_spmd_types",
     "is_fake",
     "is_profiling",
@@ -192,6 +193,11 @@ def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def is_of_python(group: dist.ProcessGroup) -> bool:
     """Whether the group has no backends, but methods of its own."""
     return not group._device_types
+
+
+def has_peers(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether what the group carries comes from other processes; a stand-in's is made up."""
+    return not is_of_python(group) and backend_name(group, device_type) != "fake"
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:

@@ -31,7 +31,7 @@ from fullshard.comm.mesh import (
     mesh_of_nodes,
     wrapped,
 )
-from fullshard.comm.protocol import Alone, Collectives, Done, Pending
+from fullshard.comm.protocol import Alone, Collectives, Done, Label, Pending
 from fullshard.comm.public import Public
 from fullshard.comm.recording import CollectiveCall, Recording
 
@@ -46,6 +46,7 @@ __all__ = [
     "Done",
     "HookedCopies",
     "HookedShards",
+    "Label",
     "Pending",
     "Public",
     "Recording",

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
+from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
@@ -62,7 +63,8 @@ class Bucket:
 
     def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
         """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces."""
-        self.spec = spec
+        self._label = Label()
+        self.spec = spec.labelled(self._label)
         self.shards: Shards = cut_shards(spec, originals)
         self.sharded_params = [
             spec.form.parameter(i, local, original)
@@ -82,6 +84,8 @@ class Bucket:
     def copy(self, memo: dict[Any, Any]) -> Bucket:
         """The same with memory of its own, resharded; ``memo`` learns of its parameters."""
         new = copy.copy(self)
+        new._label = copy.copy(self._label)
+        new.spec = self.spec.labelled(new._label)
         new.unsharded = new.gradients = new._waiting = None
         new.shards = self.shards.copy()
         new.sharded_params = []
@@ -221,8 +225,12 @@ class Bucket:
 
     def rewire(self, **wires: Any) -> None:
         """Replace wires of ``spec``; only while the bucket is resharded and nothing is pending."""
-        self.spec = replace(self.spec, **wires)
+        self.spec = replace(self.spec, **wires).labelled(self._label)
         self.dematerialize()
+
+    def tell_unit(self, name: str) -> None:
+        """Let what it communicates be labelled as of the unit ``name``."""
+        self._label.text = self.spec.described(name, self.shards.dtype)
 
     @property
     def whole(self) -> AnyUnsharded:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.comm import Collectives
+from fullshard.comm import Collectives, Label
 from fullshard.engine.offload import Offload
 from fullshard.layout import Layout, Segment
 from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_flat
@@ -60,6 +61,25 @@ class BucketSpec:
     """Whether the parameters, and so gradients, are of a tensor class that stands around others."""
     hook_arguments: HookArguments | None = None
     """What hooks of tensors are told; None: there can be none."""
+
+    def labelled(self, label: Label) -> BucketSpec:
+        """The same with wires that say what they carry."""
+        given = {name: getattr(self, name) for name in ("comm", "reducer", "replicas", "secondary")}
+        wires = {name: wire.labelled(label) for name, wire in given.items() if wire is not None}
+        return replace(self, **wires)
+
+    def described(self, unit: str, dtype: torch.dtype) -> str:
+        """What ranks compare before they exchange anything of a bucket of ``unit``.
+
+        The dtype is that of the shards. A digest stands for names, shapes and dtypes of all.
+        """
+        params = [(param.name, param.shape) for param in self.layout.params]
+        all_of_it = repr((unit, params, dtype, self.param_dtype, self.reduce_dtype))
+        digest = hashlib.blake2b(all_of_it.encode(), digest_size=8).hexdigest()
+        names = [param.name for param in self.layout.params[:3]]
+        more = len(params) - len(names)
+        some = ", ".join(names) + (f" and {more} more" if more else "")
+        return f"unit {unit or '(root)'} ({some}; digest {digest})"
 
     @property
     def home(self) -> torch.device:

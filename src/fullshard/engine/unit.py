@@ -73,9 +73,9 @@ class Unit:
         encloses: bool,
     ) -> None:
         self.key = -1
-        self.name = name
         self.device = device
         self.buckets = tuple(buckets)
+        self.name = name
         self.registration = registration
         self.num_members = num_members
         self.encloses = encloses
@@ -109,6 +109,17 @@ class Unit:
             f"a module with parameters of unit {self.name or '(root)'} cannot be copied without "
             "the module that was given to fully_shard; copy that one, or the state_dict()"
         )
+
+    @property
+    def name(self) -> str:
+        """Of the module that it was made of, in the tree above; what is communicated says it."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        for bucket in self.buckets:
+            bucket.tell_unit(name)
 
     @property
     def nbytes(self) -> int:
