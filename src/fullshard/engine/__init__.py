@@ -19,6 +19,7 @@ from fullshard.engine.policy import (
     OffloadPolicy,
     ReducePolicy,
 )
+from fullshard.engine.reduce import Partial
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Registration, Unit
 
@@ -31,6 +32,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
+    "Partial",
     "ReducePolicy",
     "Registration",
     "Terms",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.engine.spec import BucketSpec
+from fullshard.engine.reduce_input import Reduced
 
 __all__ = ["GradShard"]
 
@@ -21,11 +21,16 @@ class GradShard:
     back: between steps, and while activations pile up, memory is worth more.
     """
 
-    def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
+    def __init__(self, reduced: Reduced, flat: Tensor) -> None:
+        self.reduced = reduced  # whose gradients these are, in this order
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
         # Views, which keep ``flat`` itself alive: whoever has one finds its neighbours.
+        spec = reduced.spec
         self.locals = spec.local_views(flat)
-        self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
+        self.shown = [
+            spec.form.wrap(number, local)
+            for number, local in zip(reduced.numbers, self.locals, strict=True)
+        ]
         self._num_owners = _torch.num_owners(flat)
 
     @property
