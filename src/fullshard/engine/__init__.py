@@ -20,6 +20,7 @@ from fullshard.engine.policy import (
     OffloadPolicy,
     ReducePolicy,
 )
+from fullshard.engine.reduce import Partial
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Registration, Unit
 
@@ -33,6 +34,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
+    "Partial",
     "ReducePolicy",
     "Registration",
     "Terms",

@@ -18,7 +18,9 @@
                         resharding to a smaller group leaves after forward
     pending[i]          whole gradients that wait for a backward that reduces (no-sync)
     reduce_input        gradients rank-major in layout order, in the dtype on the wire, with one
-                        element per parameter behind each slice: 1 if it has a gradient
+                        element per parameter behind each slice: 1 if it has a gradient. Of
+                        parameters that were frozen after sharding nothing but that: the others
+                        lie as close as in a layout without those (``layout.subset``)
     partial             what is reduced over shards and waits for the reduction over replicas
     grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views
 

@@ -210,8 +210,29 @@ class Engine:
             self.recorder.record(Event(trigger, actions))
         if actions:
             with torch.no_grad(), _torch.outside_of_transforms():
-                for action in actions:
-                    self._act(action)
+                if type(trigger) in _ENDS:
+                    self._act_to_the_end(actions)
+                else:
+                    for action in actions:
+                        self._act(action)
+
+    def _act_to_the_end(self, actions: Sequence[Action]) -> None:
+        """Act; what fails keeps nothing else from being finished and freed, and is raised then.
+
+        The scheduler takes all of it for done, and nobody would come back to it. Only what needs
+        other ranks is left out when these may be gone.
+        """
+        failure: Exception | None = None
+        for action in actions:
+            apart = failure is not None and not isinstance(failure, ProtocolError)
+            if apart and action.op not in _BY_ITSELF:
+                continue
+            try:
+                self._act(action)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _act(self, action: Action) -> None:
         if action.unit is None:
@@ -378,5 +399,10 @@ _ACTS: dict[Op, Callable[[Unit], None]] = {
     Op.FORGET: Unit.forget,
 }
 """What a unit does by itself; to unshard it takes the engine."""
+
+_BY_ITSELF = frozenset({Op.CONCEAL, Op.RESHARD, Op.DISCARD, Op.FORGET})
+"""What communicates nothing."""
+
+_ENDS = frozenset({when.TaskEnd, when.TaskDied})
 
 _TAKES_GRADIENTS = frozenset({Op.REDUCE_SCATTER, Op.ACCUMULATE, Op.DISCARD, Op.FORGET})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.engine.reduce_input import Reduced
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import announce_flat
 
@@ -30,12 +31,17 @@ class GradShard:
     """
 
     def __init__(
-        self, spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype] | None = None
+        self, reduced: Reduced, flat: Tensor, dtypes: Sequence[torch.dtype] | None = None
     ) -> None:
         """``dtypes``: of each gradient, which is then no view of ``flat``; None: that of it."""
+        self.reduced = reduced  # whose gradients these are, in this order
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
+        spec = reduced.spec
         self.locals = spec.own_views(flat) if dtypes is None else _cast(spec, flat, dtypes)
-        self.shown = [spec.form.wrap(i, local) for i, local in enumerate(self.locals)]
+        self.shown = [
+            spec.form.wrap(number, local)
+            for number, local in zip(reduced.numbers, self.locals, strict=True)
+        ]
         self._storages = [tensor.untyped_storage() for tensor in (flat, *self.locals)]
         self._unheld = self._counted()
 

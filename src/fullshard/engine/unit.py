@@ -183,10 +183,9 @@ class Unit:
             bucket.reshard(to_secondary=to_secondary)
 
     def reduce(self) -> None:
-        """Start the reductions of the buckets in which something is trainable."""
-        for bucket in self.buckets:
-            if bucket.trainable and bucket.gradients is not None:
-                bucket.gradients.start()
+        """Start the reductions of the buckets in which something is trainable, or was."""
+        for gradients in self._gradients():
+            gradients.start()
 
     def all_reduce(self) -> None:
         """Go on to reduce over replicas, in the buckets that have any."""
