@@ -117,7 +117,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
 
 # Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their
 # successors; the methods of the group are the same in all versions, and cost less host time. Groups
-# that are written in Python, such as one whose ranks are threads, have those of their version alone.
+# written in Python, such as one whose ranks are threads, have those of their own version alone.
 
 
 def all_gather(
