@@ -128,15 +128,15 @@ if _VERSION < (2, 12):
 
 
 # Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their
-# successors; the methods of the group are the same in all versions, and cost less host time. Only
-# groups that are written in Python, such as one whose ranks are threads, have the newer ones alone.
+# successors; the methods of the group are the same in all versions, and cost less host time. Groups
+# written in Python, such as one whose ranks are threads, have those of their own version alone.
 
 
 def all_gather(
     group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
 ) -> dist.Work:
     """Start the backend's all-gather of each 1-D source into its 1-D output, all in one call."""
-    if is_of_python(group):
+    if is_of_python(group) and hasattr(group, "all_gather_single_coalesced"):
         return group.all_gather_single_coalesced(list(outputs), list(sources))
     if len(outputs) == 1:
         return group._allgather_base(outputs[0], sources[0])
@@ -147,7 +147,7 @@ def reduce_scatter(
     group: dist.ProcessGroup, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
 ) -> dist.Work:
     """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
-    if is_of_python(group):
+    if is_of_python(group) and hasattr(group, "reduce_scatter_single"):
         return group.reduce_scatter_single(output, source, _reduce_options(op))
     return group._reduce_scatter_base(output, source, _reduce_options(op))
 
