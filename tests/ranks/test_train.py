@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from fullshard.train.config import TrainConfig
 from fullshard.train.rundir import RunDir
+from fullshard.train.runlock import RunLock
 from tests.ranks.train_shell import Outcome, Shell, children_of, is_alive, listening, torchrun
 
 STEPS = 8
@@ -175,6 +176,17 @@ def test_a_refusal_under_torchrun_is_told_once(shell: Shell) -> None:
     assert outcome.err.startswith("fullshard: error: --data ")
     assert outcome.out == ""
     assert not (shell.folder / "refused").exists()
+
+
+def test_a_second_job_in_the_folder_is_refused_by_all_its_workers(shell: Shell) -> None:
+    out = shell.folder / "held"
+    out.mkdir()
+    with RunLock(RunDir(out).lock):
+        refused = shell.train("--steps", "2", "--out", "held", program=torchrun(2))
+    assert refused.exitcode != 0
+    ours = [line for line in refused.err.splitlines() if line.startswith("fullshard:")]
+    assert len(ours) == 1 and "a run is being trained in this folder, by process" in ours[0]
+    assert [path.name for path in out.iterdir()] == ["fullshard.lock"]
 
 
 def test_a_failed_worker_ends_the_job_with_its_error_on_top(shell: Shell, stopped: Outcome) -> None:
