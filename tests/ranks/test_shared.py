@@ -88,13 +88,14 @@ def nobody_waits() -> None:
 
 def nobody_waits_for_anything() -> None:
     wire = C10d(world_group(), "cpu")
-    for number in range(2000):
+    for number in range(4000):
         gather(wire, 10)
         if number % 50 == 0:
             dist.barrier()
     assert gather(wire, 10)()
-    # Each was dropped at once, and others learned of that when they looked for memory.
-    assert nbytes_of(shared(world_group())._memory) <= 1 << 16
+    # Each was dropped at once, and others learned of that when they looked for memory. All of them
+    # would take twice as much.
+    assert nbytes_of(shared(world_group())._memory) <= 4000 * 128 // 2
 
 
 def test_what_nobody_waits_for_takes_no_memory_for_long(pool: RankPool) -> None:
@@ -154,7 +155,9 @@ def test_a_rank_that_is_silent_is_told_after_the_time_out(pool: RankPool) -> Non
 def different_sizes() -> None:
     wire = C10d(dist.new_group(), "cpu")
     finish = gather(wire, 1000 + 8 * wire.rank)
-    with pytest.raises(ProtocolError, match=r"collective 0 .* is a gather of \d+ bytes on rank \d"):
+    with pytest.raises(
+        ProtocolError, match=r"collective 0 .* is a gather of float64, \d+ bytes, on rank"
+    ):
         finish()
     assert gather(wire)()  # the next one is as good as ever
 
