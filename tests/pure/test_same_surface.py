@@ -30,7 +30,6 @@ OMITTED = {
     "FlatParameter": "how PyTorch's FSDP1 stores parameters, imported but in no __all__",
     "get_cls_to_fsdp_cls": "for Dynamo: in fullshard.compat alone, see compat/handles.py",
     "disable_fsdp_module_new_init": "how PyTorch slices containers; our slices are never sharded",
-    "MixedPrecisionPolicy.param_dtype_override_fn": "dtypes of single parameters",
 }
 """What PyTorch has and we have not, and why."""
 
