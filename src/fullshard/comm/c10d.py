@@ -109,9 +109,9 @@ class Loads(NamedTuple):
     Pairs cross the network once for each rank of a host: every shard of another host comes to each
     of them by itself. Gloo's own all-gather passes all shards but one around a ring, once by each
     link; its own reduce-scatter is an all-reduce, twice that. The network between hosts is what
-    takes the time where there is more than one rank on each. Counted, not timed: two hosts of four
-    ranks at 200 Mbit/s took up to 1.45 of the time of PyTorch's FSDP2, which uses gloo's own, when
-    they sent in pairs.
+    takes the time where a host has more than one rank: at 200 Mbit/s, 8 MB of fp32, gloo's own
+    took of the time of pairs 0.76 (gather) and 1.38 (reduction) on 2 hosts of 2 ranks, 0.46 and
+    0.89 on 2 of 4, and the bytes that came in were those counted here.
     """
 
     pairs: int
