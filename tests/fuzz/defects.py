@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from fullshard.engine import Unit
@@ -21,8 +21,8 @@ def _scaled_gradients(plain: Changed) -> Changed:
     """Reductions that are off by a millionth."""
 
     @wraps(plain)
-    def changed(self: Gradients, row: Any) -> None:
-        plain(self, row)
+    def changed(self: Gradients, spec: Any, row: Any) -> None:
+        plain(self, spec, row)
         row.mul_(1 + 1e-6)
 
     return changed
@@ -55,16 +55,30 @@ def _unseen_writes(plain: Changed) -> Changed:
     return lambda self: False
 
 
-DEFECTS: dict[str, tuple[type, str, Callable[[Changed], Changed]]] = {
-    "scaled gradients": (Gradients, "_edit", _scaled_gradients),
-    "lost gradients": (Gradients, "_take", _lost_gradients),
-    "lost partial sums": (Gradients, "_end_first_half", _lost_partial_sums),
-    "unseen writes": (Unit, "was_written", _unseen_writes),
+class Defect(NamedTuple):
+    """A method of ``cls`` that does something else."""
+
+    cls: type
+    method: str
+    change: Callable[[Changed], Changed]
+    shown_by: tuple[str, ...] = ()
+    """What stands in a case that can show it."""
+
+
+DEFECTS = {
+    "scaled gradients": Defect(Gradients, "_edit", _scaled_gradients),
+    "lost gradients": Defect(Gradients, "_take", _lost_gradients, ("sync=False",)),
+    "lost partial sums": Defect(
+        Gradients, "_end_first_half", _lost_partial_sums, ("partial=True",)
+    ),
+    "unseen writes": Defect(
+        Unit, "was_written", _unseen_writes, ("'set_reshard_after_backward', args=(False", "edit")
+    ),
 }
 
 
 def run_with_defect(cases: Sequence[int | Case], log: str, defect: str) -> int:
     """``run_cases``, while a method does something else."""
-    cls, name, change = DEFECTS[defect]
-    with mock.patch.object(cls, name, change(getattr(cls, name))):
+    cls, method, change, _ = DEFECTS[defect]
+    with mock.patch.object(cls, method, change(getattr(cls, method))):
         return run_cases(cases, log)

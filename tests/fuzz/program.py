@@ -30,6 +30,7 @@ class _Writer:
         self.between = [name for name in dir(self) if name.startswith("any_")]
         if sharding.face == "modules":
             self.between += [name for name in dir(self) if name.startswith("modules_")]
+            self.between += ["modules_call"] * 4  # it has many ways
 
     def phase(self) -> list[Step]:
         """A training step, with things that happen around it."""
@@ -67,6 +68,9 @@ class _Writer:
         options: dict[str, Any] = {"batch": self.batch}
         if self.chance(0.15):
             options["sync"] = False
+        has_replicas = len(self.sharding.mesh) == 2 and self.sharding.mesh[0] > 1
+        if self.sharding.face == "modules" and has_replicas and self.chance(0.25):
+            options["partial"] = True
         if self.chance(0.1):
             options["last"] = False
         if self.chance(0.15):

@@ -78,23 +78,28 @@ class Twins:
         self,
         batch: int,
         sync: bool = True,
+        partial: bool = False,
         last: bool = True,
         forwards: int = 1,
         backwards: int = 1,
     ) -> None:
-        """Forwards and one or two backwards of the sum of their losses."""
+        """Forwards and one or two backwards of the sum of their losses.
+
+        Without ``sync`` gradients wait as they are, with ``partial`` reduced over the shards alone.
+        """
         if not last:
             with self._not_the_last():
-                self.train(batch, sync=sync, forwards=forwards)
+                self.train(batch, sync=sync, partial=partial, forwards=forwards)
         batches = [batch_of(self.case, 10 * batch + number) for number in range(forwards)]
         own = [self._own(one) for one in batches]
-        with self._unsynchronised() if not sync else nullcontext():
+        with self._waiting(sync=sync, all_reduce=not partial):
             outputs = self._forward_backward(own, backwards)
         reference = self.reference
-        flags = reference.sync
-        reference.sync = [flag and sync for flag in flags]
+        flags = reference.sync, reference.all_reduce
+        reference.sync = [flag and sync for flag in flags[0]]
+        reference.all_reduce = [flag and not partial for flag in flags[1]]
         expected = reference.train(batches, backwards=backwards)
-        reference.sync = flags
+        reference.sync, reference.all_reduce = flags
         for have, wanted in zip(outputs, expected, strict=True):
             self._compare_rows("output", have, wanted)
         for (x, *_), (whole, *_) in zip(own, batches, strict=True):
@@ -110,12 +115,19 @@ class Twins:
         return outputs
 
     @contextmanager
-    def _unsynchronised(self) -> Iterator[None]:
+    def _waiting(self, *, sync: bool, all_reduce: bool) -> Iterator[None]:
+        """Gradients wait for a later backward, unless both are true."""
+        if sync and all_reduce:
+            yield
+            return
         if isinstance(self.model, FullyShardedDataParallel):
             with self.model.no_sync():
                 yield
             return
-        self._root.set_requires_gradient_sync(False)
+        if not sync:
+            self._root.set_requires_gradient_sync(False)
+        if not all_reduce:
+            self._root.set_requires_all_reduce(False)
         try:
             yield
         finally:
