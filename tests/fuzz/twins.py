@@ -192,17 +192,13 @@ class Twins:
 
     def zero(self, by_module: bool = False, to_none: bool = True) -> None:
         """No gradients, or zeros."""
-        if by_module and self._shows_shards():
+        if by_module:
             self.model.zero_grad(to_none)
             if self.sharding.face != "modules":  # its own zero_grad drops these as well
                 self.reference.pending.clear()
         else:
             self.optimizer.zero_grad(to_none)
         self.reference.optimizer.zero_grad(to_none)
-
-    def _shows_shards(self) -> bool:
-        """Else a module's parameters have no gradients (docs/limits.md, Parameters)."""
-        return {id(p) for p in self.shards} == {id(p) for p in self.model.parameters()}
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """Gradients of at most this norm."""
