@@ -45,7 +45,7 @@ class Addresses:
         for name, module in model.named_modules():
             if list(module.parameters(recurse=False)):
                 self._hooks.append(module.register_forward_pre_hook(self._before_forward(name)))
-                self._hooks.append(module.register_full_backward_pre_hook(self._before_backward))
+                self._hooks.append(module.register_forward_hook(self._after_forward))
 
     def _before_forward(self, module_name: str) -> Any:
         def look(module: nn.Module, _: object) -> None:
@@ -56,7 +56,11 @@ class Addresses:
 
         return look
 
-    def _before_backward(self, *_: object) -> None:
+    def _after_forward(self, module: nn.Module, _: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self._in_backward)
+
+    def _in_backward(self, _: Tensor) -> None:
         for name, param in self._wholes.items():
             assert param.untyped_storage().nbytes() >= param.nbytes
             assert param.data_ptr() == self.seen[-1][name]
