@@ -131,9 +131,8 @@ def last_backward_set_early(fsdp: Any) -> Any:
     model = shard(fsdp, make())
     model.blocks[0].set_is_last_backward(False)
     model(batch())
-    states = getattr(model, "_get_fsdp_state", None)
-    if states is not None:
-        return states()._state_ctx.is_last_backward
+    if unit_of(model) is None:
+        return model._get_fsdp_state()._state_ctx.is_last_backward
     return machine_policy(model).is_last_backward
 
 
@@ -141,9 +140,8 @@ def buffers_set_late(fsdp: Any) -> Any:
     model = shard(fsdp, make())
     step(model, optimizer_of(model))
     model.set_reduce_scatter_max_input_buffers(5)
-    states = getattr(model, "_get_fsdp_state", None)
-    if states is not None:
-        return states()._comm_ctx.reduce_scatter_max_input_buffers
+    if unit_of(model) is None:
+        return model._get_fsdp_state()._comm_ctx.reduce_scatter_max_input_buffers
     return machine_policy(model).max_reductions
 
 

@@ -188,17 +188,21 @@ class _Desk:
         self._uncalled = set(range(rank))
         self._calls: dict[int, _Call] = {}  # by file descriptor
         self._met: dict[int, _Call] = {}  # by rank
+        self._is_deceived = False  # another user answers in the name of a rank
 
     def meet_all(self, listening: socket.socket) -> bool:
         """Whether all ranks were met in time."""
         deadline = time.monotonic() + _TIMEOUT_S
         with contextlib.suppress(OSError):
-            while len(self._met) < len(self._told) - 1 and time.monotonic() < deadline:
+            while not (self._has_met_all() or self._is_deceived or time.monotonic() > deadline):
                 for peer in list(self._uncalled):
                     self._call(peer)
                 self._attend(listening)
                 for call in list(self._calls.values()):
                     self._tell(call)
+        return self._has_met_all()
+
+    def _has_met_all(self) -> bool:
         return len(self._met) == len(self._told) - 1
 
     def taken(self) -> dict[int, tuple[socket.socket, LentMemory]]:
@@ -233,7 +237,7 @@ class _Desk:
         else:
             connection.close()
             if peer is not None:
-                raise PermissionError("another user answers in the name of a rank")
+                self._is_deceived = True
 
     def _attend(self, listening: socket.socket) -> None:
         """Hear what there is, after a moment at the latest."""
