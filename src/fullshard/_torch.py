@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "current_task",
     "default_dtensor_op",
     "device_types",
+    "dtensor_as",
     "dtensor_from_spec",
     "dtensor_like",
     "dtensor_spec",
@@ -77,7 +79,9 @@ __all__ = [
     "root_ranks",
     "sequence_number",
     "sharded_dim",
+    "shares_storage",
     "timeout_of",
+    "transposed_in_place",
     "versions",
     "waited",
 ]
@@ -346,6 +350,11 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
     return dtensor_from_spec(local, spec, requires_grad=False, cls=type(tensor))
 
 
+def dtensor_as(tensor: DTensor, cls: type[AnyDTensor]) -> AnyDTensor:
+    """The same in the same memory as one of class ``cls``, unknown to autograd."""
+    return dtensor_from_spec(tensor._local_tensor, tensor._spec, requires_grad=False, cls=cls)
+
+
 def repoint(tensor: DTensor, local: Tensor) -> None:
     """Make ``tensor`` stand for another local tensor of the same shape and dtype."""
     tensor._local_tensor = local
@@ -364,11 +373,26 @@ def handle_dtensor_op(op: Any, handler: Any) -> None:
 def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """What DTensor itself does for an ``op`` that is handled."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)
+    handler = handlers.pop(op, None)
     try:
         return cast("object", op(*args, **kwargs))
     finally:
-        handlers[op] = handler
+        if handler is not None:  # else another thread, which is at the same, puts it back
+            handlers[op] = handler
+
+
+def transposed_in_place(tensor: DTensor) -> DTensor:
+    """``tensor.t_()``, which DTensors do not have."""
+    new = cast("DTensor", tensor.detach().t())
+    tensor._local_tensor, tensor._spec = new._local_tensor, new._spec
+    with no_dispatch():  # what the object itself tells of its shape
+        torch.ops.aten.t_.default(tensor)
+    return tensor
+
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether they are views of the same memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def sharded_dim(placement: Placement) -> int | None:

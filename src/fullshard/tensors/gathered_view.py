@@ -1,0 +1,211 @@
+"""Views of sharded tensors for which the parts have to be gathered, such as one row.
+
+PyTorch gives ``w[i]`` of a DTensor that is cut into rows as a copy of that row on every rank. What
+is written to it is lost, in silence: ``w[padding_idx].fill_(0)`` is how ``nn.Embedding`` clears
+its padding row. Here it is a ``GatheredView``, whose writes go on into the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fullshard import _torch
+from fullshard.errors import UnsupportedError
+from fullshard.tensors.own_parts import own_part_of
+from fullshard.tensors.random import RANDOM_FILLS
+
+__all__ = ["VIEW_HANDLERS", "GatheredView"]
+
+aten = torch.ops.aten
+
+
+class _Origin(NamedTuple):
+    """What a view is of.
+
+    Attributes:
+        parts: the sharded DTensor.
+        gathered: the same over the dims that views look along, as it was when the first was made.
+            Views are in its memory.
+    """
+
+    parts: DTensor
+    gathered: DTensor
+
+
+class GatheredView(_torch.OwnDispatch):
+    """A view of a sharded DTensor that was gathered for it; all ranks of its mesh must do alike.
+
+    Operations that write to it write to the sharded tensor, too, and only to the elements in the
+    view. It does not follow what is written to the sharded tensor by other ways: take another view.
+    """
+
+    origin: _Origin
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = list(_written(op, args, kwargs))
+        if written:
+            return _write(op, written, args, kwargs)
+        result = op(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        if not (op._schema.arguments[0].alias_info and isinstance(args[0], GatheredView)):
+            return result
+        origin = args[0].origin
+        return tree_map(lambda view: _view_of(origin, view, op), result)
+
+    # A copy, in memory or on disk, is nobody's view.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return copy.deepcopy(_plain(self), memo)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+def _plain(value: Any) -> Any:
+    """A GatheredView as an ordinary DTensor over the same memory."""
+    return _torch.dtensor_as(value, DTensor) if isinstance(value, GatheredView) else value
+
+
+def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
+    """``value`` as a GatheredView, if it is in the memory of ``origin``."""
+    if not isinstance(value, DTensor):
+        return value
+    local, memory = _torch.local_of(value), _torch.local_of(origin.gathered)
+    if not _is_around(memory, value):
+        return value
+    if local.dtype != memory.dtype:
+        raise UnsupportedError(
+            f"{op}: got a view as {local.dtype} of a sharded tensor of {memory.dtype}; "
+            "write to it inside of unshard_params(), or read it from full_tensor()"
+        )
+    view = _torch.dtensor_as(value, GatheredView)
+    view.origin = origin
+    return view
+
+
+def _is_around(memory: Tensor, view: DTensor) -> bool:
+    """Whether the local tensor of ``view`` is in that memory."""
+    return _torch.shares_storage(_torch.local_of(view), memory)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[GatheredView]:
+    """The views among the arguments that ``op`` writes to."""
+    for number, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(one, GatheredView):
+                yield one
+
+
+def _write(
+    op: Any, written: list[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do ``op`` on what was gathered, then hand on what it wrote."""
+    for parts, held in (view.origin for view in written):
+        if op not in _OVERWRITES:
+            _torch.local_of(held).copy_(_torch.local_of(_redistributed(parts, held.placements)))
+    shown = {id(view): _plain(view) for view in written}
+
+    def plain(value: Any) -> Any:
+        return shown.get(id(value), _plain(value))
+
+    result = op(*tree_map(plain, args), **tree_map(plain, kwargs))
+    for view in written:
+        _write_back(op, view)
+    views = {id(shown[id(view)]): view for view in written}
+    return tree_map(lambda value: views.get(id(value), value), result)
+
+
+def _write_back(op: Any, view: GatheredView) -> None:
+    parts, held = view.origin
+    local, memory = _torch.local_of(view), _torch.local_of(held)
+    is_written = torch.empty_strided(
+        memory.shape, memory.stride(), dtype=torch.bool, device=memory.device
+    ).zero_()
+    start = local.storage_offset() - memory.storage_offset()
+    is_written.as_strided(local.shape, local.stride(), start).fill_(True)
+    own = own_part_of(op, memory, parts, held.placements)
+    is_own = own_part_of(op, is_written, parts, held.placements)
+    target = _torch.local_of(parts)
+    target.copy_(torch.where(is_own, own, target))
+
+
+_OVERWRITES = {
+    *RANDOM_FILLS,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.copy_.default,
+}
+"""What does not read what it writes to, so that this need not be up to date."""
+
+
+# operations that make views, and the dims that they look along
+
+
+def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
+    def view(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        looked_along = {dim % target.dim() for dim in dims_of(*args, **kwargs)}
+        if _is_computed(target):
+            return _torch.default_dtensor_op(op, args, kwargs)
+        if looked_along.isdisjoint(map(_torch.sharded_dim, target.placements)):
+            views = _torch.default_dtensor_op(op, args, kwargs)
+            if all(_is_around(_torch.local_of(target), one) for one in tree_leaves(views)):
+                return views
+            # PyTorch gathers what has fewer rows than there are ranks, whatever is looked along.
+            looked_along = set(range(target.dim()))
+        origin = _Origin(target, _gather(target, looked_along))
+        found = op(origin.gathered, *args[1:], **kwargs)
+        return tree_map(lambda value: _view_of(origin, value, op), found)
+
+    return view
+
+
+def _gather(tensor: DTensor, dims: Container[int | None]) -> DTensor:
+    """``tensor``, not cut along ``dims`` any more."""
+    placements = [
+        Replicate() if _torch.sharded_dim(placement) in dims else placement
+        for placement in tensor.placements
+    ]
+    return _redistributed(tensor, placements)
+
+
+def _is_computed(tensor: DTensor) -> bool:
+    """Whether autograd knows of its own how it was made: it is no parameter, nor a view of one."""
+    base = tensor._base if tensor._is_view() else None
+    return not (tensor.is_leaf or (base is not None and base.is_leaf))
+
+
+def _redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    with torch.no_grad():
+        return tensor.redistribute(placements=placements)
+
+
+def _of_slice(
+    tensor: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[int, ...]:
+    """A slice of everything needs nothing from other ranks."""
+    size = tensor.shape[dim]
+    return () if range(size)[start:end:step] == range(size) else (dim,)
+
+
+VIEW_HANDLERS = {
+    aten.select.int: _viewed(lambda _, dim, index: (dim,)),
+    aten.slice.Tensor: _viewed(_of_slice),
+    aten.split.Tensor: _viewed(lambda _, size, dim=0: (dim,)),
+    aten.split_with_sizes.default: _viewed(lambda _, sizes, dim=0: (dim,)),
+    aten.unbind.int: _viewed(lambda _, dim=0: (dim,)),
+    aten.diagonal.default: _viewed(lambda tensor, *_, **__: tuple(range(tensor.dim()))),
+}
