@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fullshard
+from fullshard.checkpoint import LoadPlanner
 
 STEPS, BATCH = 30, 96
 folder = Path(sys.argv[1])
@@ -56,10 +57,10 @@ complete = sorted(path.parent for path in folder.glob("step-*/.metadata"))  # wr
 if complete:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=complete[-1])  # reads into the tensors of state
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    # Reads into the tensors of state, and allows for parameters that never had a gradient.
+    dcp.load(state, checkpoint_id=complete[-1], planner=LoadPlanner())
+    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **loaded, options=StateDictOptions(strict=False))
     step = state["step"]
 say(f"start at step {step}")
 

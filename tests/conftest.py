@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.ranks.pool import RankPool
 from tests.selection import MANY, covering
 
 # The machines that run this have few cores, and one torch thread gives the same sums everywhere.
@@ -14,6 +17,16 @@ torch.set_num_threads(1)
 # The same examples on every run, and no time limit an example could miss on a loaded machine.
 settings.register_profile("fullshard", derandomize=True, deadline=None)
 settings.load_profile("fullshard")
+
+
+@pytest.fixture(scope="session")
+def pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    """The session's gloo processes, if a test asks for them; the first ``pool.run`` starts them.
+
+    Jobs run under the same warning filters as the tests, so that a warning on a rank fails too.
+    """
+    with RankPool(warning_filters=pytestconfig.getini("filterwarnings")) as ranks:
+        yield ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Every private or version-dependent name of PyTorch that fullshard uses (2.11 to 2.13).
+"""Every private or version-dependent name of PyTorch that fullshard uses (2.11 to 2.15).
 
 When a PyTorch release breaks fullshard, this is the file to look at: one, however long.
 """
@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
+from math import prod
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -44,14 +45,20 @@ __all__ = [
     "current_task",
     "default_dtensor_op",
     "device_types",
+    "dtensor_around",
     "dtensor_as",
     "dtensor_from_spec",
     "dtensor_like",
     "dtensor_spec",
     "flattened_mesh",
+    "explicit_grad_dtype",
+    "follows_grad_dtype",
+    "grad_dtypes",
     "gradient_node",
     "handle_dtensor_op",
     "has_average",
+    "has_peers",
+    "has_spmd_types",
     "is_fake",
     "is_profiling",
     "is_mean",
@@ -59,12 +66,15 @@ __all__ = [
     "is_replicated",
     "is_sum",
     "joined_mesh",
+    "keep_grad_dtype",
     "local_of",
     "make_param",
     "mark_sharded",
+    "keep_alive",
     "node_number",
-    "none_is_held",
+    "num_holders",
     "num_owners",
+    "own_part",
     "own_storage",
     "num_pending_nodes",
     "queue_end_of_task",
@@ -76,6 +86,7 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "preserved_versions",
     "public_collectives",
+    "put_grad",
     "root_ranks",
     "sequence_number",
     "sharded_dim",
@@ -114,7 +125,9 @@ def _ask_by_function(
         return function(*args, **(kwargs or {}))
 
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+if _VERSION < (2, 12):
     OwnDispatch.__torch_function__ = classmethod(_ask_by_function)  # type: ignore[assignment]
 
 
@@ -184,6 +197,11 @@ def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def is_of_python(group: dist.ProcessGroup) -> bool:
     """Whether the group has no backends, but methods of its own."""
     return not group._device_types
+
+
+def has_peers(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether what the group carries comes from other processes; a stand-in's is made up."""
+    return not is_of_python(group) and backend_name(group, device_type) != "fake"
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
@@ -275,10 +293,60 @@ def gradient_node(tensor: Tensor) -> Node:
 
 
 def set_grad(param: Tensor, grad: Tensor | None) -> None:
-    """``param.grad = grad``, also of another dtype than ``param``."""
-    if grad is not None and grad.dtype != param.dtype:
+    """``param.grad = grad``, also of another dtype than ``param`` expects."""
+    if grad is not None and param.grad_dtype not in (None, grad.dtype):
+        param.grad = None
         param.grad_dtype = grad.dtype
     param.grad = grad
+
+
+def put_grad(param: Tensor, grad: Tensor) -> None:
+    """``param.grad = grad``, in the dtype that ``param`` expects by now."""
+    try:
+        param.grad = grad
+    except RuntimeError:
+        dtype = param.grad_dtype
+        if dtype in (None, grad.dtype):
+            raise
+        param.grad = grad.to(dtype)
+
+
+def follows_grad_dtype() -> bool:
+    """Whether FSDP2 of the installed PyTorch goes by the ``grad_dtype`` of parameters.
+
+    Since 2.15 it reduces and shows gradients in it, unset in the parameter's own dtype, where no
+    dtype of reduction is given. Before, it reduces in the dtype of computation, and forgets what
+    was set on a parameter that it shards.
+    """
+    return _VERSION >= (2, 15)
+
+
+def grad_dtypes(params: Iterable[Tensor]) -> list[torch.dtype | None]:
+    """The dtype that ``.grad`` of each must have; None: any."""
+    return list(map(_grad_dtype, params))
+
+
+_grad_dtype = attrgetter("grad_dtype")
+
+
+def explicit_grad_dtype(param: Tensor) -> tuple[torch.dtype | None] | None:
+    """What the user set as ``grad_dtype`` of ``param``, in a tuple; None: nothing.
+
+    None always where FSDP2 of the installed PyTorch does not ask for it.
+    """
+    is_set = follows_grad_dtype() and param._has_grad_dtype_override  # type: ignore[attr-defined]
+    return (param.grad_dtype,) if is_set else None
+
+
+def keep_grad_dtype(explicit: tuple[torch.dtype | None] | None, param: Tensor) -> None:
+    """Set what ``explicit_grad_dtype`` told of another on ``param``, if it has none of its own."""
+    if explicit is None or explicit_grad_dtype(param) is not None:
+        return
+    grad, param.grad = param.grad, None
+    (dtype,) = explicit
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype or grad.dtype)
 
 
 def num_pending_nodes(nodes: Iterable[Node]) -> int | None:
@@ -320,19 +388,27 @@ def dtensor_spec(
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
 
+def dtensor_around(
+    local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
+) -> AnyDTensor:
+    """A DTensor of class ``cls`` around ``local`` itself, without a check.
+
+    It takes over where ``local`` begins in its storage, as compilers need it; unless that is at the
+    start, PyTorch can neither copy nor pickle it.
+    """
+    return cls(local, spec, requires_grad=requires_grad)
+
+
 def dtensor_from_spec(
     local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
 ) -> AnyDTensor:
-    """A DTensor of class ``cls`` around ``local``, without a check.
+    """A DTensor of class ``cls`` in the memory of ``local``, without a check.
 
-    It would take over where ``local`` begins in its storage, and could then be neither copied nor
-    pickled, so it begins life around another tensor.
+    It is around ``local`` itself if that begins where its storage does.
     """
-    if not local.storage_offset():
-        return cls(local, spec, requires_grad=requires_grad)
-    tensor = cls(local.new_empty(0), spec, requires_grad=requires_grad)
-    repoint(tensor, local)
-    return tensor
+    if local.storage_offset() and type(local) is Tensor:
+        local = own_storage(local)
+    return dtensor_around(local, spec, requires_grad=requires_grad, cls=cls)
 
 
 def local_of(tensor: DTensor) -> Tensor:
@@ -452,6 +528,15 @@ def is_replicated(module: nn.Module) -> bool:
     return contract is not None and "replicate" in module.__dict__.get(contract.REGISTRY_KEY, ())
 
 
+def has_spmd_types(param: Tensor) -> bool:
+    """Whether ``param`` says over which axes it is cut by the package ``spmd_types``.
+
+    PyTorch's FSDP2 takes such parameters from 2.15 on. Who annotates has imported the package.
+    """
+    package = sys.modules.get("spmd_types")
+    return package is not None and bool(package.get_local_type(param))
+
+
 def mark_sharded(module: nn.Module) -> None:
     """Let ``replicate`` around ``module`` leave its parameters to us."""
     contract = _contract()
@@ -487,32 +572,55 @@ def never_compiled(function: Function) -> Function:
     return function
 
 
-def none_is_held(tensors: list[Tensor]) -> bool:
-    """Whether nothing but this list refers to its tensors, in Python or in C++."""
-    return all(sys.getrefcount(t) == _LISTED and t._use_count() == 1 for t in tensors)  # type: ignore[attr-defined]
+def num_holders(tensors: list[Tensor]) -> int:
+    """Grows while somebody else, in Python or in C++, refers to one of ``tensors``."""
+    return sum(map(sys.getrefcount, tensors)) + sum(map(_num_uses, tensors))
 
 
-# Seen by ``none_is_held`` for a tensor in a list: the list, the loop and the call.
-_LISTED = 3
+_num_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 
-def num_owners(tensor: Tensor) -> int:
-    """How many tensors and others share the storage of ``tensor``."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def num_owners(storages: Iterable[torch.UntypedStorage]) -> int:
+    """How many tensors and others share these storages."""
+    return sum(map(torch._C._storage_Use_Count, map(_address_of_storage, storages)))
+
+
+_address_of_storage = attrgetter("_cdata")
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """The memory of contiguous ``view`` as a tensor with a storage of just that part.
+    """The memory of ``view`` as a tensor with a storage of just that part.
 
     What is pickled takes its whole storage along.
     """
-    if view.is_meta:
-        return torch.empty_like(view)
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.nbytes]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
-        storage, 0, view.shape, view.stride()
-    )
+    return own_part(view, 0, view.shape, view.stride())
+
+
+def own_part(
+    flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
+) -> Tensor:
+    """Elements of ``flat`` from number ``start`` on, with a storage of just that part.
+
+    ``stride`` is None for a contiguous tensor.
+    """
+    if flat.is_meta:
+        return flat.new_empty(shape)
+    length = prod(shape)
+    if stride is not None and length:
+        length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    begin = (flat.storage_offset() + start) * flat.itemsize
+    storage = flat.untyped_storage()[begin : begin + length * flat.itemsize]
+    part = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    # Without strides it is contiguous, which torch's annotations do not say.
+    return part.set_(storage, 0, shape, () if stride is None else stride)
+
+
+def keep_alive(tensor: Tensor, other: Tensor) -> None:
+    """Let ``other`` live as long as the storage of ``tensor``, which does not count it.
+
+    The Python object of a storage lives as long as that, and no copy takes its attributes along.
+    """
+    tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -29,8 +29,12 @@ from tests.versions import TORCH
 
 THEIRS = {name: getattr(fsdp, name) for name in fsdp.__all__}
 FSDP2 = set(fsdp._fully_shard.__all__)
-NEW = {"DataParallelMeshDims", "ShardPlacementResult"}
-"""Not there before PyTorch 2.13."""
+SINCE = {
+    "DataParallelMeshDims": (2, 13),
+    "GradientReductionHandle": (2, 15),
+    "ShardPlacementResult": (2, 13),
+}
+"""The versions of PyTorch that names are new in."""
 FSDP1 = (*fsdp.api.__all__, "FullyShardedDataParallel", "OptimStateKeyType")
 
 
@@ -73,12 +77,12 @@ def test_every_name_is_ours() -> None:
         assert fsdp.sharded_grad_scaler.ShardedGradScaler is ours
         for name in ("AllGather", "ReduceScatter", "Comm"):
             assert getattr(_fsdp_api, name) is getattr(fullshard, name)
-        for name in NEW:
+        for name in SINCE:
             assert getattr(_fsdp_common, name, None) in (None, getattr(fullshard, name))
 
 
 def test_every_name_of_the_table_is_one_of_this_pytorch() -> None:
-    new = NEW if TORCH < (2, 13) else set()
+    new = {name for name, version in SINCE.items() if TORCH < version}
     for module, names in OURS.items():
         assert names.keys() - new <= vars(import_module(module)).keys()
 
@@ -95,11 +99,11 @@ def test_modules_that_imported_before_have_ours_meanwhile(folder: Path) -> None:
     user = module_of(folder, "imports_before", lines)
     with patch_torch():
         assert user.FSDPModule is stage.FSDPModule is fullshard.FSDPModule
-        assert user.shard is stage.fully_shard is fullshard.fully_shard
+        assert user.shard is fullshard.fully_shard
         assert user.ShardingStrategy is fullshard.ShardingStrategy
     assert user.ShardingStrategy is THEIRS["ShardingStrategy"]
     assert user.FSDPModule is stage.FSDPModule is THEIRS["FSDPModule"]
-    assert user.shard is stage.fully_shard is THEIRS["fully_shard"]
+    assert user.shard is THEIRS["fully_shard"]
 
 
 def test_modules_imported_meanwhile_have_pytorchs_afterwards(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.comm import Done, Pending
+from fullshard.comm import Done, Label, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec, offload
@@ -66,6 +66,9 @@ class FakeWire:
     def __init__(self, accelerator: FakeAccelerator, world: int = 2) -> None:
         self._accelerator = accelerator
         self.world = world
+
+    def labelled(self, label: Label) -> FakeWire:
+        return self
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         self._accelerator.notes.append(f"all_gather on {self._accelerator.current}")

@@ -15,6 +15,8 @@ from torch.optim.optimizer import (
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim import ShardedOptimizer
+from fullshard.optim.states import is_cut, one_for_many
+from fullshard.optim.trial import singles_of
 from tests.pure.buffers import neighbours, parameters
 
 
@@ -213,3 +215,57 @@ def test_autograd_notices_a_step_between_forward_and_backward() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+SINGLES: dict[type[Optimizer], set[str]] = {
+    torch.optim.ASGD: {"step", "eta", "mu"},
+    torch.optim.NAdam: {"step", "mu_product"},
+    torch.optim.Adafactor: {"step", "row_var", "col_var"},
+}
+
+
+@pytest.mark.parametrize(
+    "cls",
+    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD Muon NAdam RAdam RMSprop Rprop SGD".split(),
+)
+def test_state_with_one_value_for_any_parameter_is_known(cls: str) -> None:
+    optimizer_class = getattr(torch.optim, cls)
+    optimizer = optimizer_class([torch.zeros(2, 2)])
+    assert singles_of(optimizer) == SINGLES.get(optimizer_class, {"step"})
+
+
+class Optax(Shaped):
+    """Has a moment that torch.optim calls what it has one value of, and a count of its own."""
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        own = self.state[param]
+        own["mu"] = own.get("mu", torch.zeros_like(param)) + param.grad
+        own["count"] = own.get("count", torch.zeros(1)) + 1
+        return own["mu"]
+
+
+class OfAnother(Optax):
+    """Nobody else can make one."""
+
+    def __init__(self, other: Optimizer) -> None:
+        super().__init__([param for group in other.param_groups for param in group["params"]])
+
+
+def test_names_alone_say_nothing_about_state() -> None:
+    optimizer = Optax([torch.zeros(1)])
+    assert singles_of(optimizer) == {"step", "count"}
+    sharded = ShardedOptimizer(params(), Optax)
+    assert singles_of(sharded) == {"step", "count"}
+    assert singles_of(OfAnother(optimizer)) == {"step"}
+    seen = [(torch.Size([3, 2]), "count", torch.Size([1])), (torch.Size([]), "mu", torch.Size([]))]
+    assert one_for_many(seen) == {"count"}
+
+
+def test_state_has_an_element_for_each_of_the_parameters_or_one_value() -> None:
+    shapes = [torch.Size(shape) for shape in ((), (1,), (1, 1), (3,))]
+    for shape in shapes:
+        assert is_cut("exp_avg", shape, shape, {"step"})
+        assert is_cut("step", shape, shape, {"step"}) is (shape == (3,))
+        assert not is_cut("step", None, shape, set())
+        assert not is_cut("exp_avg", torch.Size([2]), shape, {"step"})
+        assert is_cut("step", shape, shape, {"step"}, is_dtensor=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -290,3 +292,18 @@ def test_what_cannot_be_sharded_is_refused_and_unchanged(case: BadModule) -> Non
     assert all(word in str(caught.value) for word in case.words), str(caught.value)
     assert shape_of(given) == before
     case.right(given)
+
+
+def test_parameters_with_spmd_types_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annotations of the package ``spmd_types``, which PyTorch's FSDP2 takes from 2.15 on."""
+    package: Any = ModuleType("spmd_types")
+    package.get_local_type = lambda param: getattr(param, "_local_type", {})
+    monkeypatch.setitem(sys.modules, "spmd_types", package)
+    model: Any = layers()
+    model[2].weight._local_type = {"tp": "R"}
+    before = shape_of(model)
+    with pytest.raises(errors.NotBuiltError, match=r"parameter 2\.weight is annotated by spmd_t"):
+        fully_shard(model)
+    assert shape_of(model) == before
+    del model[2].weight._local_type
+    shard_and_train(model)

@@ -25,7 +25,7 @@ def counts(actions: list[str]) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["two_steps", "no_sync", "reentrant_checkpoint", "replicas", "secondary"]
+    "name", ["two_steps", "no_sync", "reentrant_checkpoint", "replicas", "secondary", "finalized"]
 )
 def test_small_model_as_written_down(name: str) -> None:
     policy = SECONDARY if name == "secondary" else UnitPolicy()
@@ -40,6 +40,8 @@ def test_small_model_as_written_down(name: str) -> None:
         walk.step()
     elif name == "reentrant_checkpoint":
         checkpointed_step(walk)
+    elif name == "finalized":
+        finalized_step(walk)
     else:
         walk.step()
         walk.step()
@@ -59,6 +61,20 @@ def checkpointed_step(walk: Walk) -> None:
         walk.say(when.TaskEnd(nested))
     walk.say(when.GradsReady(walk.root, task))
     walk.say(when.TaskEnd(task))
+
+
+def finalized_step(walk: Walk) -> None:
+    """Two microbatches, the second's gradients assigned by hand, then one reduction of both."""
+    walk.say(when.SetMachinePolicy(MachinePolicy(manual_finalization=True)))
+    pends = UnitPolicy(requires_gradient_sync=False, reshard_after_backward=False)
+    for unit in range(4):
+        walk.say(when.SetPolicy(unit, pends))
+    walk.backward(walk.forward())
+    walk.autograd_grad(walk.forward())
+    for unit in range(4):
+        walk.say(when.SetPolicy(unit, UnitPolicy()))
+    walk.say(when.Finalize(waits=False))
+    walk.say(when.AwaitReductions())
 
 
 def test_one_gather_each_way_and_one_reduction_a_unit() -> None:
@@ -405,7 +421,7 @@ def test_members_share_a_use_until_all_have_run() -> None:
 
 
 @given(
-    st.lists(st.sampled_from("fgnsxwdup"), max_size=25),
+    st.lists(st.sampled_from("fgnsxwdupmqyea"), max_size=25),
     st.integers(0, 3),
     st.sampled_from([KEEP, SECONDARY, UnitPolicy()]),
     st.booleans(),
@@ -426,9 +442,14 @@ def test_whatever_happens_the_next_step_is_a_good_one(
     walk.say(when.UserReshard(0))
     for unit in range(4):
         walk.say(when.SetPolicy(unit, policy))
+    if walk.machine.policy.manual_finalization:
+        walk.say(when.Finalize())
+        assert walk.at_rest and not walk.machine.reductions.open
+        walk.say(when.SetMachinePolicy(machine))
     walk.step()
     assert walk.at_rest
-    assert not any(state.partial for state in walk.machine.residents.units.values())
+    states = walk.machine.residents.units.values()
+    assert not any(state.partial or state.pending for state in states)
 
 
 def happen(walk: Walk, what: str, open_uses: list[list[tuple[int, int]]]) -> None:
@@ -455,6 +476,22 @@ def happen(walk: Walk, what: str, open_uses: list[list[tuple[int, int]]]) -> Non
         state = walk.machine.residents.units[1]
         change = replace(state.policy, requires_all_reduce=not state.policy.requires_all_reduce)
         walk.say(when.SetPolicy(1, change))
+    elif what == "m" and not walk.machine.reductions.open:
+        manual = not walk.machine.policy.manual_finalization
+        machine = replace(walk.machine.policy, manual_finalization=manual)
+        walk.say(when.SetMachinePolicy(machine))
+    elif what == "q" and open_uses:
+        walk.autograd_grad(open_uses.pop())
+    elif what == "y":
+        state = walk.machine.residents.units[2]
+        sync = not state.policy.requires_gradient_sync
+        walk.say(when.SetPolicy(2, replace(state.policy, requires_gradient_sync=sync)))
+    elif what in "ea" and walk.machine.policy.manual_finalization:
+        walk.say(when.Finalize(waits=what == "e"))
+        states = walk.machine.residents.units.values()
+        assert not any(s.pending and s.policy.requires_gradient_sync for s in states)
+        walk.say(when.AwaitReductions())
+        assert not len(walk.machine.reductions)
     elif what == "u":
         walk.say(when.UserUnshard(0))
         walk.say(when.UserWait(0))

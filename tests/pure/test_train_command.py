@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from fullshard.train.command import _kinds
 from fullshard.train.config import Dtype, TrainConfig
 from fullshard.train.data import load_text
 from fullshard.train.rundir import CheckpointInfo, RunDir, describe, read_info, write_info
+from fullshard.train.runlock import RunLock
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +96,28 @@ def test_a_new_start_sets_the_earlier_run_aside(
     saved = [elsewhere / "here" / name for name in ("earlier-1", "earlier-2", ".")]
     assert [TrainConfig.load(path / "config.json").steps for path in saved] == [7, 8, 9]
     assert len(started) == 3
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_one_job_at_a_time_trains_in_a_folder(
+    started: list[TrainConfig], elsewhere: Path, capfd: pytest.CaptureFixture[str], resume: bool
+) -> None:
+    options = ["train", "--data", text_file(elsewhere), "--seq", "16", "--out", "here"]
+    assert main([*options, "--steps", "7"]) == 0
+    run = RunDir(elsewhere / "here")
+    a_checkpoint(run, started[0], key_of_text(started), 4)
+    again = [*options, "--steps", "9", *(["--resume"] if resume else [])]
+    with RunLock(run.lock):
+        before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+        capfd.readouterr()
+        assert main(again) == 2
+        assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    error = capfd.readouterr().err
+    assert error.startswith(f"fullshard: error: {Path('here')}: a run is being trained")
+    assert f"process {os.getpid()} on {socket.gethostname()} since " in error
+    assert run.lock.read_text().startswith("process ")  # left behind, and locks nothing
+    assert main(again) == 0
+    assert len(started) == 2
 
 
 def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:

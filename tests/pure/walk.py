@@ -161,6 +161,15 @@ class Walk:
         self.say(when.GradsReady(self.root, task))
         self.say(when.TaskEnd(task))
 
+    def autograd_grad(self, uses: Sequence[tuple[int, int]]) -> None:
+        """A backward that accumulates nowhere."""
+        task = next(self._tasks)
+        youngest = max(use for _, use in uses)
+        for unit, use in uses:
+            until = youngest if unit == self.root else use
+            self.say(when.BackwardEnter(unit, use, task, until, Accumulates.NOWHERE))
+        self.say(when.TaskEnd(task))
+
     def new_task(self) -> int:
         return next(self._tasks)
 

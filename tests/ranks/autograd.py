@@ -233,7 +233,7 @@ def check_rest(model: nn.Module, *, hides: bool = False) -> None:
     """Nothing is unsharded, but for unseen backwards, and nothing under way."""
     engine = engine_of(model)
     assert engine.scheduler.idle
-    assert not engine.scheduler._reductions
+    assert not len(engine.scheduler.reductions)
     assert not engine._backward._tasks
     holds = {u.name: engine.scheduler.residents.units[u.key].holds for u in engine.units}
     if hides:

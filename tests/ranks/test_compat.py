@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -320,6 +321,40 @@ def compiled() -> list[float]:
 def test_a_patched_program_may_compile(pool: RankPool) -> None:
     for far in pool.run(2, compiled, timeout_s=120):
         assert max(far) <= EXACT
+
+
+def replicated() -> list[bool]:
+    """PyTorch's own ``replicate``, with its own policies and with those that stand for them."""
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    fill(plain)
+    plain(batch(dtype=torch.float32)).sum().backward()
+    found = []
+    with patch_torch():
+        for options in ({}, {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)}):
+            model: Any = copy.deepcopy(plain)
+            model.zero_grad()
+            replicate(model[0], **options)
+            replicate(model, **options)
+            model(batch(dtype=torch.float32)).sum().backward()
+            grads = [param.grad.full_tensor() for param in model.parameters()]
+            expected = [param.grad for param in plain.parameters()]
+            found.append(isinstance(model, ReplicateModule))
+            found.append(all(map(torch.allclose, grads, expected)))
+    return found
+
+
+THEIR_FIELDS = {field.name for field in fields(fsdp.MixedPrecisionPolicy)}
+OUR_FIELDS = {field.name for field in fields(fullshard.MixedPrecisionPolicy)}
+
+
+@pytest.mark.skipif(
+    bool(THEIR_FIELDS - OUR_FIELDS), reason="PyTorch asks our policies for fields that they lack"
+)
+def test_replicate_goes_on_being_pytorchs(pool: RankPool) -> None:
+    """PyTorch 2.15 copies the policies that it is given field by field."""
+    assert pool.run(2, replicated) == [[True] * 4] * 2
 
 
 def checkpointed() -> bool:

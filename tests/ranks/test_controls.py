@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import FSDPModule, UnshardHandle, fully_shard
+from fullshard import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    UnshardHandle,
+    fully_shard,
+)
+from fullshard.errors import ProtocolError
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import Op, Transcript
+from fullshard.tensors import local_part
+from fullshard.wrap import ModuleWrapPolicy
 from tests.ranks.models import full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
 from tests.ranks.pool import RankPool
@@ -195,6 +204,90 @@ def test_after_trouble_the_next_steps_are_right(
     pool: RankPool, world: int, kind: str, reset: str
 ) -> None:
     assert max(pool.run(world, recover, kind, reset)) <= EXACT
+
+
+def reset_inside(where: str) -> None:
+    """What is running goes on as if nothing had been called, and so do the next steps."""
+    plain = make()
+    model: Any = shard(copy.deepcopy(plain))
+    optimizers = [optimizer_of(plain), optimizer_of(model)]
+    messages: list[str] = []
+
+    def reset(*_: object) -> None:
+        with pytest.raises(ProtocolError, match="still running") as caught:
+            model.reset_iter_state()
+        messages.append(str(caught.value))
+
+    for number in range(2):
+        if where == "forward":
+            handle = model.plain[0].register_forward_hook(reset)
+        elif where == "backward":
+            handle = model.plain[0].register_full_backward_pre_hook(reset)
+        else:
+            handle = model.register_forward_pre_hook(reset)
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            step(one, optimizer, number)
+        handle.remove()
+        assert len(messages) == number + 1
+    assert apart(model, plain) <= EXACT
+    model.reset_iter_state()
+    running = {"forward": "the forward of", "backward": "a backward", "root": "the forward of"}
+    assert running[where] in messages[0]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "root"])
+def test_a_reset_inside_of_what_runs_is_refused(pool: RankPool, where: str) -> None:
+    pool.run(2, reset_inside, where)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise Trouble
+
+
+def drop_after_a_failed_backward(face: str, original: bool, to_none: bool) -> None:
+    """A backward that failed before it came to any unit leaves whole parameters shown."""
+    model: Any = make()
+    if face == "per parameter":
+        shard(model)
+    else:
+        model = FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy[face],
+            use_orig_params=original,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        )
+    optimizer = optimizer_of(model)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    model(batch(1)).sum().backward()
+    assert any(param.grad is not None for param in params)
+    loss = Fails.apply(model(batch(1))).sum()
+    with pytest.raises(Trouble):
+        loss.backward()
+    model.zero_grad(set_to_none=to_none)
+    for param in params:
+        assert param.grad is None if to_none else not local_part(param.grad).any()
+    model(batch(2)).sum().backward()
+    first = [None if p.grad is None else local_part(p.grad).clone() for p in params]
+    model.zero_grad()
+    model(batch(2)).sum().backward()
+    for param, grad in zip(params, first, strict=True):
+        assert (param.grad is None) == (grad is None)
+        assert grad is None or torch.equal(local_part(param.grad), grad)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("face", ["per parameter", "FULL_SHARD", "SHARD_GRAD_OP"])
+def test_zero_grad_of_a_module_drops_what_the_optimizer_sees(
+    pool: RankPool, face: str, original: bool, to_none: bool
+) -> None:
+    pool.run(2, drop_after_a_failed_backward, face, original, to_none)
 
 
 def change_policies() -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -74,14 +74,24 @@ def test_defect_1_weights_are_never_stale(pool: RankPool, strategy: str) -> None
         assert max(pool.run(2, stale, strategy, original)) < EXACT
 
 
-def copies_stay_equal(shape: tuple[int, int]) -> float:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+def grid(shape: tuple[int, int], kind: str) -> DeviceMesh:
+    """A mesh of all ranks, its dims with or without names, of new groups or of given ones."""
+    names = ("copies", "shards") if kind == "named" else None
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if kind != "from groups":
+        return mesh
+    groups = mesh.get_all_groups()
+    return DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=("a", "b"))
+
+
+def copies_stay_equal(shape: tuple[int, int], kind: str, original: bool) -> float:
     model = wrap(
         ours,
         make(FP64),
         "nested",
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_mesh=mesh,
+        device_mesh=grid(shape, kind),
+        use_orig_params=original,
     )
     plain = make(FP64)
     optimizers = [optimizer_of(model), optimizer_of(plain)]
@@ -97,11 +107,14 @@ def copies_stay_equal(shape: tuple[int, int]) -> float:
     )
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("kind", ["named", "nameless", "from groups"])
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1), (1, 1)])
 def test_defect_2_copies_that_nothing_shares_are_reduced(
-    pool: RankPool, shape: tuple[int, int]
+    pool: RankPool, shape: tuple[int, int], kind: str, original: bool
 ) -> None:
-    assert max(pool.run(shape[0] * shape[1], copies_stay_equal, shape)) < EXACT
+    world = shape[0] * shape[1]
+    assert max(pool.run(world, copies_stay_equal, shape, kind, original)) < EXACT
 
 
 class Wide(nn.Module):

@@ -182,3 +182,20 @@ def test_data_given_in_forward_lasts_as_long_as_it(pool: RankPool) -> None:
     """The next forward computes with what the optimizer wrote, not with that data."""
     for original in (True, False):
         assert max(pool.run(2, clamped, original)) < EXACT
+
+
+def clipped_beside_no_sync(original: bool) -> list[float]:
+    """Norms, before and after clipping, of what a backward left before one without reductions."""
+    strategy = ours.ShardingStrategy.SHARD_GRAD_OP
+    model = wrap(ours, make(FP64), "nested", sharding_strategy=strategy, use_orig_params=original)
+    model(batch(0, FP64)).square().mean().backward()
+    with model.no_sync():
+        model(batch(1, FP64)).square().mean().backward()
+    return [model.clip_grad_norm_(1e-3).item() for _ in range(2)]
+
+
+def test_gradients_are_clipped_while_no_sync_keeps_parameters_whole(pool: RankPool) -> None:
+    for original in (True, False):
+        for before, after in pool.run(2, clipped_beside_no_sync, original):
+            assert before > 0.01
+            assert after == pytest.approx(1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -85,7 +86,7 @@ def differences(part: nn.Module, plain: nn.Module) -> float:
     )
 
 
-def pipeline(schedule: str, reshard_after_forward: bool) -> float:
+def pipeline(schedule: str, reshard_after_forward: bool, **options: Any) -> float:
     warnings.simplefilter("ignore")  # those of the schedules
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
@@ -106,7 +107,8 @@ def pipeline(schedule: str, reshard_after_forward: bool) -> float:
             for part, number in zip(parts, numbers, strict=True)
         ]
         make: Any = getattr(schedules, schedule)
-        run = make(stages[0] if schedule in SINGLE else stages, MICROBATCHES, loss_fn=loss_of)
+        stage = stages[0] if schedule in SINGLE else stages
+        run = make(stage, MICROBATCHES, loss_fn=loss_of, **options)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (*parts, model)]
         worst = 0.0
         for step in range(STEPS):
@@ -135,3 +137,15 @@ def test_a_pipeline_of_sharded_stages_has_the_gradients_of_the_whole_model(
 ) -> None:
     worst = pool.run(4, pipeline, schedule, reshard_after_forward)
     assert max(worst) <= EXACT
+
+
+DEFERS = "defer_reduce_grad_wait"
+
+
+@pytest.mark.skipif(
+    DEFERS not in inspect.signature(schedules.ScheduleInterleaved1F1B).parameters,
+    reason="PyTorch waits later for reductions from 2.15 on",
+)
+@pytest.mark.parametrize("schedule", [*SEVERAL, *MIRRORED])
+def test_reductions_of_stages_may_be_awaited_later(pool: RankPool, schedule: str) -> None:
+    assert max(pool.run(4, pipeline, schedule, False, **{DEFERS: True})) <= EXACT

@@ -1,23 +1,24 @@
-"""Exchanges through shared memory: what ends, hangs, differs or is dropped; who may take part."""
+"""Exchanges through shared memory: what ends, hangs, differs or is dropped."""
 
 from __future__ import annotations
 
 import os
 import random
-import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import fully_shard
-from fullshard.comm import C10d, neighbours
-from fullshard.comm.c10d import Transport, _way
-from fullshard.comm.pairs import Pairs
+from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard.comm import C10d, Pending
+from fullshard.comm.c10d import Transport, ways_of
+from fullshard.comm.memory import Memory
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
 from tests.ranks.models import noise
@@ -30,7 +31,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def shared(group: dist.ProcessGroup) -> Shared:
-    way = _way(group, Transport.SHARED)
+    way = ways_of(group, Transport.SHARED).gathers
     assert isinstance(way, Shared)
     return way
 
@@ -60,28 +61,48 @@ def many_sizes_in_any_order(seed: int) -> None:
         if len(in_flight) == 3:
             assert in_flight.pop(draw.randrange(3))()
     assert all(finish() for finish in in_flight)
-    slots = shared(world_group())._slots
     # Three of our own in flight, and as many that a neighbour has not told us the end of.
-    assert len(slots) <= 7
-    assert max(slot.memory.bytes.numel() for slot in slots) <= 8 * 70_001 + 64
+    assert nbytes_of(shared(world_group())._memory) <= 7 * 8 * 70_001 + 65536
+
+
+def nbytes_of(memory: Memory) -> int:
+    """What is in memory of the file."""
+    return 512 * os.fstat(memory._fd).st_blocks
 
 
 @every_world
 @pytest.mark.parametrize("seed", range(3))
-def test_any_order_and_size_in_few_slots(pool: RankPool, world: int, seed: int) -> None:
+def test_any_order_and_size_in_little_memory(pool: RankPool, world: int, seed: int) -> None:
     pool.run(world, many_sizes_in_any_order, seed)
 
 
 def nobody_waits() -> None:
     wire = C10d(world_group(), "cpu")
     for _ in range(50):
-        gather(wire)
-        assert gather(wire)()
-    assert len(shared(world_group())._slots) <= 4
+        gather(wire, 10_000)
+        assert gather(wire, 10_000)()
+    assert nbytes_of(shared(world_group())._memory) <= 5 * 8 * 10_000 + 65536
+    for neighbour in shared(world_group())._neighbours.values():
+        assert len(neighbour._arrived) + len(neighbour._unwanted) <= 3
+
+
+def nobody_waits_for_anything() -> None:
+    wire = C10d(world_group(), "cpu")
+    for number in range(2000):
+        gather(wire, 10)
+        if number % 50 == 0:
+            dist.barrier()
+    assert gather(wire, 10)()
+    # Each was dropped at once, and others learned of that when they looked for memory.
+    assert nbytes_of(shared(world_group())._memory) <= 1 << 16
 
 
 def test_what_nobody_waits_for_takes_no_memory_for_long(pool: RankPool) -> None:
     pool.run(2, nobody_waits)
+
+
+def test_if_nobody_waits_at_all_memory_is_used_again(pool: RankPool) -> None:
+    pool.run(2, nobody_waits_for_anything)
 
 
 def leave_at_once() -> bool:
@@ -119,7 +140,9 @@ def a_rank_is_silent() -> None:
     wire = C10d(group, "cpu")
     assert gather(wire)()
     if wire.rank != 1:
-        with pytest.raises(LostRankError, match=r"rank 1 .* sent nothing for 1 s"):
+        with pytest.raises(
+            LostRankError, match=r"rank 1 .* sent nothing for 1 s.*collective 1, a gather"
+        ):
             gather(wire)()
     dist.barrier()
 
@@ -152,36 +175,6 @@ def test_different_collectives_are_an_error_on_every_rank(
     pool: RankPool, differ: Callable[[], None]
 ) -> None:
     pool.run(3, differ)
-
-
-def reach(how: str) -> str:
-    """What is used if rank 1 cannot, or must not."""
-    group, patch = dist.new_group(), pytest.MonkeyPatch()  # the default one may have met
-    with patch.context() as patched:
-        patched.setattr(neighbours, "_MEET_TIMEOUT_S", 0.5 if how == "no calls" else 10.0)
-        if group.rank() == 1 and how == "another host":
-            patched.setattr(neighbours, "_host", lambda: b"x" * neighbours._TOKEN_NBYTES)
-        elif group.rank() == 1 and how == "not allowed":
-            patched.setenv(neighbours.SWITCH, "0")
-        elif group.rank() == 1 and how == "no such system":
-            patched.delattr(os, "memfd_create")
-        elif group.rank() == 1 and how == "no calls":
-            patched.setattr(socket.socket, "connect", _refuse)
-        assert gather(C10d(group, "cpu"))()
-    return type(_way(group, Transport.SHARED)).__name__
-
-
-def _refuse(*_: object) -> None:
-    raise PermissionError("not here")
-
-
-@pytest.mark.parametrize("how", ["another host", "not allowed", "no such system", "no calls"])
-def test_if_one_rank_cannot_gloo_carries_everything(pool: RankPool, how: str) -> None:
-    assert pool.run(3, reach, how) == [Pairs.__name__] * 3
-
-
-def test_else_memory_is_shared(pool: RankPool) -> None:
-    assert pool.run(3, reach, "") == [Shared.__name__] * 3
 
 
 def open_files() -> int:
@@ -221,21 +214,178 @@ def test_inference_mode_leaves_memory_writable(pool: RankPool) -> None:
     pool.run(2, inference_first)
 
 
-def test_a_stranger_that_calls_is_not_answered() -> None:
-    tokens = [b"a" * 16, b"b" * 16]
-    with (
-        socket.socket(socket.AF_UNIX) as listening,
-        socket.socket(socket.AF_UNIX) as stranger,
-        socket.socket(socket.AF_UNIX) as peer,
-    ):
-        assert neighbours._listen(listening, tokens[0])
-        for calling, says in ((stranger, b"?" * 16), (peer, tokens[1])):
-            calling.connect(neighbours._name(tokens[0]))
-            calling.sendall(says)
-        connections = neighbours._connected(0, tokens, listening)
-        assert connections is not None
-        with connections[1] as answered:
-            peer.sendall(b"it is me")
-            assert answered.recv(8) == b"it is me"
-        stranger.settimeout(5)
-        assert stranger.recv(1) == b""
+def what_neighbours_may() -> None:
+    wire = C10d(world_group(), "cpu")
+    assert gather(wire)()
+    way = shared(world_group())
+    for neighbour in way._neighbours.values():
+        theirs = neighbour._memory
+        for forbidden in (
+            partial(os.write, theirs._fd, b"x"),
+            partial(os.ftruncate, theirs._fd, 0),
+        ):
+            with pytest.raises(OSError, match=r"Bad file descriptor|Invalid argument"):
+                forbidden()
+        assert os.fstat(theirs._fd).st_mode & 0o777 == 0o600
+        theirs.read(0, 8).fill_(1)  # changes nothing but what this rank sees
+    mine = way._memory.bytes[:8].clone()
+    dist.barrier()
+    assert torch.equal(way._memory.bytes[:8], mine)
+
+
+def test_ranks_can_read_each_others_memory_only(pool: RankPool) -> None:
+    pool.run(3, what_neighbours_may)
+
+
+def many_in_flight(count: int) -> None:
+    wire = C10d(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    assert gather(wire)()
+    before = open_files()
+    in_flight = [gather(wire, 10) for _ in range(count)]
+    dist.barrier()  # nobody has read a notice yet
+    assert all(finish() for finish in in_flight)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("count", [70, 500, 3000])
+def test_any_number_may_be_in_flight(pool: RankPool, count: int) -> None:
+    pool.run(3, many_in_flight, count)
+
+
+def leave_with_much_to_tell() -> bool:
+    """Rank 0 has all it needs when rank 1 begins to read what rank 0 has told it."""
+    wire = C10d(world_group(), "cpu")
+    in_flight = [gather(wire, 10) for _ in range(1000)]
+    if wire.rank == 1:
+        time.sleep(0.5)
+    right = all(finish() for finish in in_flight)
+    dist.destroy_process_group()
+    return right
+
+
+def test_a_rank_may_leave_before_others_read(pool: RankPool) -> None:
+    assert pool.run(2, leave_with_much_to_tell) == [True] * 2
+
+
+def a_rank_leaves_while_much_is_in_flight() -> None:
+    wire = C10d(world_group(), "cpu")
+    assert gather(wire)()
+    if wire.rank == 1:
+        dist.destroy_process_group()
+        return
+    in_flight = [gather(wire) for _ in range(1000)]
+    with pytest.raises(LostRankError, match="rank 1 of the process group is gone"):
+        in_flight.pop()()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_is_gone_is_told_when_much_is_in_flight(pool: RankPool) -> None:
+    pool.run(3, a_rank_leaves_while_much_is_in_flight)
+
+
+def all_units_at_once(face: str) -> None:
+    layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(100)]
+    model = torch.nn.Sequential(*layers)
+    if face == "flat":
+        wrap = partial(FullyShardedDataParallel, limit_all_gathers=False)
+        model = wrap(torch.nn.Sequential(*map(wrap, layers)))
+    else:
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
+        model.set_prefetch_budget(sys.maxsize)
+        if face == "unshard":
+            handles = [layer.unshard(async_op=True) for layer in layers]
+            for handle in reversed(handles):
+                handle.wait()
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("face", ["unshard", "prefetch", "flat"])
+def test_any_number_of_units_may_be_gathered_at_once(pool: RankPool, face: str) -> None:
+    pool.run(2, all_units_at_once, face)
+
+
+def waits_in_different_orders() -> float:
+    """What rank 0 laid out for a mean that it waits for late must stay there."""
+    wire = C10d(world_group(), "cpu")
+
+    def values(number: int, rank: int) -> Tensor:
+        return noise(1000, seed=10 * number + rank)
+
+    def started(number: int) -> tuple[Pending, Tensor]:
+        mine = values(number, wire.rank)
+        return wire.all_reduce_mean(mine), mine
+
+    first, second = started(1), started(2)
+    order = [first, second] if wire.rank else [second]
+    for pending, _ in order:
+        pending.wait()
+    third, fourth = started(3), started(4)
+    if wire.rank == 0:
+        fourth[0].wait()  # tells rank 0 that all others have read the first
+        fifth, sixth = started(5), started(6)
+        order = [third, first]
+    else:
+        fifth, sixth = started(5), started(6)
+        order = [third, fourth]
+    for pending, _ in [*order, fifth, sixth]:
+        pending.wait()
+    worst = 0.0
+    for number, (_, found) in enumerate([first, second, third, fourth, fifth, sixth], 1):
+        everyone = torch.stack([values(number, rank) for rank in range(wire.world)])
+        worst = max(worst, (found - everyone.mean(0)).abs().max().item())
+    return worst
+
+
+@every_world
+def test_means_are_right_in_whatever_order_ranks_wait(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, waits_in_different_orders)) < 1e-14
+
+
+def any_order_of_all_kinds(seed: int) -> float:
+    """Ranks start the same and wait, or do not, each as it likes."""
+    same, own = random.Random(seed), random.Random(100 * seed + dist.get_rank())
+    wire, worst = C10d(world_group(), "cpu"), 0.0
+    in_flight: list[Callable[[], float]] = []
+    for number in range(200):
+        numel = same.choice([1, 7, 500, 20_001])
+        in_flight.append(same.choice([start_gather, start_reduce, start_mean])(wire, number, numel))
+        while len(in_flight) > own.choice([2, 4, 30]):
+            finish = in_flight.pop(own.randrange(len(in_flight)))
+            if own.random() < 0.8:  # nobody wants the others
+                worst = max(worst, finish())
+    return max(worst, *(finish() for finish in in_flight))
+
+
+def parts(wire: C10d, number: int, numel: int) -> Tensor:
+    return torch.stack([noise(numel, seed=7 * number + rank) for rank in range(wire.world)])
+
+
+def start_gather(wire: C10d, number: int, numel: int) -> Callable[[], float]:
+    everyone = parts(wire, number, numel)
+    output, source = torch.empty(wire.world * numel, dtype=torch.float64), everyone[wire.rank]
+    pending = wire.all_gather([output], [source.clone()])
+    return lambda: (pending.wait(), (output - everyone.view(-1)).abs().max().item())[1]
+
+
+def start_reduce(wire: C10d, number: int, numel: int) -> Callable[[], float]:
+    everyone = parts(wire, number, wire.world * numel)
+    output, source = torch.empty(numel, dtype=torch.float64), everyone[wire.rank].clone()
+    pending = wire.reduce_scatter_mean(output, source)
+    mean = everyone.mean(0).view(wire.world, -1)[wire.rank]
+    return lambda: (pending.wait(), (output - mean).abs().max().item())[1]
+
+
+def start_mean(wire: C10d, number: int, numel: int) -> Callable[[], float]:
+    everyone = parts(wire, number, numel)
+    values = everyone[wire.rank].clone()
+    pending = wire.all_reduce_mean(values)
+    return lambda: (pending.wait(), (values - everyone.mean(0)).abs().max().item())[1]
+
+
+@every_world
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_wait_in_any_order_or_never(pool: RankPool, world: int, seed: int) -> None:
+    assert max(pool.run(world, any_order_of_all_kinds, seed)) < 1e-14

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from fullshard.train.config import TrainConfig
 from fullshard.train.rundir import RunDir
-from tests.ranks.train_shell import Outcome, Shell, children_of, is_alive, torchrun
+from tests.ranks.train_shell import Outcome, Shell, children_of, is_alive, listening, torchrun
 
 STEPS = 8
 STOP = 5
@@ -134,6 +135,21 @@ def test_workers_end_when_their_launcher_is_killed(shell: Shell) -> None:
         while any(map(is_alive, workers)) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         assert not any(map(is_alive, workers))
+
+
+LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: reads /proc")
+def test_nothing_listens_to_the_network(shell: Shell) -> None:
+    options = ["--data", "text", "--out", "quiet", *OPTIONS.split()]
+    with shell.started(*options, "--steps", "10000") as job:
+        shell.wait_for(RunDir(shell.folder / "quiet").metrics)
+        workers = children_of(job.pid)
+        assert len(workers) == 2
+        found = listening([job.pid, *workers])
+    assert found  # gloo's own
+    assert found <= LOOPBACK
 
 
 def test_torchrun_is_the_same_job_and_4_workers_with_half_the_batch_read_the_same(

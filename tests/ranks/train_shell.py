@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,3 +122,19 @@ def is_alive(pid: int) -> bool:
 
 def _ps(*options: str) -> str:
     return subprocess.run(["ps", *options], capture_output=True, text=True).stdout
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """The addresses, as Linux writes them, on which these processes wait for TCP connections."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                sockets.add(os.readlink(link))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                found.add(address.partition(":")[0])
+    return found

@@ -2,7 +2,8 @@
 
 ``model`` and ``optimizer`` have two pairs of functions each, to read and to load; ``tree`` says
 which tensor has which name, ``source`` where values come from that are loaded. Files are written
-and read by ``torch.distributed.checkpoint``, or by what writes plain dictionaries.
+and read by ``torch.distributed.checkpoint``, with the ``LoadPlanner``, or by what writes plain
+dictionaries.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from fullshard.checkpoint.optimizer import (
     load_sharded_optim_state_dict,
     sharded_optim_state_dict,
 )
+from fullshard.checkpoint.planner import LoadPlanner
 
 __all__ = [
+    "LoadPlanner",
     "full_optim_state_dict",
     "full_state_dict",
     "load_full_optim_state_dict",

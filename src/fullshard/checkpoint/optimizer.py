@@ -24,11 +24,15 @@ from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.tree import Tree, shown_sharded
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import clean_name
+from fullshard.optim.groups import options_of
+from fullshard.optim.states import is_cut, one_for_many
+from fullshard.optim.trial import singles_of
 from fullshard.tensors import shown_like, taken_by
 
 __all__ = [
     "full_optim_state_dict",
     "load_full_optim_state_dict",
+    "load_optim_state",
     "load_sharded_optim_state_dict",
     "sharded_optim_state_dict",
 ]
@@ -76,15 +80,15 @@ def sharded_optim_state_dict(
         module: the model whose parameters it steps, or a model around it.
         optimizer: of ``torch.optim``, or a ``ShardedOptimizer``.
         plain_shards, whole_mesh: how tensors are placed.
-        template: let an optimizer that has not stepped yet have state, by a step with zero
-            gradients and ``lr=0``: for ``torch.distributed.checkpoint.load``, which fills in what
-            is there.
+        template: let trainable parameters that have no state yet have some, by a step on them with
+            zero gradients and ``lr=0``: for ``torch.distributed.checkpoint.load``, which fills in
+            what is there. With ``LoadPlanner`` those have none again that the file has none for.
 
     Raises:
         ConfigError, ProtocolError: as for ``full_optim_state_dict``.
     """
     tree = Tree(module, "sharded_optim_state_dict")
-    if template and not optimizer.state:
+    if template:
         _make_state(optimizer)
     stepped = by_parameters(optimizer, tree)
     mesh = tree.mesh if whole_mesh else None
@@ -184,7 +188,7 @@ def load_full_optim_state_dict(
         ProtocolError: as for ``full_state_dict``.
     """
     what = "load_full_optim_state_dict"
-    _load(module, optimizer, state, what, send=broadcast_from_rank0, strict=strict)
+    load_optim_state(module, optimizer, state, what, send=broadcast_from_rank0, strict=strict)
 
 
 def load_sharded_optim_state_dict(
@@ -196,11 +200,11 @@ def load_sharded_optim_state_dict(
         ConfigError, ProtocolError: as for ``load_full_optim_state_dict``.
     """
     what = "load_sharded_optim_state_dict"
-    _load(module, optimizer, state, what, spread=True, strict=strict)
+    load_optim_state(module, optimizer, state, what, spread=True, strict=strict)
 
 
 @torch.no_grad()
-def _load(
+def load_optim_state(
     module: nn.Module,
     optimizer: Optimizer,
     state: Mapping[str, Any],
@@ -209,7 +213,15 @@ def _load(
     send: bool = False,
     spread: bool = False,
     strict: bool,
+    all_params: bool = True,
 ) -> None:
+    """Load ``state``; see ``load_full_optim_state_dict``.
+
+    Args:
+        send: only the first rank has it.
+        spread: it holds DTensors.
+        all_params: False leaves parameters that are in no group of ``state`` out of the groups.
+    """
     tree = Tree(module, what)
     stepped = by_parameters(optimizer, tree)
     names = _names(tree, stepped)
@@ -219,7 +231,7 @@ def _load(
     loaded = _Loaded(what, tree, source, groups)
     if strict:
         loaded.check(names)
-    own_groups = _numbered_groups(stepped, names, loaded)
+    own_groups = _numbered_groups(stepped, names, loaded, all_params=all_params)
     numbers = dict(zip(names, range(len(names)), strict=True))
     params = _params(stepped)
     needed = list(loaded.needed(names, params))
@@ -227,10 +239,14 @@ def _load(
         loaded.check_shape(name, key, param)
     if send or spread:
         check_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
+    singles = singles_of(optimizer) | one_for_many(
+        (param.shape, key[1], source.shape_of(key)) for key, param in needed
+    )
     own_state: dict[int, dict[str, Any]] = {}
     for (name, key), param in needed:
-        value = source.get((name, key))
-        if _is_cut(param, key, source.shape_of((name, key))):
+        value, shape = source.get((name, key)), source.shape_of((name, key))
+        is_dtensor = loaded.is_dtensor((name, key))
+        if is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor):
             part = taken_by(param, value).clone()
             value = shown_like(param, part.to(param.device))
         elif isinstance(value, Tensor):
@@ -240,15 +256,21 @@ def _load(
 
 
 def _numbered_groups(
-    optimizer: Optimizer | ByParameters, names: Sequence[str], loaded: _Loaded
+    optimizer: Optimizer | ByParameters,
+    names: Sequence[str],
+    loaded: _Loaded,
+    *,
+    all_params: bool,
 ) -> list[dict[str, Any]]:
     """The optimizer's groups as its own state dict has them, with the options that are loaded."""
     groups: list[dict[str, Any]] = []
     first = 0
+    of_empty = loaded.options_of_empty()
     for group in optimizer.param_groups:
         end = first + len(group["params"])
-        options = loaded.options(names[first:end])
-        groups.append({**group, **options, "params": list(range(first, end))})
+        options = next(of_empty, {}) if end == first else loaded.options(names[first:end])
+        params = [i for i in range(first, end) if all_params or names[i] in loaded.grouped]
+        groups.append({**group, **options, "params": params})
         first = end
     return groups
 
@@ -267,11 +289,6 @@ def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
     )
 
 
-def _is_cut(param: Tensor, key: str, shape: torch.Size | None) -> bool:
-    """Whether state of this shape has an element for each of the parameter's."""
-    return shape == param.shape and (param.dim() > 0 or key != "step")
-
-
 class _Loaded:
     """What is loaded, by the names that this model has for it."""
 
@@ -282,14 +299,14 @@ class _Loaded:
         first_name = {id(param): name for name, param in tree.named()}
         own = tree.entries()
         self.own_name = {entry.name: first_name.get(id(entry.value), entry.name) for entry in own}
+        self.grouped = {self._own(name) for group in groups for name in group["params"]}
 
     def _own(self, name: str) -> str:
         return self.own_name.get(name, name)
 
     def check(self, names: list[str]) -> None:
         """Refuse what one side lacks."""
-        grouped = {self._own(name) for group in self._groups for name in group["params"]}
-        missing = [name for name in names if name not in grouped]
+        missing = [name for name in names if name not in self.grouped]
         unknown = sorted({str(k[0]) for k in self._keys() if k[0] not in self.own_name})
         if missing or unknown:
             raise ConfigError(
@@ -302,7 +319,7 @@ class _Loaded:
         """Those of the group that has these parameters."""
         wanted = set(names)
         found = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            options_of(group)
             for group in self._groups
             if wanted & {self._own(name) for name in group["params"]}
         ]
@@ -312,6 +329,10 @@ class _Loaded:
                 "with different options; give the optimizer the groups that were saved"
             )
         return found[0] if found else {}
+
+    def options_of_empty(self) -> Iterator[dict[str, Any]]:
+        """Yield those of the groups without parameters, in their order."""
+        return (options_of(group) for group in self._groups if not group["params"])
 
     def needed(
         self, names: list[str], params: list[Tensor]
@@ -344,19 +365,24 @@ class _Loaded:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """A step that changes no parameter."""
-    grads = [param.grad for param in _params(optimizer)]
+    """Step on the trainable parameters without state, changing none."""
+    params = _params(optimizer)
+    fresh = {id(one) for one in params if one.requires_grad and not optimizer.state.get(one)}
+    if not fresh:
+        return
+    grads = [param.grad for param in params]
     rates = [group.get("lr") for group in optimizer.param_groups]
     try:
-        for param in _params(optimizer):
-            param.grad = torch.zeros_like(param) if param.requires_grad else None
+        for param in params:
+            own = torch.zeros_like(param, dtype=param.grad_dtype) if id(param) in fresh else None
+            param.grad = own
         for group in optimizer.param_groups:
             if "lr" in group:
                 rate = group["lr"]
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         optimizer.step()
     finally:
-        for param, grad in zip(_params(optimizer), grads, strict=True):
+        for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if "lr" in group:

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.tree import Tree
 from fullshard.errors import ConfigError
 from fullshard.frontend.places import Held
+from fullshard.optim.states import is_cut_tensor, one_for_many
+from fullshard.optim.trial import singles_of
 from fullshard.tensors import local_part
 
 __all__ = ["ByParameters", "by_parameters"]
@@ -37,11 +40,9 @@ class _Part(NamedTuple):
     held: Held | None
     offset: int = 0  # in a flat parameter
 
-    def show(self, value: Any, whole: Tensor) -> Any:
-        """The state that belongs to it; ``whole`` is what the optimizer steps."""
-        if self.held is None or not _is_alike(value, whole):
-            return value
-        return self.held.as_dtensor(self._slice(value))
+    def show(self, value: Any) -> Any:
+        """The state that belongs to it, from one with an element for each the optimizer steps."""
+        return value if self.held is None else self.held.as_dtensor(self._slice(value))
 
     def put(self, value: Any, whole: Tensor) -> None:
         """Copy its state to where it belongs in ``whole``."""
@@ -77,6 +78,7 @@ class ByParameters:
         """As of an optimizer, with numbers of parameters."""
         own = self._optimizer.state_dict()
         stepped = self._stepped()
+        singles = self._singles(stepped, own["state"])
         numbers: dict[int, list[int]] = {}
         state: dict[int, dict[str, Any]] = {}
         count = 0
@@ -84,14 +86,28 @@ class ByParameters:
             for part in self._of([param]):
                 numbers.setdefault(number, []).append(count)
                 if number in own["state"]:
-                    kept = own["state"][number].items()
-                    state[count] = {key: part.show(value, param) for key, value in kept}
+                    state[count] = {
+                        key: part.show(value)
+                        if is_cut_tensor(param, key, value, singles)
+                        else value
+                        for key, value in own["state"][number].items()
+                    }
                 count += 1
         groups = [
             {**group, "params": [new for old in group["params"] for new in numbers.get(old, [])]}
             for group in own["param_groups"]
         ]
         return {"state": state, "param_groups": groups}
+
+    def _singles(self, stepped: list[Tensor], state: Mapping[int, Mapping[str, Any]]) -> set[str]:
+        """Names of state that has one value for any parameter, see ``is_cut``."""
+        seen = (
+            (stepped[number].shape, key, value.shape)
+            for number, kept in state.items()
+            for key, value in kept.items()
+            if isinstance(value, Tensor)
+        )
+        return one_for_many(seen) | singles_of(self._optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Join what ``state_dict`` cut.
@@ -100,31 +116,32 @@ class ByParameters:
             ConfigError: parts of one flat parameter have different state.
         """
         own: dict[int, dict[str, Any]] = {}
-        count = 0
+        number_of: dict[int, int] = {}
         for number, param in enumerate(self._stepped()):
             parts = list(self._of([param]))
-            kept = [state["state"].get(count + i) for i in range(len(parts))]
-            count += len(parts)
+            first = len(number_of)
+            kept = [state["state"].get(first + i) for i in range(len(parts))]
+            number_of |= dict.fromkeys(range(first, first + len(parts)), number)
             if any(one is not None for one in kept):
                 own[number] = self._joined(param, parts, kept)
-        groups = []
-        first = 0
-        for group, loaded in zip(self._optimizer.param_groups, state["param_groups"], strict=True):
-            end = first + len(group["params"])
-            groups.append({**loaded, "params": list(range(first, end))})
-            first = end
+        groups = [
+            {**group, "params": list(dict.fromkeys(number_of[part] for part in group["params"]))}
+            for group in state["param_groups"]
+        ]
         self._optimizer.load_state_dict({"state": own, "param_groups": groups})
 
     def _joined(
         self, param: Tensor, parts: list[_Part], kept: list[dict[str, Any] | None]
     ) -> dict[str, Any]:
         """The state of ``param`` from that of its parts; zeros for a part that has none."""
+        if parts[0].held is None and kept[0] is not None:
+            return kept[0]  # no wrapper's: it is its only part
         keys = list(dict.fromkeys(key for one in kept if one is not None for key in one))
         joined: dict[str, Any] = {}
         for key in keys:
             values = [None if one is None else one.get(key) for one in kept]
             like = next((value for value in values if value is not None), None)
-            if not (isinstance(like, Tensor) and like.dim() > 0):
+            if not isinstance(like, DTensor):
                 joined[key] = self._same(key, parts, values)
                 continue
             whole = torch.zeros_like(param, dtype=like.dtype)
@@ -136,7 +153,8 @@ class ByParameters:
 
     def _same(self, key: str, parts: list[_Part], values: list[Any]) -> Any:
         first = values[0]
-        if any(value is None or bool(value != first) for value in values if value is not first):
+        others = [value for value in values if value is not first]
+        if any(value is None or not _is_equal(value, first) for value in others):
             names = [part.held.bucket.names[part.held.number] for part in parts if part.held]
             raise ConfigError(
                 f"optimizer state {key!r} differs between {', '.join(names)}, or some have none; "
@@ -159,6 +177,7 @@ def _parts_by_param(tree: Tree) -> dict[int, list[_Part]]:
     return found
 
 
-def _is_alike(value: Any, whole: Tensor) -> bool:
-    """Whether it has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == whole.shape
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)

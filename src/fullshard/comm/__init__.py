@@ -25,12 +25,13 @@ from fullshard.comm.mesh import (
     default_mesh,
     device_types_of,
     gather_uneven,
+    mesh_of_dim,
     mesh_of_group,
     mesh_of_groups,
     mesh_of_nodes,
     wrapped,
 )
-from fullshard.comm.protocol import Alone, Collectives, Done, Pending
+from fullshard.comm.protocol import Alone, Collectives, Done, Label, Pending
 from fullshard.comm.public import Public
 from fullshard.comm.recording import CollectiveCall, Recording
 
@@ -45,6 +46,7 @@ __all__ = [
     "Done",
     "HookedCopies",
     "HookedShards",
+    "Label",
     "Pending",
     "Public",
     "Recording",
@@ -64,6 +66,7 @@ __all__ = [
     "default_mesh",
     "device_types_of",
     "gather_uneven",
+    "mesh_of_dim",
     "mesh_of_group",
     "mesh_of_groups",
     "mesh_of_nodes",

@@ -6,16 +6,17 @@ import copy
 import enum
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.means import Divided
+from fullshard.comm.meeting import meet
+from fullshard.comm.native import Native
 from fullshard.comm.pairs import Pairs
-from fullshard.comm.protocol import Pending
+from fullshard.comm.protocol import Label, Pending
 from fullshard.comm.shared import Shared
 from fullshard.errors import ProtocolError
 
@@ -30,34 +31,99 @@ class Transport(enum.Enum):
     PAIRS = "pairs"
     """By sends in pairs and local sums, see ``Pairs``: for gloo between hosts."""
     SHARED = "shared"
-    """Through shared memory, see ``Shared``, if all ranks are on one host; else in pairs."""
+    """Through shared memory, see ``Shared``, if all ranks are on one host; else as suits hosts."""
 
 
 class _Way(Protocol):
-    """What gathers and reduces in place of a backend; one object for each group."""
+    """What gathers or reduces in the end; one object for each group."""
+
+    @property
+    def adds_wide(self) -> bool: ...
 
     def all_gather(
-        self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+        self,
+        group: dist.ProcessGroup,
+        outputs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        label: str,
     ) -> Pending: ...
 
     def reduce_scatter_mean(
-        self, group: dist.ProcessGroup, output: Tensor, source: Tensor
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
     ) -> Pending: ...
 
-    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending: ...
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending: ...
 
 
-_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Transport, _Way]]
+class _Ways(NamedTuple):
+    """What a group gathers and what it reduces by; the same on all its ranks."""
+
+    gathers: _Way
+    reduces: _Way
+
+
+_Choice = tuple[Transport, str, bool]
+_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Choice, _Ways]]
 _ways = weakref.WeakKeyDictionary()
 
 
-def _way(group: dist.ProcessGroup, transport: Transport) -> _Way:
+def ways_of(
+    group: dist.ProcessGroup,
+    transport: Transport,
+    *,
+    device_type: str = "cpu",
+    averages: bool = False,
+) -> _Ways:
     """The first call for a group and ``SHARED`` meets its other ranks."""
     ways = _ways.setdefault(group, {})
-    if transport not in ways:
-        shared = Shared.within(group) if transport is Transport.SHARED else None
-        ways[transport] = shared or Pairs()
-    return ways[transport]
+    choice = (transport, device_type, averages)
+    if choice not in ways:
+        native = Native(device_type, averages=averages)
+        if transport is Transport.NATIVE:
+            ways[choice] = _Ways(native, native)
+        elif transport is Transport.PAIRS:
+            pairs = Pairs()
+            ways[choice] = _Ways(pairs, pairs)
+        else:
+            ways[choice] = _met(group, native)
+    return ways[choice]
+
+
+def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
+    """By memory if all ranks can, else by what is less for the network between their hosts."""
+    meeting = meet(group)
+    if meeting.memory is not None:
+        shared = Shared(group.rank(), meeting.memory, meeting.neighbours)
+        return _Ways(shared, shared)
+    pairs = Pairs()
+    loads = Loads.of(meeting.hosts)
+    return _Ways(
+        native if loads.ring_gather < loads.pairs else pairs,
+        native if loads.ring_reduction < loads.pairs else pairs,
+    )
+
+
+class Loads(NamedTuple):
+    """How many shards enter the host that most enter, by what carries them.
+
+    Pairs cross the network once for each rank of a host: every shard of another host comes to each
+    of them by itself. Gloo's own all-gather passes all shards but one around a ring, once by each
+    link; its own reduce-scatter is an all-reduce, twice that. The network between hosts is what
+    takes the time where there is more than one rank on each.
+    """
+
+    pairs: int
+    ring_gather: int
+    ring_reduction: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[bytes]) -> Loads:
+        """For ranks on these hosts."""
+        world = len(hosts)
+        pairs = max(hosts.count(host) * (world - hosts.count(host)) for host in hosts)
+        links = [hosts[rank] for rank in range(world) if hosts[rank] != hosts[rank - 1]]
+        ring = max((links.count(host) for host in links), default=0) * (world - 1)
+        return cls(pairs, ring, 2 * ring)
 
 
 class C10d:
@@ -72,8 +138,10 @@ class C10d:
         self._reference = weakref.ref(group)
         self.rank = group.rank()
         self.world = group.size()
+        self._device_type = device_type
         self._transport = transport or _default_transport(group, device_type)
         self._averages = _torch.has_average(group, device_type)
+        self._label = Label()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -92,8 +160,11 @@ class C10d:
 
     @property
     def adds_wide(self) -> bool:
-        """Our own sums are wide; those of a backend are made in the dtype that travels."""
-        return self._transport is not Transport.NATIVE
+        """Our own sums are wide; those of a backend are made in the dtype that travels.
+
+        Which of them is ours is known once the ranks have met, so all of them must ask this.
+        """
+        return self._ways(self.group).reduces.adds_wide
 
     def by_sums(self) -> C10d:
         """See ``Collectives.by_sums``."""
@@ -101,53 +172,38 @@ class C10d:
         new._averages = False
         return new
 
+    def labelled(self, label: Label) -> C10d:
+        """See ``Collectives.labelled``."""
+        new = copy.copy(self)
+        new._label = label
+        return new
+
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
-        if self._transport is Transport.NATIVE:
-            return _torch.all_gather(self.group, outputs, sources)
-        return _way(self.group, self._transport).all_gather(self.group, outputs, sources)
+        group = self.group
+        return self._ways(group).gathers.all_gather(group, outputs, sources, self._label.text)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
-        if self._transport is Transport.NATIVE:
-            return _NativeMean(self.group, output, source, self._averages)
-        return _way(self.group, self._transport).reduce_scatter_mean(self.group, output, source)
+        group = self.group
+        way = self._ways(group).reduces
+        return way.reduce_scatter_mean(group, output, source, self._label.text)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
-        if self._transport is not Transport.NATIVE:
-            return _way(self.group, self._transport).all_reduce_mean(self.group, values)
-        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-        work = _torch.all_reduce(self.group, values, op)
-        return work if self._averages else Divided(work, values, self.world)
+        group = self.group
+        return self._ways(group).reduces.all_reduce_mean(group, values, self._label.text)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``; as bytes, since gloo does not carry every dtype."""
         return _torch.broadcast(self.group, values.view(-1).view(torch.uint8), source)
 
+    def _ways(self, group: dist.ProcessGroup) -> _Ways:
+        return ways_of(
+            group, self._transport, device_type=self._device_type, averages=self._averages
+        )
+
 
 def _default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
     gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
     return Transport.SHARED if gloo_on_cpu else Transport.NATIVE
-
-
-class _NativeMean:
-    """The backend's reduce-scatter; gloo has no mean of fp64: there a sum and a division."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, averages: bool
-    ) -> None:
-        self._average = averages
-        self._output = output
-        self._world = group.size()
-        self._result = output if output.dtype == source.dtype else source.new_empty(output.shape)
-        op = dist.ReduceOp.AVG if self._average else dist.ReduceOp.SUM
-        self._work = _torch.reduce_scatter(group, self._result, source, op)
-        self._source = source
-
-    def wait(self) -> None:
-        self._work.wait()
-        if not self._average:
-            self._result.div_(self._world)
-        if self._result is not self._output:
-            self._output.copy_(self._result)

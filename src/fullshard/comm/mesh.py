@@ -34,6 +34,7 @@ __all__ = [
     "default_mesh",
     "device_types_of",
     "gather_uneven",
+    "mesh_of_dim",
     "mesh_of_group",
     "mesh_of_groups",
     "mesh_of_nodes",
@@ -239,6 +240,15 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
 def mesh_of_group(group: dist.ProcessGroup, device_type: str | None = None) -> DeviceMesh:
     """The 1-D mesh of the ranks of ``group``."""
     return DeviceMesh.from_group(group, device_type or _device_type())
+
+
+def mesh_of_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    """One dim of ``mesh``, as a mesh with the ranks along it; dims may be without names."""
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names:
+        return mesh[mesh.mesh_dim_names[dim]]
+    return mesh_of_group(mesh.get_group(dim), mesh.device_type)
 
 
 def mesh_of_groups(

@@ -1,59 +1,28 @@
-"""Processes of one host that reach each other without the network: Unix sockets, shared memory.
+"""Processes of one host that tell each other, over Unix sockets, what lies where in their memory.
 
-Linux only. What is agreed on, and that all ranks can, goes by the process group once, when they
-meet; afterwards a lost peer is seen by its socket, at once.
+Nobody waits in order to tell something: what a socket does not take at once a thread sends on.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import secrets
+import select
 import socket
 import struct
+import threading
 import weakref
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard.comm.memory import LentMemory
 from fullshard.errors import LostRankError
 
-__all__ = ["Memory", "Neighbour", "Notice", "neighbours_in"]
+__all__ = ["Neighbour", "Notice", "wait_for"]
 
-SWITCH = "FULLSHARD_SHARED_MEMORY"
-"""Environment variable; 0 on any rank: gloo carries everything."""
-
-_MEET_TIMEOUT_S = 10.0
-_TOKEN_NBYTES = 16
-
-
-class Memory:
-    """Anonymous memory of this process that others can map once they have its file descriptor."""
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("fullshard")
-        weakref.finalize(self, os.close, self.fd)
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        """All of it."""
-
-    def reserve(self, nbytes: int) -> None:
-        """Grow to at least ``nbytes``."""
-        if nbytes > self.bytes.numel():
-            self.bytes = _mapped(self.fd, nbytes)
-
-
-def _mapped(fd: int, nbytes: int) -> Tensor:
-    """The first ``nbytes`` of a file in memory, which has so many from then on, as uint8."""
-    # By name, since Python's own mappings each keep a file descriptor.
-    with torch.inference_mode(False):
-        name = f"/proc/self/fd/{fd}"
-        return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+_READ_NBYTES = 1 << 16
+_FAREWELL_S = 30.0
+"""How long a rank that leaves waits for who reads nothing of what it has still to tell."""
 
 
 class Notice(NamedTuple):
@@ -61,190 +30,202 @@ class Notice(NamedTuple):
 
     number: int
     """Of the exchange; all ranks count the same."""
-    kind: int
-    """What is done with the bytes."""
+    start: int
+    """Where in the sender's memory its bytes begin."""
     nbytes: int
-    slot: int
-    """Which of the sender's memories holds its bytes."""
+    subject: int
+    """Which of the sender's subjects the exchange is about."""
     done: tuple[int, ...]
     """Exchanges of which the sender has read, since the notice before, all it will ever read."""
+    text: str
+    """Of the subject, if it is a new one; else empty."""
 
     def packed(self) -> bytes:
         """As it travels."""
-        head = _HEAD.pack(*self[:-1], len(self.done))
-        return head + struct.pack(f"={len(self.done)}q", *self.done)
+        text = self.text.encode()
+        head = _HEAD.pack(*self[:4], len(self.done), len(text))
+        return head + struct.pack(f"={len(self.done)}q", *self.done) + text
+
+    @classmethod
+    def unpacked(cls, received: bytearray) -> Notice | None:
+        """The first of those in ``received``, from which it is taken; None: not all is there."""
+        if len(received) < _HEAD.size:
+            return None
+        number, start, nbytes, subject, num_done, text_nbytes = _HEAD.unpack_from(received)
+        end_of_done = _HEAD.size + 8 * num_done
+        end = end_of_done + text_nbytes
+        if len(received) < end:
+            return None
+        done = struct.unpack_from(f"={num_done}q", received, _HEAD.size)
+        text = received[end_of_done:end].decode()
+        del received[:end]
+        return cls(number, start, nbytes, subject, done, text)
 
 
-_HEAD = struct.Struct("=5q")
+_HEAD = struct.Struct("=6q")
 
 
 class Neighbour:
     """Another rank on this host."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self._rank = rank
+    def __init__(
+        self, rank: int, connection: socket.socket, memory: LentMemory, timeout_s: float
+    ) -> None:
+        connection.setblocking(False)
+        self.rank = rank
+        self.timeout_s = timeout_s
         self._connection = connection
-        weakref.finalize(self, connection.close)
-        self._knows: dict[int, int] = {}  # how much of our slots it can read
+        self._outbox = _Outbox(connection)
+        weakref.finalize(self, self._outbox.close)
+        self._memory = memory
+        self._received = bytearray()
         self._arrived: dict[int, Notice] = {}
-        self._slots: dict[int, Tensor] = {}
+        self._last = -1  # number of the newest notice; they come in order
+        self._unwanted: set[int] = set()  # of those that have not come
+        self._subjects: list[str] = []
         self._done: list[int] = []
 
-    def tell(self, notice: Notice, memory: Memory) -> None:
-        """Send ``notice``, and access to its ``memory`` if that is new, or larger than it was.
+    def fileno(self) -> int:
+        """What a poll for news of it looks at."""
+        return self._connection.fileno()
 
-        Raises:
-            LostRankError: it is gone.
-        """
-        nbytes = memory.bytes.numel()
-        fds = [] if self._knows.get(notice.slot) == nbytes else [memory.fd]
-        self._knows[notice.slot] = nbytes
-        packed = notice.packed()
-        try:
-            sent = socket.send_fds(self._connection, [packed], fds)
-            self._connection.sendall(packed[sent:])
-        except OSError as error:
-            raise self._lost(error) from error
+    def tell(self, packed: bytes) -> None:
+        """Send a notice, at once or later; that it is gone is told to who waits for it."""
+        self._outbox.put(packed)
 
-    def laid_out(self, number: int) -> tuple[Notice, Tensor]:
-        """The notice of exchange ``number``, and the bytes that all may read; waits for it.
+    def has_laid(self, number: int) -> bool:
+        """Whether the notice of exchange ``number`` has come."""
+        return number in self._arrived
 
-        Raises:
-            LostRankError: it is gone, or silent for longer than the group's time-out.
-        """
-        while number not in self._arrived:
-            self._receive()
+    def laid(self, number: int) -> tuple[Notice, Tensor]:
+        """The notice of exchange ``number``, which has come, and what lies there."""
         notice = self._arrived.pop(number)
-        return notice, self._slots[notice.slot][: notice.nbytes]
+        return notice, self._memory.read(notice.start, notice.nbytes)
+
+    def subject_of(self, notice: Notice) -> str:
+        """What an exchange is about there."""
+        return self._subjects[notice.subject]
+
+    def forget(self, number: int) -> None:
+        """Nobody asks for exchange ``number`` any more, if anybody ever did."""
+        if number > self._last:
+            self._unwanted.add(number)
+        else:
+            self._arrived.pop(number, None)
 
     def taken_done(self) -> list[int]:
         """Exchanges it is done with, of all notices that have come since the last call."""
         done, self._done = self._done, []
         return done
 
-    def _receive(self) -> None:
-        """The next notice."""
-        head, fds = self._received(_HEAD.size)
-        number, kind, nbytes, slot, num_done = _HEAD.unpack(head)
-        for fd in fds:
-            self._slots[slot] = _mapped(fd, os.fstat(fd).st_size)
-            os.close(fd)
-        packed, _ = self._received(8 * num_done)
-        done = struct.unpack(f"={num_done}q", packed)
-        self._done += done
-        self._arrived[number] = Notice(number, kind, nbytes, slot, done)
+    def receive(self) -> None:
+        """Take what has come; waits for nothing.
 
-    def _received(self, nbytes: int) -> tuple[bytes, list[int]]:
-        """The next ``nbytes``, and file descriptors that came with them."""
-        received, fds = b"", []
-        while len(received) < nbytes:
-            try:
-                part, came, *_ = socket.recv_fds(self._connection, nbytes - len(received), 1)
-            except OSError as error:
-                raise self._lost(error) from error
-            if not part:
-                raise self._lost()
-            received += part
-            fds += came
-        return received, fds
+        Raises:
+            LostRankError: it is gone, and all it said before has been taken.
+        """
+        try:
+            part = self._connection.recv(_READ_NBYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise self._lost(str(error)) from error
+        if not part:
+            raise self._lost("connection closed by peer")
+        self._received += part
+        while (notice := Notice.unpacked(self._received)) is not None:
+            self._take(notice)
 
-    def _lost(self, error: OSError | None = None) -> LostRankError:
-        if isinstance(error, TimeoutError):
-            why = f"sent nothing for {self._connection.gettimeout():.0f} s, the group's time-out"
+    def _take(self, notice: Notice) -> None:
+        self._done += notice.done
+        self._last = notice.number
+        if notice.text:
+            self._subjects.append(notice.text)
+        if notice.number in self._unwanted:
+            self._unwanted.remove(notice.number)
         else:
-            why = f"is gone: {error or 'connection closed by peer'}"
-        return LostRankError(f"rank {self._rank} of the process group {why}")
+            self._arrived[notice.number] = notice
+
+    def _lost(self, why: str) -> LostRankError:
+        return LostRankError(f"rank {self.rank} of the process group is gone: {why}")
 
 
-def neighbours_in(group: dist.ProcessGroup) -> dict[int, Neighbour] | None:
-    """The other ranks of ``group`` by number, next higher first; all ranks call this.
+def wait_for(neighbours: Collection[Neighbour], what: str) -> None:
+    """Take what comes next from any of ``neighbours``; ``what`` is what they owe us, for errors.
 
-    None, on all of them, if not all are on one host or if any rank cannot or may not do it.
+    Raises:
+        LostRankError: one is gone, or nobody has said anything for the group's time-out.
     """
-    rank, world = group.rank(), group.size()
-    token = secrets.token_bytes(_TOKEN_NBYTES)
-    with socket.socket(socket.AF_UNIX) as listening:
-        host = _host() if _listen(listening, token) else b""
-        told = _told_all(group, (host or bytes(_TOKEN_NBYTES)) + token)
-        hosts, tokens = zip(*((t[:_TOKEN_NBYTES], t[_TOKEN_NBYTES:]) for t in told), strict=True)
-        if set(hosts) != {host}:
-            return None
-        connections = _connected(rank, tokens, listening)
-    if any(flag != b"\1" for flag in _told_all(group, bytes([connections is not None]))):
-        for connection in (connections or {}).values():
-            connection.close()
-        return None
-    assert connections is not None
-    timeout = _torch.timeout_of(group, "cpu").total_seconds()
-    for connection in connections.values():
-        connection.settimeout(timeout)
-    order = [(rank + distance) % world for distance in range(1, world)]
-    return {peer: Neighbour(peer, connections[peer]) for peer in order}
+    poll = select.poll()
+    by_fileno = {neighbour.fileno(): neighbour for neighbour in neighbours}
+    for fileno in by_fileno:
+        poll.register(fileno, select.POLLIN)
+    timeout_s = next(iter(neighbours)).timeout_s
+    ready = poll.poll(1000 * timeout_s)
+    for fileno, _ in ready:
+        by_fileno[fileno].receive()
+    if not ready:
+        ranks = ", ".join(str(neighbour.rank) for neighbour in neighbours)
+        raise LostRankError(
+            f"rank {ranks} of the process group is there, but sent nothing for {timeout_s:.0f} s, "
+            f"the group's time-out, while this rank waits for {what}; it hangs, or does something "
+            "else"
+        )
 
 
-def _told_all(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
-    """What every rank says, each in as many bytes as this one."""
-    said = torch.tensor(list(own), dtype=torch.uint8).repeat(group.size())
-    heard = torch.empty_like(said)
-    _torch.all_to_all(group, heard, said).wait()
-    return [bytes(row.tolist()) for row in heard.view(group.size(), -1)]
+class _Outbox:
+    """What a connection has still to send; it is kept open until that is sent.
 
-
-def _host() -> bytes:
-    """Equal for processes that know the same names of sockets; empty: this one cannot, or must not.
-
-    A digest of this boot of the machine and of the network namespace.
+    A reader may be thousands of notices behind, or may never read again what we tell it, and we may
+    need that reader elsewhere meanwhile. So nobody waits here but a thread, which is there only
+    while there is something to send.
     """
-    if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
-        return b""
-    try:
-        os.close(os.memfd_create("fullshard"))
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-        namespace = os.readlink("/proc/self/ns/net").encode()
-    except OSError:
-        return b""
-    return hashlib.blake2b(boot + namespace, digest_size=_TOKEN_NBYTES).digest()
 
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.RLock()  # garbage collection may close it in the thread that sends
+        self._unsent = bytearray()  # while there is a thread
+        self._is_closed = False
 
-def _name(token: bytes) -> bytes:
-    """Of a socket that is in no folder and ends with its process."""
-    return b"\0fullshard-" + token.hex().encode()
+    def put(self, packed: bytes) -> None:
+        """Send ``packed`` after what was put before."""
+        with self._lock:
+            if self._unsent:
+                self._unsent += packed
+                return
+            sent = self._send(packed)
+            if sent < len(packed):
+                self._unsent += packed[sent:]
+                # No daemon: what a process owes others it tells before it ends.
+                threading.Thread(target=self._send_rest, name="fullshard-outbox").start()
 
+    def close(self) -> None:
+        """Close the connection, once all is sent."""
+        with self._lock:
+            self._is_closed = True
+            if not self._unsent:
+                self._connection.close()
 
-def _listen(listening: socket.socket, token: bytes) -> bool:
-    """Whether that is possible."""
-    try:
-        listening.bind(_name(token))
-        listening.listen(1024)
-    except OSError:
-        return False
-    listening.settimeout(_MEET_TIMEOUT_S)
-    return True
+    def _send(self, packed: bytes) -> int:
+        """How much of ``packed`` is sent, or need not be since nobody is there to read it."""
+        try:
+            return self._connection.send(packed)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(packed)  # who waits for an answer is told
 
-
-def _connected(
-    rank: int, tokens: Sequence[bytes], listening: socket.socket
-) -> dict[int, socket.socket] | None:
-    """Sockets to all other ranks, by rank; None if that fails.
-
-    Every rank calls those below it and answers those above. All listen before anyone calls, and
-    calls queue up, so nobody waits for a rank that waits for another. Who calls says its token.
-    """
-    connections = {}
-    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
-        for peer in range(rank):
-            connections[peer] = calling = opened.enter_context(socket.socket(socket.AF_UNIX))
-            calling.settimeout(_MEET_TIMEOUT_S)
-            calling.connect(_name(tokens[peer]))
-            calling.sendall(tokens[rank])
-        while len(connections) < len(tokens) - 1:
-            answered = opened.enter_context(listening.accept()[0])
-            answered.settimeout(_MEET_TIMEOUT_S)
-            said = answered.recv(_TOKEN_NBYTES, socket.MSG_WAITALL)
-            if said in tokens:
-                connections[tokens.index(said)] = answered
-            else:
-                answered.close()
-        opened.pop_all()  # they stay open
-        return connections
-    return None
+    def _send_rest(self) -> None:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        while True:
+            is_leaving = self._is_closed or not threading.main_thread().is_alive()
+            is_ready = poll.poll(1000 * (_FAREWELL_S if is_leaving else 1))
+            with self._lock:
+                if is_leaving and not is_ready:
+                    self._unsent.clear()  # perhaps it waits like this for us
+                del self._unsent[: self._send(bytes(self._unsent[:_READ_NBYTES]))]
+                if not self._unsent:
+                    if self._is_closed:
+                        self._connection.close()
+                    return

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.labels import Compared
 from fullshard.comm.means import Divided, put_mean
 from fullshard.comm.protocol import Pending, Together, put
 
@@ -32,13 +33,21 @@ class Pairs:
     posted at once, does not; so what is smaller than ``_SMALL_NBYTES`` travels by that.
     """
 
+    adds_wide = True
+
     def __init__(self) -> None:
         self._tags = count()
+        self._compared = Compared("cpu")
 
     def all_gather(
-        self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+        self,
+        group: dist.ProcessGroup,
+        outputs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        label: str,
     ) -> Pending:
         """See ``Collectives.all_gather``."""
+        self._compared.compare(group, label)
         rank, world = group.rank(), group.size()
         works: list[dist.Work] = []
         for output, source in zip(outputs, sources, strict=True):
@@ -51,9 +60,10 @@ class Pairs:
         return Together(works)
 
     def reduce_scatter_mean(
-        self, group: dist.ProcessGroup, output: Tensor, source: Tensor
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
     ) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
+        self._compared.compare(group, label)
         rank, world = group.rank(), group.size()
         if source.nbytes < _SMALL_NBYTES:
             exchanged = torch.empty_like(source)
@@ -67,8 +77,9 @@ class Pairs:
         works = self._exchange(group, slices.unbind(), targets)
         return _Mean(works, output, slices[rank], received.unbind())
 
-    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``; gloo's own has the same bits on all ranks."""
+        self._compared.compare(group, label)
         return Divided(_torch.all_reduce(group, values, dist.ReduceOp.SUM), values, group.size())
 
     def _exchange(

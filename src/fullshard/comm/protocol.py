@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Alone", "Around", "Collectives", "Done", "Pending", "Together", "put"]
+__all__ = ["Alone", "Around", "Collectives", "Done", "Label", "Pending", "Together", "put"]
 
 
 class Pending(Protocol):
@@ -42,6 +42,14 @@ class Together:
             part.wait()
 
 
+@dataclass
+class Label:
+    """What collectives are for, which ranks compare; whoever made it may change what it says."""
+
+    text: str = ""
+    """Equal on all ranks, but for those that do something else; empty: nothing is compared."""
+
+
 class Collectives(Protocol):
     """Collectives among the ranks of one process group."""
 
@@ -63,6 +71,13 @@ class Collectives(Protocol):
 
     def by_sums(self) -> Collectives:
         """The same, but with means made from sums: for backends whose own means are slow."""
+
+    def labelled(self, label: Label) -> Collectives:
+        """The same, but for what ``label`` says: other ranks' labels must say that too.
+
+        A ``ProtocolError`` tells ranks whose labels differ in a collective, at its start or in
+        ``wait``; some wires compare the first collective of each text only, or none.
+        """
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Start to gather every rank's ``sources[i]`` (1-D, n elements) into ``outputs[i]`` (1-D,
@@ -111,6 +126,10 @@ class Around:
         """The same around ``inner`` by sums."""
         return replace(self, inner=self.inner.by_sums())
 
+    def labelled(self, label: Label) -> Collectives:
+        """The same around ``inner`` with a label."""
+        return replace(self, inner=self.inner.labelled(label))
+
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """As ``inner`` does."""
         return self.inner.all_gather(outputs, sources)
@@ -138,6 +157,10 @@ class Alone:
 
     def by_sums(self) -> Collectives:
         """This one."""
+        return self
+
+    def labelled(self, label: Label) -> Collectives:
+        """This one: there is nobody to compare with."""
         return self
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:

@@ -1,156 +1,199 @@
 """Gathers and means among ranks of one host, through memory that all of them can read.
 
-A rank lays out what its peers are to read in a *slot* of its own and sends each peer a *notice*.
-Whoever waits copies, or adds up, straight out of its peers' slots. A notice tells as well what its
-sender has read, so a slot is free again some notices later; where none is, there is another one:
-nobody waits before writing, and there are few more slots than exchanges in flight.
+A rank lays out what its peers are to read in memory of its own and sends each peer a *notice*.
+Whoever waits copies, or adds up, straight out of its peers' memories. A notice tells as well what
+its sender has read, so what was laid out is free again some notices later; where nothing is, the
+memory grows: nobody waits before writing, and there is little more than what is in flight.
 """
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.comm.means import put_mean
-from fullshard.comm.neighbours import Memory, Neighbour, Notice, neighbours_in
+from fullshard.comm.memory import Memory, aligned
+from fullshard.comm.neighbours import Neighbour, Notice, wait_for
 from fullshard.comm.protocol import Pending, put
-from fullshard.errors import ProtocolError
+from fullshard.errors import LostRankError, ProtocolError
 
 __all__ = ["Shared"]
-
-_ALIGNMENT = 64
-
-
-class _Kind(enum.IntEnum):
-    """What an exchange is for; errors call it by its name."""
-
-    gather = 0
-    reduction = 1
-    mean = 2
 
 
 class Shared:
     """The exchanges of one process group whose ranks share a host."""
 
-    def __init__(self, rank: int, neighbours: dict[int, Neighbour]) -> None:
+    adds_wide = True
+
+    def __init__(self, rank: int, memory: Memory, neighbours: Mapping[int, Neighbour]) -> None:
         self._rank = rank
         self._world = 1 + len(neighbours)
+        self._memory = memory
         self._neighbours = neighbours
-        self._slots: list[_Slot] = []
-        self._laid: dict[int, _Slot] = {}  # what somebody has still to read, by exchange
+        self._laid: dict[int, int] = {}  # where lies what somebody has still to read, by exchange
+        self._num_done: Counter[int] = Counter()  # ranks that have read theirs; a few are ahead
         self._num_started = 0
-        self._done: list[int] = []  # what we have read, and nobody knows yet
-
-    @classmethod
-    def within(cls, group: dist.ProcessGroup) -> Shared | None:
-        """Meet the other ranks of ``group``; None on all of them if any is on another host."""
-        neighbours = neighbours_in(group)
-        return None if neighbours is None else cls(group.rank(), neighbours)
+        self._over: list[int] = []  # exchanges that we have read, and nobody knows yet
+        # What exchanges are about: the number under which others know it, and its text.
+        self._subjects: dict[tuple[str, torch.dtype, str], tuple[int, str]] = {}
 
     def all_gather(
-        self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+        self,
+        group: dist.ProcessGroup,
+        outputs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        label: str,
     ) -> Pending:
         """See ``Collectives.all_gather``."""
-        ends = list(accumulate(_aligned(source.nbytes) for source in sources))
+        ends = list(accumulate(aligned(source.nbytes) for source in sources))
         starts = [0, *ends[:-1]]
         pieces = list(zip(starts, sources, strict=True))
-        exchange = self._start(_Kind.gather, ends[-1], pieces)
+        exchange = self._start("gather", label, ends[-1], pieces)
         rows = [output.view(self._world, -1) for output in outputs]
         for row, source in zip(rows, sources, strict=True):
             put(source, row[self._rank])
         return _Gather(exchange, starts, rows)
 
     def reduce_scatter_mean(
-        self, group: dist.ProcessGroup, output: Tensor, source: Tensor
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
     ) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
         rows = source.view(self._world, -1)
-        nbytes = _aligned(rows[0].nbytes)
+        nbytes = aligned(rows[0].nbytes)
         others = [(r * nbytes, rows[r]) for r in self._neighbours]  # nobody reads our own
-        exchange = self._start(_Kind.reduction, self._world * nbytes, others)
+        exchange = self._start("reduction", label, self._world * nbytes, others)
         return _Mean(exchange, self._rank * nbytes, rows[self._rank], output)
 
-    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``; every rank adds up all, in the same order."""
-        exchange = self._start(_Kind.mean, _aligned(values.nbytes), [(0, values)])
+        exchange = self._start("mean", label, aligned(values.nbytes), [(0, values)])
         return _MeanOfAll(exchange, self._rank, values)
 
-    def _start(self, kind: _Kind, nbytes: int, pieces: Sequence[tuple[int, Tensor]]) -> _Exchange:
+    def _start(
+        self, kind: str, label: str, nbytes: int, pieces: Sequence[tuple[int, Tensor]]
+    ) -> _Exchange:
         """Lay out ``pieces``, each at its offset in bytes, and tell the neighbours."""
         number, self._num_started = self._num_started, self._num_started + 1
-        slot = self._laid[number] = self._free_slot(nbytes)
-        slot.num_readers = len(self._neighbours)
-        slot.memory.reserve(nbytes)
-        laid = slot.memory.bytes
-        for start, piece in pieces:
-            laid[start : start + piece.nbytes].view(piece.dtype).copy_(piece)
-        done = tuple(self._done.pop() for _ in range(len(self._done)))
-        notice = Notice(number, kind, nbytes, self._slots.index(slot), done)
+        over = self._end_exchanges()
+        start = self._free_range(nbytes)
+        self._laid[number] = start
+        laid = self._memory.bytes[start : start + nbytes]
+        for offset, piece in pieces:
+            laid[offset : offset + piece.nbytes].view(piece.dtype).copy_(piece)
+        about = (kind, pieces[0][1].dtype, label)
+        is_new = about not in self._subjects
+        if is_new:
+            self._subjects[about] = (len(self._subjects), _subject(*about))
+        which, subject = self._subjects[about]
+        notice = Notice(number, start, nbytes, which, over, subject if is_new else "")
+        packed = notice.packed()
         for neighbour in self._neighbours.values():
-            neighbour.tell(notice, slot.memory)
-        return _Exchange(notice, laid, self._neighbours, self._done)
+            neighbour.tell(packed)
+        return _Exchange(notice, subject, laid, self._neighbours, self._over)
 
-    def _free_slot(self, nbytes: int) -> _Slot:
-        """The smallest that suffices, else the largest, which grows; a new one if none is free."""
+    def _end_exchanges(self) -> tuple[int, ...]:
+        """Those that we have done with since this was called last."""
+        # Others may end while this runs, in the garbage collection of any thread.
+        over = tuple(self._over.pop() for _ in range(len(self._over)))
+        for number in over:
+            for neighbour in self._neighbours.values():
+                neighbour.forget(number)
+            self._release(number)
+        return over
+
+    def _free_range(self, nbytes: int) -> int:
+        """Memory that nobody reads any more, or never did."""
+        self._release_done()
+        start = self._memory.take(nbytes)
+        if start is None:
+            for neighbour in self._neighbours.values():
+                # Or we would never learn who is done, if we never wait. That one is gone concerns
+                # those who wait for it.
+                with contextlib.suppress(LostRankError):
+                    neighbour.receive()
+            self._release_done()
+            start = self._memory.take(nbytes)
+        if start is None:
+            self._memory.grow(nbytes)
+            start = self._memory.take(nbytes)
+        assert start is not None
+        return start
+
+    def _release_done(self) -> None:
         for neighbour in self._neighbours.values():
             for number in neighbour.taken_done():
-                self._laid[number].num_readers -= 1
-                if not self._laid[number].num_readers:
-                    del self._laid[number]
-        free = [slot for slot in self._slots if not slot.num_readers]
-        if not free:
-            self._slots.append(_Slot(Memory()))
-            return self._slots[-1]
-        free.sort(key=lambda slot: slot.memory.bytes.numel())
-        return next((slot for slot in free if slot.memory.bytes.numel() >= nbytes), free[-1])
+                self._release(number)
 
-
-class _Slot:
-    """Memory that peers read, and how many of them have not yet."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.num_readers = 0
+    def _release(self, number: int) -> None:
+        """One reader less; we are one ourselves, since a mean adds up our own as well."""
+        self._num_done[number] += 1
+        if self._num_done[number] == self._world:
+            del self._num_done[number]
+            self._memory.give_back(self._laid.pop(number))
 
 
 class _Exchange:
     """One of several in flight, over when everything was read or nobody wants it any more."""
 
     def __init__(
-        self, notice: Notice, laid: Tensor, neighbours: dict[int, Neighbour], done: list[int]
+        self,
+        notice: Notice,
+        subject: str,
+        laid: Tensor,
+        neighbours: Mapping[int, Neighbour],
+        over: list[int],
     ) -> None:
         self._notice = notice
+        self._subject = subject
         self.laid = laid
         """The bytes of this rank, until the exchange is over."""
         self._neighbours = neighbours
-        self.close = weakref.finalize(self, done.append, notice.number)
+        self.close = weakref.finalize(self, over.append, notice.number)
 
     def read(self) -> Iterator[tuple[int, Tensor]]:
-        """The bytes of each peer, as they are there, by its rank.
+        """The bytes of each peer, as they are there and as they come, by its rank.
 
         Raises:
             ProtocolError: a peer runs another collective.
             LostRankError: a peer is gone, or silent for longer than the group's time-out.
         """
-        own = self._notice
-        for rank, neighbour in self._neighbours.items():
-            notice, laid = neighbour.laid_out(own.number)
-            if (notice.kind, notice.nbytes) != (own.kind, own.nbytes):
-                raise ProtocolError(
-                    f"collective {own.number} of the process group is a {_described(notice)} on "
-                    f"rank {rank} of it and a {_described(own)} on this rank: they run different "
-                    "units or different models, or in another order"
+        number, nbytes = self._notice.number, self._notice.nbytes
+        missing = dict(self._neighbours)
+        while missing:
+            for rank, peer in self._neighbours.items():
+                if rank in missing and peer.has_laid(number):
+                    del missing[rank]
+                    notice, laid = peer.laid(number)
+                    subject = peer.subject_of(notice)
+                    if (notice.nbytes, subject) != (nbytes, self._subject):
+                        raise ProtocolError(
+                            f"collective {number} of the process group is a "
+                            f"{_described(notice, subject)}, on rank {rank} of it and a "
+                            f"{_described(self._notice, self._subject)}, on this rank: they run "
+                            "different units or different models, or in another order"
+                        )
+                    yield rank, laid
+            if missing:
+                wait_for(
+                    missing.values(),
+                    f"collective {number}, a {_described(self._notice, self._subject)}",
                 )
-            yield rank, laid
 
 
-def _described(notice: Notice) -> str:
-    return f"{_Kind(notice.kind).name} of {notice.nbytes} bytes"
+def _subject(kind: str, dtype: torch.dtype, label: str) -> str:
+    """What ranks compare, and errors call it."""
+    return f"{kind} of {str(dtype).removeprefix('torch.')}" + (f" for {label}" if label else "")
+
+
+def _described(notice: Notice, subject: str) -> str:
+    return f"{subject}, {notice.nbytes} bytes"
 
 
 class _Gather:
@@ -196,7 +239,3 @@ class _MeanOfAll:
         first, *others = (laid[rank][:nbytes].view(dtype) for rank in sorted(laid))
         put_mean(self._values, first, others)
         self._exchange.close()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

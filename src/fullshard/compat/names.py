@@ -9,6 +9,7 @@ from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPoli
 from fullshard.frontend import (
     DataParallelMeshDims,
     FSDPModule,
+    GradientReductionHandle,
     ShardPlacementResult,
     UnshardHandle,
     fully_shard,
@@ -28,6 +29,7 @@ OURS: dict[str, dict[str, object]] = {
         "CPUOffloadPolicy": CPUOffloadPolicy,
         "DataParallelMeshDims": DataParallelMeshDims,
         "FSDPModule": FSDPModule,
+        "GradientReductionHandle": GradientReductionHandle,
         "MixedPrecisionPolicy": MixedPrecisionPolicy,
         "OffloadPolicy": OffloadPolicy,
         "UnshardHandle": UnshardHandle,

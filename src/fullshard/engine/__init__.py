@@ -8,6 +8,7 @@ through a bucket), ``unit``, ``autograd`` (how backward tells us where it is) an
 from __future__ import annotations
 
 from fullshard.engine.bucket import Bucket
+from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
 from fullshard.engine.full import gather_full_param, is_first, is_first_copy
@@ -19,6 +20,7 @@ from fullshard.engine.policy import (
     OffloadPolicy,
     ReducePolicy,
 )
+from fullshard.engine.reduce import Partial
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Registration, Unit
 
@@ -27,10 +29,12 @@ __all__ = [
     "BucketSpec",
     "CPUOffloadPolicy",
     "Engine",
+    "GradDtypes",
     "Loan",
     "MixedPrecisionPolicy",
     "Offload",
     "OffloadPolicy",
+    "Partial",
     "ReducePolicy",
     "Registration",
     "Terms",

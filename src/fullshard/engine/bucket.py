@@ -1,4 +1,4 @@
-"""A bucket: parameters of one unit that share mesh, dtype and trainability.
+"""A bucket: parameters of one unit that share mesh, dtypes and trainability.
 
 [Note: the tensors of a bucket]
 
@@ -18,7 +18,9 @@
                         resharding to a smaller group leaves after forward
     pending[i]          whole gradients that wait for a backward that reduces (no-sync)
     reduce_input        gradients rank-major in layout order, in the dtype on the wire, with one
-                        element per parameter behind each slice: 1 if it has a gradient
+                        element per parameter behind each slice: 1 if it has a gradient. Of
+                        parameters that were frozen after sharding nothing but that: the others
+                        lie as close as in a layout without those (``layout.subset``)
     partial             what is reduced over shards and waits for the reduction over replicas
     grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views
 
@@ -33,18 +35,23 @@ and ``grad_shard.py`` the last four.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
+from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
+from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Front, Gradients, Waiting
-from fullshard.engine.shard import FlatShard, Shards, check_at_home, cut_shards
+from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError, ProtocolError
@@ -58,7 +65,8 @@ class Bucket:
 
     def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
         """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces."""
-        self.spec = spec
+        self._label = Label()
+        self.spec = spec.labelled(self._label)
         self.shards: Shards = cut_shards(spec, originals)
         self.sharded_params = [
             spec.form.parameter(i, local, original)
@@ -70,21 +78,29 @@ class Bucket:
         self.front: Front | None = None
         self._waiting: Waiting | None = None  # gradients, while there is no unsharded side
         self.reduce_policy = ReducePolicy()
+        self.keeps_memory = False  # of the unsharded parameters, when they are resharded
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
+        # What the user set as ``grad_dtype``, which casts and loads forget.
+        self._set_grad_dtypes = list(map(_torch.explicit_grad_dtype, self.sharded_params))
 
     def copy(self, memo: dict[Any, Any]) -> Bucket:
         """The same with memory of its own, resharded; ``memo`` learns of its parameters."""
         new = copy.copy(self)
-        new.dematerialize()
-        new._waiting = None
+        new._label = copy.copy(self._label)
+        new.spec = self.spec.labelled(new._label)
+        new.unsharded = new.gradients = new._waiting = None
         new.shards = self.shards.copy()
         new.sharded_params = []
+        new._set_grad_dtypes = list(self._set_grad_dtypes)
         for i, (old, local) in enumerate(zip(self.sharded_params, new.shards.locals, strict=True)):
             param = nn.Parameter(self.spec.form.wrap(i, local), requires_grad=old.requires_grad)
             param.__dict__.update(copy.deepcopy(vars(old), memo))  # what users put on it
             memo[id(old)] = param
+            _torch.keep_grad_dtype(_torch.explicit_grad_dtype(old), param)
             new.sharded_params.append(param)
         new._show_locals()
+        memo |= {id(a): b for a, b in zip(self.shards.locals, new.shards.locals, strict=True)}
+        carry_put_on(self.shards, self.shards.locals, new.shards, partial(copy.deepcopy, memo=memo))
         new.front = None if self.front is None else self.front.copy(new, memo)
         return new
 
@@ -96,7 +112,7 @@ class Bucket:
 
     def _show_locals(self) -> None:
         """Know the local tensors as users do: a Parameter may wrap a view of what it is made of."""
-        self.shards.locals = [self.spec.form.local(param) for param in self.sharded_params]
+        self.shards.show([self.spec.form.local(param) for param in self.sharded_params])
         for i, param in enumerate(self.sharded_params):
             self.spec.form.introduce(i, param)
 
@@ -120,8 +136,14 @@ class Bucket:
         """Make the unsharded side, once; it starts without memory."""
         if self.unsharded is None:
             self.unsharded = self._make_unsharded(lanes, meter)
+            params = self.unsharded.params
             self.gradients = Gradients(
-                self.spec, self.unsharded.params, self.sharded_params, lanes, meter
+                self.spec,
+                params,
+                self.sharded_params,
+                self.grad_dtypes(params[0].dtype),
+                lanes,
+                meter,
             )
             self.gradients.front = self.front
             self.gradients.policy = self.reduce_policy
@@ -136,17 +158,66 @@ class Bucket:
             return Unsharded(self.spec, self.shard, lanes, meter)
         return ExtendedUnsharded(self.spec, self.shards, lanes, meter)
 
-    def check_hooks(self) -> None:
-        """Refuse all-gather hooks that came to the shards and cannot work.
+    def check(self) -> None:
+        """Refuse what was done to the shards since the last check, and cannot work.
 
         Raises:
-            ExtensionError, UnsupportedError: one of two, or a layout that they do not know.
+            ExtensionError, UnsupportedError: all-gather hooks came to them, one of two, or with a
+                layout that they do not know.
+            ConfigError: gradients of any dtype, see ``GradDtypes.check``.
         """
-        if self.unsharded is None and self._any_hooks():
+        if self.unsharded is not None:
+            return
+        if self._any_hooks():
             check_extendable(self.spec)
+        if self.front is None:
+            GradDtypes.check(self.spec, self.sharded_params)
 
     def _any_hooks(self) -> bool:
         return any(map(gathered_by_itself, self.shards.locals, self.names))
+
+    def grad_dtypes(self, computed: torch.dtype | None = None) -> GradDtypes:
+        """Those of the gradients; ``computed`` is the unsharded parameters', if they are there."""
+        own = self.sharded_params if self.front is None else [self.front.param] * len(self.names)
+        return GradDtypes.of(
+            self.spec, computed or self.spec.unsharded_dtype(self.shards.dtype), own
+        )
+
+    @contextmanager
+    def keeping_grad_dtypes(self) -> Iterator[None]:
+        """Let casts of the parameters within the block leave gradients in the dtype that was set.
+
+        At its end the parameters are expected to be ours again.
+        """
+        if self.front is not None:
+            yield
+            return
+        self._remember_grad_dtypes()
+        params = self.sharded_params
+        kept = [
+            None if dtype is None else param.grad
+            for param, dtype in zip(params, self._set_grad_dtypes, strict=True)
+        ]
+        for param, grad in zip(params, kept, strict=True):
+            if grad is not None:
+                param.grad = None
+        try:
+            yield
+        finally:
+            self._restore_grad_dtypes()
+            for param, grad in zip(self.sharded_params, kept, strict=True):
+                if grad is not None:
+                    _torch.put_grad(param, grad.to(param.device))
+
+    def _remember_grad_dtypes(self) -> None:
+        now = map(_torch.explicit_grad_dtype, self.sharded_params)
+        self._set_grad_dtypes = [
+            dtype or before for dtype, before in zip(now, self._set_grad_dtypes, strict=True)
+        ]
+
+    def _restore_grad_dtypes(self) -> None:
+        for param, dtype in zip(self.sharded_params, self._set_grad_dtypes, strict=True):
+            _torch.keep_grad_dtype(dtype, param)
 
     def change_reduction(self, **changes: Any) -> None:
         """Replace fields of ``ReducePolicy``."""
@@ -156,8 +227,12 @@ class Bucket:
 
     def rewire(self, **wires: Any) -> None:
         """Replace wires of ``spec``; only while the bucket is resharded and nothing is pending."""
-        self.spec = replace(self.spec, **wires)
+        self.spec = replace(self.spec, **wires).labelled(self._label)
         self.dematerialize()
+
+    def tell_unit(self, name: str) -> None:
+        """Let what it communicates be labelled as of the unit ``name``."""
+        self._label.text = self.spec.described(name, self.shards.dtype)
 
     @property
     def whole(self) -> AnyUnsharded:
@@ -188,8 +263,15 @@ class Bucket:
                 sharded.requires_grad_(flag)
         self._requires_grad = flags
 
+    def reshard(self, *, to_secondary: bool = False) -> None:
+        """Give the memory of the unsharded parameters back, unless it is to be kept."""
+        if self.unsharded is not None:
+            self.unsharded.free(to_secondary=to_secondary, keep_memory=self.keeps_memory)
+
     def dematerialize(self) -> None:
         """Forget the unsharded side, but for gradients that wait; only while it is resharded."""
+        if self.unsharded is not None and self.keeps_memory:
+            self.unsharded.free()
         if self.gradients is not None:
             self._waiting = self.gradients.waiting()
         self.unsharded = self.gradients = None
@@ -214,7 +296,10 @@ class Bucket:
 
     def replace(self, index: int, param: nn.Parameter) -> None:
         """Take ``param``, which lies as ours does, for parameter ``index``; ``adopt`` it later."""
+        kept = _torch.explicit_grad_dtype(self.sharded_params[index])
+        kept = self._set_grad_dtypes[index] = kept or self._set_grad_dtypes[index]
         self.sharded_params[index] = param
+        _torch.keep_grad_dtype(kept, param)
 
     def adopt(self) -> None:
         """Make ``shards`` hold what the sharded parameters hold, and be their memory again.
@@ -226,7 +311,8 @@ class Bucket:
             ConfigError: the parameters are no longer of one device and dtype.
             ProtocolError: they are offloaded, and no longer on the CPU; or of another shape.
         """
-        locals_now = [self.spec.form.local(param).detach() for param in self.sharded_params]
+        found = [self.spec.form.local(param) for param in self.sharded_params]
+        locals_now = [local.detach() for local in found]
         for name, local, ours in zip(self.names, locals_now, self.shards.locals, strict=True):
             if local.shape != ours.shape:
                 raise ProtocolError(
@@ -236,22 +322,24 @@ class Bucket:
                 )
         kinds = {(local.device, local.dtype) for local in locals_now}
         if len(kinds) > 1:
-            found = (
+            differing = (
                 f"{name} {local.dtype} {local.device}"
                 for name, local in zip(self.names, locals_now, strict=True)
             )
             raise ConfigError(
                 "parameters that are sharded together now differ in device or dtype: "
-                f"{', '.join(found)}; move, cast or load the whole sharded module, not single "
+                f"{', '.join(differing)}; move, cast or load the whole sharded module, not single "
                 "parameters of it"
             )
         ((device, dtype),) = kinds
         check_at_home(self.spec, device, self.names)
         same_kind = (device, dtype) == (self.shards.device, self.shards.dtype)
-        self.shards = self.shards.adopted(locals_now)
+        old, self.shards = self.shards, self.shards.adopted(locals_now)
         for param, local in zip(self.sharded_params, self.shards.locals, strict=True):
             self.spec.form.repoint(param, local)
         self._show_locals()
+        carry_put_on(old, found, self.shards)
+        self._restore_grad_dtypes()
         if self.front is not None:
             self.front.lead()
         whole = self.unsharded

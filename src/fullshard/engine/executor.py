@@ -18,7 +18,7 @@ from fullshard import _torch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.unit import Unit
-from fullshard.errors import BusyError
+from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import (
     Action,
     Event,
@@ -44,6 +44,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _engines_lock = threading.Lock()
 
 
+@_torch.never_compiled
 def _after_optimizer_step(optimizer: Optimizer, *_: object) -> None:
     """Tell the engines of this thread; those of others only if it is their parameters."""
     with _engines_lock:
@@ -106,6 +107,7 @@ class Engine:
         machine = MachinePolicy()
         for engine in dict.fromkeys(engines):
             engine.check_idle(f"fully_shard({unit.name or 'the root'})")
+            engine.end_reductions()
             engine.weights_changed()  # a backward cannot come any more
             engine.reshard_all()
             key_of = {inner.key: len(units) + i for i, inner in enumerate(engine.units)}
@@ -119,8 +121,13 @@ class Engine:
         return cls([*units, unit], [*policies, policy], machine)
 
     def check_idle(self, what: str) -> None:
-        """Raise ``BusyError`` in the middle of a forward or a backward, or of a loan."""
+        """Raise in the middle of a forward, a backward, a loan or an awaited reduction.
+
+        Raises:
+            ProtocolError: a ``BusyError``, but for the last.
+        """
         self.check_not_running(what)
+        self.check_awaited(what)
         for unit in self.units:
             unit.check_not_lent(what)
 
@@ -137,6 +144,14 @@ class Engine:
                 "call it between steps, or call reset_iter_state() on the root after an exception"
             )
 
+    def check_awaited(self, what: str) -> None:
+        """Raise ``ProtocolError`` while a handle is to end the reductions."""
+        if self.scheduler.reductions.awaited is not None:
+            raise ProtocolError(
+                f"{what} was called before wait() of the handle that "
+                "finalize_backward(async_op=True) returned"
+            )
+
     def reshard_all(self) -> None:
         """Reshard every unit that nothing uses."""
         for unit in self.units:
@@ -146,12 +161,25 @@ class Engine:
         """Reshard ``unit``, if nothing uses it."""
         self.trigger(when.UserReshard(unit.key))
 
+    def end_reductions(self) -> None:
+        """Put gradients that are under way where the optimizer looks, before shards are others."""
+        if len(self.scheduler.reductions):
+            self.trigger(when.AwaitReductions())
+
     def reduce_now(self) -> None:
         """Reduce what is in the gradients of all units, as backward does when it ends.
 
         For who assigns gradients by himself, without a backward that we see.
         """
         self.trigger(when.TaskEnd(NO_TASK, tuple(unit.key for unit in self.units)))
+
+    def keep_memory(self, unit: Unit, keep: bool) -> None:
+        """Keep the memory of the parameters of ``unit`` when it is resharded, or no longer."""
+        for bucket in unit.buckets:
+            bucket.keeps_memory = keep
+        if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
+            for bucket in unit.buckets:
+                bucket.reshard()
 
     def policy_of(self, unit: Unit) -> UnitPolicy:
         """What the user chose for ``unit``."""
@@ -182,8 +210,29 @@ class Engine:
             self.recorder.record(Event(trigger, actions))
         if actions:
             with torch.no_grad(), _torch.outside_of_transforms():
-                for action in actions:
-                    self._act(action)
+                if type(trigger) in _ENDS:
+                    self._act_to_the_end(actions)
+                else:
+                    for action in actions:
+                        self._act(action)
+
+    def _act_to_the_end(self, actions: Sequence[Action]) -> None:
+        """Act; what fails keeps nothing else from being finished and freed, and is raised then.
+
+        The scheduler takes all of it for done, and nobody would come back to it. Only what needs
+        other ranks is left out when these may be gone.
+        """
+        failure: Exception | None = None
+        for action in actions:
+            apart = failure is not None and not isinstance(failure, ProtocolError)
+            if apart and action.op not in _BY_ITSELF:
+                continue
+            try:
+                self._act(action)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _act(self, action: Action) -> None:
         if action.unit is None:
@@ -226,6 +275,7 @@ class Engine:
             ProtocolError: in the middle of a forward or a backward.
         """
         self.check_idle("changing how a sharded module communicates")
+        self.end_reductions()
         self.weights_changed()
         for unit in units:
             self.reshard(unit)
@@ -245,9 +295,11 @@ class Engine:
         """``member`` of ``unit`` is about to run its forward, on ``inputs``.
 
         Raises:
-            ProtocolError: parameters are on the meta device, or lent; nothing was changed.
+            ProtocolError: parameters are on the meta device, or lent, or gradients are still being
+                reduced for a handle; nothing was changed.
         """
         unit.check_not_lent("a forward")
+        self.check_awaited("a forward")
         task = self._backward.task()
         self.thread = threading.get_ident()
         if self.scheduler.idle:
@@ -302,6 +354,7 @@ class Engine:
         unit.registration.take_over(unit)
         state = self.scheduler.residents.units[unit.key]
         if not unit.is_current():
+            self.end_reductions()
             self.trigger(when.WeightsChanged())
             self.trigger(when.UserReshard(unit.key))
             unit.adopt()
@@ -346,5 +399,10 @@ _ACTS: dict[Op, Callable[[Unit], None]] = {
     Op.FORGET: Unit.forget,
 }
 """What a unit does by itself; to unshard it takes the engine."""
+
+_BY_ITSELF = frozenset({Op.CONCEAL, Op.RESHARD, Op.DISCARD, Op.FORGET})
+"""What communicates nothing."""
+
+_ENDS = frozenset({when.TaskEnd, when.TaskDied})
 
 _TAKES_GRADIENTS = frozenset({Op.REDUCE_SCATTER, Op.ACCUMULATE, Op.DISCARD, Op.FORGET})

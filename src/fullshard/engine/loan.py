@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.device import Kind, StorageMeter
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.full import (
@@ -81,7 +83,7 @@ class Loan:
             param.requires_grad_(own.requires_grad)
             if grad is not None:
                 parallel = spec.parallel[i] if spec.parallel else None
-                param.grad = grad if parallel is None else parallel.wrap(grad)
+                _torch.set_grad(param, grad if parallel is None else parallel.wrap(grad))
             params.append(param)
         return params
 
@@ -99,7 +101,11 @@ class Loan:
                 local = spec.form.local(grad).reshape(-1)
                 row.narrow(0, piece.offset, piece.numel).copy_(local)
         full = gather_full(spec, row, self._meter)
-        return [grad if has else None for grad, has in zip(full, present, strict=True)]
+        shown = bucket.grad_dtypes().shown
+        return [
+            grad.to(dtype) if has else None
+            for grad, has, dtype in zip(full, present, shown, strict=True)
+        ]
 
     def take_back(self, *, keep: bool) -> FullshardError | None:
         """Show what was shown before; the unit is as usable as it was.
@@ -217,21 +223,22 @@ def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _zero_row(bucket: Bucket) -> Tensor:
-    """For gradients in the order of the shard."""
-    shards = bucket.shards
+    """For gradients in the order of the shard, in a dtype that holds them all."""
     numel = bucket.spec.layout.shard_numel
-    return torch.zeros(numel, dtype=shards.dtype, device=shards.device)
+    dtype = reduce(torch.promote_types, bucket.grad_dtypes().shown)
+    return torch.zeros(numel, dtype=dtype, device=bucket.shards.device)
 
 
 def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
     """Let the sharded parameters have the gradients in ``row``, and no others."""
     spec = bucket.spec
-    views = spec.local_views(row)
+    views = spec.own_views(row)
+    dtypes = bucket.grad_dtypes().shown
     for i, param in enumerate(bucket.sharded_params):
         if not present[i]:
             param.grad = None
         elif param.grad is None:
-            param.grad = spec.form.wrap(i, views[i])
+            _torch.set_grad(param, spec.form.wrap(i, views[i].to(dtypes[i])))
         else:
             spec.form.local(param.grad).copy_(views[i])
     if bucket.front is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fullshard.errors import ConfigError
 
 __all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "ReducePolicy"]
 
@@ -24,11 +26,36 @@ class MixedPrecisionPolicy:
     """Of the all-gather and of the unsharded parameters (floating-point ones only); None: their
     own."""
     reduce_dtype: torch.dtype | None = None
-    """Of the reduction of gradients; None: the dtype of the unsharded parameters."""
+    """Of the reduction of gradients, and of what adds up without synchronisation. None: as in the
+    PyTorch that is installed: since 2.15 what ``grad_dtype`` of the parameters says, which is their
+    own dtype unless it was set; before, the dtype of the unsharded parameters."""
     output_dtype: torch.dtype | None = None
     """Floating-point outputs of the module's forward are cast to it; None: no cast."""
     cast_forward_inputs: bool = True
     """Whether floating-point inputs of the module's forward are cast to ``param_dtype``."""
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
+    """Called once with each parameter when it is sharded, with the same answer on all ranks: its
+    own dtype, in which it stays; or None or ``param_dtype``, which holds for it then."""
+
+    def for_param(self, name: str, param: nn.Parameter) -> MixedPrecisionPolicy:
+        """The policy for one parameter, with nothing to ask any more.
+
+        Raises:
+            ConfigError: the answer is a dtype that is neither of the two, or none at all.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        answer = self.param_dtype_override_fn(param)
+        if answer not in (None, self.param_dtype, param.dtype):
+            raise ConfigError(
+                f"MixedPrecisionPolicy(param_dtype_override_fn=...): got {answer!r} for parameter "
+                f"{name}; expected None or param_dtype ({self.param_dtype}), for the default, or "
+                f"the parameter's own dtype ({param.dtype})"
+            )
+        chosen = self.param_dtype if answer is None else answer
+        return replace(self, param_dtype=chosen, param_dtype_override_fn=None)
 
 
 @dataclass(frozen=True)

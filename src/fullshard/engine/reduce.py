@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
+from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.grad_shard import GradShard
 from fullshard.engine.offload import bring_home
 from fullshard.engine.policy import ReducePolicy
-from fullshard.engine.reduce_input import ReduceInput
+from fullshard.engine.reduce_input import Reduced, ReduceInput
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import local_gradients, plain
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
 
-__all__ = ["Front", "Gradients", "Waiting"]
+__all__ = ["Front", "Gradients", "Partial", "Waiting"]
+
+_MOST_SETS = 16  # of parameters to reduce, for which a layout is kept
 
 
 @dataclass
@@ -30,10 +33,19 @@ class _Reduction:
     """A reduction that was started, over shards first, then over replicas if there are any."""
 
     pending: Pending
+    reduced: Reduced  # by which all that follows is ordered
     row: Tensor  # 1-D, what it results in: layout.shard_numel elements and the flags
     source: ReduceInput | None  # None: only what was kept partial is reduced
     present: list[bool]  # which parameters have a gradient on this rank
     shown: GradShard | None  # around ``row``, if they were made before
+    owed: frozenset[int]  # numbers of those with gradients of earlier passes, frozen by now or not
+
+
+class Partial(NamedTuple):
+    """A row that is reduced over shards only, and waits for the replicas."""
+
+    reduced: Reduced
+    row: Tensor
 
 
 class Waiting(NamedTuple):
@@ -41,8 +53,10 @@ class Waiting(NamedTuple):
 
     pending: list[Tensor | None] | None
     """Whole ones, by parameter."""
-    partial: Tensor | None
-    """A row that is reduced over shards only."""
+    partial: Partial | None
+    """What is reduced over shards only."""
+    owed: frozenset[int]
+    """Numbers of all parameters that either may have come from; the same on all ranks."""
 
 
 class Front(Protocol):
@@ -68,9 +82,10 @@ class Front(Protocol):
 class Gradients:
     """Takes gradients off the unsharded parameters and puts reduced ones on the sharded.
 
-    A reduction has the same size on all ranks, whichever parameters got a gradient: those without
-    send zeros, and one element per parameter says whether some rank had one. So ``.grad`` stays
-    None exactly where no rank computed one, without an extra collective.
+    Reduced are the parameters that are trainable at the moment, and those to which gradients of
+    earlier passes are owed. A reduction has the same size on all ranks, whichever of them got a
+    gradient: those without send zeros, and one element per parameter says whether some rank had
+    one. So ``.grad`` stays None exactly where no rank computed one, without an extra collective.
     """
 
     def __init__(
@@ -78,6 +93,7 @@ class Gradients:
         spec: BucketSpec,
         params: Sequence[nn.Parameter],
         sharded_params: Sequence[nn.Parameter],
+        dtypes: GradDtypes,
         lanes: Lanes,
         meter: StorageMeter,
     ) -> None:
@@ -85,64 +101,95 @@ class Gradients:
         self.params = params
         self.pending: list[Tensor | None] = [None] * len(params)
         self._spec = spec
+        self._dtypes = dtypes
         self._lanes = lanes
         self._in_flight: _Reduction | None = None
         self._last: GradShard | None = None
-        self._partial: Tensor | None = None  # rows reduced over shards, waiting for the replicas
+        self._partial: Partial | None = None
+        self._owed: frozenset[int] = frozenset()
+        self._reduced = Reduced.of(spec, tuple(range(len(params))))
+        self._sets = {self._reduced.numbers: self._reduced}
         self._meter = meter
         self.policy = ReducePolicy()
         self.front: Front | None = None
         self._has_pending = False  # the same on all ranks
-        self._inputs: dict[torch.dtype, ReduceInput] = {}  # by the dtype on the wire
+        dtypes.expect(spec, params)
 
     def start(self) -> None:
-        """Start to reduce what the parameters have, and what was pending."""
-        buffer = self._input_for(self._wire_dtype())
-        grads = self._take()
+        """Start to reduce what the parameters have, and what was pending, if there can be any."""
+        numbers = self._numbers()
+        if not numbers:
+            return
+        reduced = self._reduced_of(numbers)
+        has_pending, owed = self._has_pending, self._owed
+        taken = self._take()
+        grads = [taken[number] for number in numbers]
+        dtype = self._wire_dtype(grads, has_pending=has_pending)
+        buffer = reduced.input(dtype, self.params[0].device, self._meter)
         source = buffer.fill(grads)
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
-            shown, row = self._result_for(buffer.row, source.device)
+            shown, row = self._result_for(reduced, buffer.row, source.device)
             pending = self._spec.reducing.reduce_scatter_mean(row, source)
         present = [grad is not None for grad in grads]
-        self._in_flight = _Reduction(pending, row, buffer, present, shown)
+        self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, owed)
+        self._owed = frozenset()
 
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self._spec.reduce_dtype or self.params[0].dtype
+    def _trainable(self) -> frozenset[int]:
+        """The parameters that are not frozen, by number; the same on all ranks."""
+        return frozenset(i for i, param in enumerate(self.sharded_params) if param.requires_grad)
 
-    def _wire_dtype(self) -> torch.dtype:
+    def _numbers(self) -> tuple[int, ...]:
+        """The parameters to reduce, ascending; the same on all ranks."""
+        numbers = tuple(
+            number
+            for number, param in enumerate(self.sharded_params)
+            if param.requires_grad or number in self._owed
+        )
+        if numbers and self._spec.clean_padding:  # somebody sees them all as one
+            return tuple(range(len(self.params)))
+        return numbers
+
+    def _reduced_of(self, numbers: tuple[int, ...]) -> Reduced:
+        """What is known about reducing these; a change costs time in the first step only."""
+        if numbers != self._reduced.numbers:
+            known = self._sets.get(numbers)
+            if known is None:
+                if len(self._sets) >= _MOST_SETS:
+                    self._sets.clear()
+                known = self._sets[numbers] = Reduced.of(self._spec, numbers)
+            known.is_agreed = known.is_all  # of too many gradients the wire takes notice
+            self._reduced = known
+        return self._reduced
+
+    def _wire_dtype(self, grads: Sequence[Tensor | None], *, has_pending: bool) -> torch.dtype:
         """The dtype that gradients travel in; the same on all ranks.
 
         Where the wire adds up in wide numbers whatever travels, a gradient that was computed in
         few bits need not be widened before: the sum is the same, bit for bit.
         """
-        computed = self.params[0].dtype
-        may_narrow = self._spec.reducing.adds_wide and not self._has_pending
-        if may_narrow and self._reduce_dtype is torch.float32 and computed.itemsize < 4:
-            return computed
-        return self._reduce_dtype
+        if has_pending:
+            return self._dtypes.reduced
+        if self._spec.reducing.world == 1:  # nobody to agree with
+            came = {grad.dtype for grad in grads if grad is not None}
+            return self._dtypes.wire if came <= {self._dtypes.wire} else self._dtypes.reduced
+        return self._dtypes.wire
 
-    def _input_for(self, dtype: torch.dtype) -> ReduceInput:
-        buffer = self._inputs.get(dtype)
-        if buffer is None:
-            device = self.params[0].device
-            buffer = self._inputs[dtype] = ReduceInput(self._spec, dtype, device, self._meter)
-        return buffer
-
-    def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
+    def _result_for(
+        self, reduced: Reduced, numel: int, device: torch.device
+    ) -> tuple[GradShard | None, Tensor]:
         """Where to reduce to: last step's gradients if they are free, else new memory.
 
-        What has to be reduced over replicas too, now or later, keeps the dtype of reduction, and
-        what goes to the host is shown there.
+        What has to be reduced over replicas too, now or later, or is shown in several dtypes,
+        keeps the dtype of reduction, and what goes to the host is shown there.
         """
-        if self._spec.replicas is not None or self._spec.offload is not None:
-            return None, torch.empty(numel, dtype=self._reduce_dtype, device=device)
+        dtype = self._dtypes.one_shown
+        if self._spec.replicas is not None or self._spec.offload is not None or dtype is None:
+            return None, torch.empty(numel, dtype=self._dtypes.reduced, device=device)
         last = self._last
-        if last is not None and len(last.flat) == numel and last.is_free():
+        if last is not None and last.reduced is reduced and last.is_free():
             return last, last.flat
-        dtype = self._spec.grad_dtype or self.sharded_params[0].dtype
-        new = GradShard(self._spec, torch.empty(numel, dtype=dtype, device=device))
+        new = GradShard(reduced, torch.empty(numel, dtype=dtype, device=device))
         self._last = new if new.is_small else None
         return new, new.flat
 
@@ -152,10 +199,11 @@ class Gradients:
         if replicas is None or (self._in_flight is None and self._partial is None):
             return
         with self._lanes.on(Lane.REDUCE):
-            row = self._end_first_half()
+            reduced, row = self._end_first_half()
             if self._in_flight is None:
-                present = [False] * len(self.params)
-                self._in_flight = _Reduction(Done(), row, None, present, None)
+                present = [False] * len(reduced.numbers)
+                owed, self._owed = self._owed, frozenset()
+                self._in_flight = _Reduction(Done(), reduced, row, None, present, None, owed)
             self._in_flight.row = row
             self._in_flight.pending = replicas.all_reduce_mean(row)
 
@@ -166,13 +214,15 @@ class Gradients:
         elif self._in_flight is not None:
             with self._lanes.on(Lane.REDUCE):
                 self._partial = self._end_first_half()
+            self._owed = frozenset(self._partial.reduced.numbers)
             self._end(self._in_flight)
 
-    def _end_first_half(self) -> Tensor:
+    def _end_first_half(self) -> Partial:
         """What is reduced over shards, in this pass and in those whose result was kept partial.
 
         Whichever parameters had gradients in which pass: all of it lies in layout order, and the
-        flags add up like the rest.
+        flags add up like the rest. Of parameters that were unfrozen since there was nothing; those
+        that were frozen are reduced on, for what they are owed.
         """
         partial, self._partial = self._partial, None
         reduction = self._in_flight
@@ -180,31 +230,49 @@ class Gradients:
             assert partial is not None
             return partial
         self._lanes.wait(reduction.pending)
-        return reduction.row if partial is None else partial.add_(reduction.row)
+        now = Partial(reduction.reduced, reduction.row)
+        if partial is None:
+            return now
+        numbers = partial.reduced.numbers
+        if numbers == now.reduced.numbers:
+            return Partial(now.reduced, partial.row.add_(now.row))
+        torch._foreach_add_(
+            now.reduced.parts(now.row, numbers), partial.reduced.parts(partial.row, numbers)
+        )
+        return now
 
     def finish(self) -> None:
-        """Put the reduced gradients on the sharded parameters."""
+        """Put the reduced gradients on the sharded parameters.
+
+        Raises:
+            ProtocolError: ranks have frozen different parameters; no gradient was changed.
+        """
         if self._in_flight is None:
             return
         reduction = self._in_flight
-        with self._lanes.on(Lane.REDUCE):
-            self._lanes.wait(reduction.pending)
-            self._edit(reduction.row)
-            shown = reduction.shown
-            if shown is None:
-                shown = GradShard(self._spec, self._at_home(reduction.row))
-            self._assign(shown, self._present_anywhere(reduction.present, shown))
-        self._end(reduction)
+        try:
+            with self._lanes.on(Lane.REDUCE):
+                self._lanes.wait(reduction.pending)
+                self._edit(reduction.reduced.spec, reduction.row)
+                shown = reduction.shown
+                if shown is None:
+                    shown = self._at_home(reduction.reduced, reduction.row)
+                present = self._present_anywhere(reduction.present, shown)
+                self._assign(shown, present, reduction.owed)
+        finally:
+            self._end(reduction)
 
-    def _at_home(self, row: Tensor) -> Tensor:
-        """``row`` in the dtype of the shards, and where they are."""
-        dtype = self._spec.grad_dtype or self.sharded_params[0].dtype
-        offload = self._spec.offload
-        return row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
+    def _at_home(self, reduced: Reduced, row: Tensor) -> GradShard:
+        """``row`` as users see it, where the shards are."""
+        offload, one = self._spec.offload, self._dtypes.one_shown
+        dtype = one or row.dtype
+        row = row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
+        shown = [self._dtypes.shown[number] for number in reduced.numbers]
+        return GradShard(reduced, row, None if one else shown)
 
-    def _edit(self, row: Tensor) -> None:
+    def _edit(self, spec: BucketSpec, row: Tensor) -> None:
         """Let the user's choices act on what is reduced."""
-        policy, spec = self.policy, self._spec
+        policy = self.policy
         if policy.hook is not None:
             with self._lanes.aside(policy.hook_stream):
                 for start, length in spec.gaps:
@@ -226,10 +294,11 @@ class Gradients:
         They add up in the wider of the dtypes of computation and reduction, so that waiting loses
         no bits which reducing at once would have kept.
         """
-        dtype = torch.promote_types(self.params[0].dtype, self._reduce_dtype)
+        dtype = torch.promote_types(self._dtypes.computed, self._dtypes.reduced)
         taken = self._take()
         self.pending = [None if grad is None else grad.detach().to(dtype) for grad in taken]
         self._has_pending = True
+        self._owed |= self._trainable()
 
     def discard(self) -> None:
         """Forget what a backward that died left behind."""
@@ -240,6 +309,7 @@ class Gradients:
         """Forget everything that was not reduced."""
         self._has_pending = False
         self._partial = None
+        self._owed = frozenset()
         self.discard()
         self.pending = [None] * len(self.params)
 
@@ -247,7 +317,7 @@ class Gradients:
         """What was not reduced to its end, to be taken up by other ``Gradients`` of the bucket."""
         if not self._has_pending and self._partial is None:
             return None
-        return Waiting(self.pending if self._has_pending else None, self._partial)
+        return Waiting(self.pending if self._has_pending else None, self._partial, self._owed)
 
     def take_up(self, waiting: Waiting) -> None:
         """Go on with what was waiting elsewhere, perhaps on another device or in other dtypes."""
@@ -256,7 +326,9 @@ class Gradients:
             self.pending = [None if g is None else g.to(device) for g in waiting.pending]
             self._has_pending = True
         if waiting.partial is not None:
-            self._partial = waiting.partial.to(device, self._reduce_dtype)
+            reduced, row = waiting.partial
+            self._partial = Partial(reduced, row.to(device, self._dtypes.reduced))
+        self._owed = waiting.owed
 
     def _take(self) -> list[Tensor | None]:
         """Take off each parameter's gradient, with what is pending for it added."""
@@ -282,26 +354,29 @@ class Gradients:
 
     def _present_anywhere(self, present: list[bool], result: GradShard) -> list[bool]:
         """Which parameters some rank has a gradient for."""
-        if self.policy.fill_absent:
-            return [True] * len(present)
-        if all(present):
-            return present  # no need to ask the device, which would wait for it
-        shard_numel = self._spec.layout.shard_numel
-        flags = result.flat[shard_numel : shard_numel + len(present)]
-        return [flag > 0 for flag in flags.tolist()]
+        reduced = result.reduced
+        if reduced.is_agreed and (self.policy.fill_absent or all(present)):
+            return [True] * len(present)  # no need to ask the device, which would wait for it
+        flags = reduced.flags(result.flat)
+        return [True] * len(present) if self.policy.fill_absent else flags
 
-    def _assign(self, result: GradShard, present: Sequence[bool]) -> None:
-        """Put gradients on the parameters, or add them to those there; then tell who asked."""
+    def _assign(self, result: GradShard, present: Sequence[bool], owed: frozenset[int]) -> None:
+        """Put gradients on the parameters, or add them to those there; then tell who asked.
+
+        As without sharding, what was frozen since keeps the gradients of passes before that.
+        """
         if self.front is not None:
             self.front.tell_gradients()
         sums: list[Tensor] = []
         parts: list[Tensor] = []
+        numbered = ((number, self.sharded_params[number]) for number in result.reduced.numbers)
         wanted = [
             (i, param)
-            for i, param in enumerate(self.sharded_params)
-            if present[i] and param.requires_grad
+            for i, (number, param) in enumerate(numbered)
+            if present[i] and (param.requires_grad or number in owed)
         ]
-        put = _put_grad if self._spec.grad_dtype is None else _torch.set_grad
+        forced = self._spec.grad_dtype is not None or self.front is not None
+        put = _torch.set_grad if forced else _torch.put_grad
         for i, param in wanted:
             if param.grad is None:
                 put(param, result.shown[i])
@@ -315,7 +390,3 @@ class Gradients:
         seen = [param for _, param in wanted] if self.front is None else [self.front.param]
         for param, hook in _torch.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would have called it; an optimizer may step in one
-
-
-def _put_grad(param: Tensor, grad: Tensor) -> None:
-    param.grad = grad

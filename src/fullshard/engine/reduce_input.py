@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -10,23 +11,95 @@ from torch import Tensor
 
 from fullshard.device import Buffer, Kind, StorageMeter
 from fullshard.engine.spec import BucketSpec
-from fullshard.layout import StridedCopy, round_up
+from fullshard.errors import ProtocolError
+from fullshard.layout import Layout, StridedCopy, round_up, subset
 
-__all__ = ["ReduceInput"]
+__all__ = ["ReduceInput", "Reduced"]
+
+
+@dataclass(eq=False)
+class Reduced:
+    """The parameters of a bucket that are reduced together: as a rule all of them.
+
+    Where the user froze some after sharding, the others lie closer in ``spec.layout``, which holds
+    them alone: nothing is sent for what is frozen, and the shards are what they were.
+    """
+
+    numbers: tuple[int, ...]
+    """Which they are, ascending; everything else here counts them from 0."""
+    spec: BucketSpec
+    """That of the bucket, with the layout of these."""
+    names: tuple[str, ...]
+    """Of all parameters of the bucket, which all have flags."""
+    is_agreed: bool = True
+    """Whether other ranks are known to reduce the same ones."""
+    inputs: dict[torch.dtype, ReduceInput] = field(default_factory=dict)
+    """By the dtype on the wire."""
+
+    @classmethod
+    def of(cls, spec: BucketSpec, numbers: tuple[int, ...]) -> Reduced:
+        """``numbers`` of the bucket with ``spec``."""
+        names = tuple(param.name for param in spec.layout.params)
+        if len(numbers) < len(names):
+            spec = replace(spec, layout=subset(spec.layout, numbers))
+        return cls(numbers, spec, names)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether these are all parameters of the bucket."""
+        return len(self.numbers) == len(self.names)
+
+    @property
+    def row(self) -> int:
+        """Elements of one rank's slice, the flags included; the same in every dtype."""
+        return self.spec.layout.shard_numel + round_up(len(self.names), 8)
+
+    def input(self, dtype: torch.dtype, device: torch.device, meter: StorageMeter) -> ReduceInput:
+        """Where their gradients are copied to, to travel in ``dtype``."""
+        buffer = self.inputs.get(dtype)
+        if buffer is None:
+            buffer = self.inputs[dtype] = ReduceInput(self, dtype, device, meter)
+        return buffer
+
+    def flags(self, row: Tensor) -> list[bool]:
+        """Which of these parameters some rank has a gradient for, as read from a reduced row.
+
+        Raises:
+            ProtocolError: a rank has one for a parameter that is frozen here.
+        """
+        start = self.spec.layout.shard_numel
+        flags = [flag > 0 for flag in row[start : start + len(self.names)].tolist()]
+        known = set(self.numbers)
+        unknown = [name for i, name in enumerate(self.names) if flags[i] and i not in known]
+        if unknown:
+            raise ProtocolError(
+                f"gradients of {', '.join(unknown)} came from other ranks, and this one reduces "
+                "none for them: parameters have to be frozen and unfrozen on all ranks alike"
+            )
+        self.is_agreed = True
+        return [flags[number] for number in self.numbers]
+
+    def parts(self, row: Tensor, numbers: Sequence[int]) -> list[Tensor]:
+        """This rank's pieces in ``row`` of some parameters, by their numbers; then all flags."""
+        pieces = [self.spec.pieces[self.numbers.index(number)] for number in numbers]
+        flags = row[self.spec.layout.shard_numel :]
+        return [*(row.narrow(0, piece.offset, piece.numel) for piece in pieces), flags]
 
 
 class ReduceInput:
     """The buffer that gradients are copied to, in one batch that casts, to be reduced.
 
-    Behind the slice of each rank it has one element per parameter, 1 where it got a gradient, up
-    to a multiple of 8, which are at least 16 bytes.
+    Behind the slice of each rank it has one element per parameter of the bucket, 1 where it got a
+    gradient, up to a multiple of 8, which are at least 16 bytes.
     """
 
     def __init__(
-        self, spec: BucketSpec, dtype: torch.dtype, device: torch.device, meter: StorageMeter
+        self, reduced: Reduced, dtype: torch.dtype, device: torch.device, meter: StorageMeter
     ) -> None:
-        layout = spec.layout
-        self.row = row_numel(spec)
+        spec, layout = reduced.spec, reduced.spec.layout
+        self.row = reduced.row
+        self._numbers = reduced.numbers
+        self._frozen = sorted(set(range(len(reduced.names))).difference(reduced.numbers))
         self._spec = spec
         self._meter = meter
         self._numel = sum(param.numel for param in layout.params)
@@ -38,6 +111,7 @@ class ReduceInput:
             )
             flat = self._buffer.tensor
             self._flags = flat.view(layout.world, self.row)[:, layout.shard_numel :]
+            self._flag_of = self._flags.unbind(1)
             for box in layout.copies(row=self.row):
                 view = flat.as_strided(box.sizes, box.staging_strides, box.staging_offset)
                 param, boxes = layout.params[box.param], self._boxes[box.param]
@@ -47,7 +121,7 @@ class ReduceInput:
                 elif boxes is not None:
                     boxes.append(box)
                 self._targets[box.param].append(view)
-            self._padding = _padding(spec, flat) if spec.clean_padding else []
+            self._padding = _padding(layout, self.row, flat) if spec.clean_padding else []
             self._all_targets = list(chain.from_iterable(self._targets))
             self._buffer.free()
 
@@ -72,8 +146,9 @@ class ReduceInput:
         if targets:
             torch._foreach_copy_(targets, sources)
         self._flags.fill_(1)
-        if missing:
-            self._flags[:, missing] = 0
+        unset = [*self._frozen, *(self._numbers[number] for number in missing)]
+        if unset:  # not by a list of indices, which an accelerator would wait for
+            torch._foreach_zero_([self._flag_of[number] for number in unset])
         left_out = sum(self._spec.layout.params[number].numel for number in missing)
         self._meter.copied((self._numel - left_out) * self._buffer.tensor.itemsize)
         return self._buffer.tensor
@@ -92,14 +167,8 @@ class ReduceInput:
         self._buffer.free()
 
 
-def row_numel(spec: BucketSpec) -> int:
-    """Elements of one rank's slice, the flags included; the same in every dtype on the wire."""
-    return spec.layout.shard_numel + round_up(len(spec.layout.params), 8)
-
-
-def _padding(spec: BucketSpec, flat: Tensor) -> list[Tensor]:
+def _padding(layout: Layout, row: int, flat: Tensor) -> list[Tensor]:
     """Views of what belongs to no parameter; of all, to be sure, where it cannot be told."""
-    layout, row = spec.layout, row_numel(spec)
     if not layout.zero_copy:
         return [flat]
     ends = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ProtocolError
 from fullshard.layout import Segment
-from fullshard.tensors import carry_hooks, local_part, plain
+from fullshard.tensors import carry_attributes, local_part, plain
 
-__all__ = ["FlatShard", "SeparateShards", "Shards", "cut_into", "cut_shards"]
+__all__ = ["FlatShard", "SeparateShards", "Shards", "carry_put_on", "cut_into", "cut_shards"]
 
 
 class Shards(Protocol):
@@ -21,6 +21,8 @@ class Shards(Protocol):
 
     locals: list[Tensor]
     """The local tensors that sharded parameters are made around."""
+    made: Sequence[Mapping[str, Any]]
+    """The attributes that they had at first; what else is on one was put there."""
 
     @property
     def device(self) -> torch.device:
@@ -34,8 +36,14 @@ class Shards(Protocol):
     def nbytes(self) -> int:
         """The memory they take."""
 
-    def padded(self, index: int) -> Tensor:
-        """A piece with the rows of padding that make it as large as rank 0's."""
+    def show(self, locals_: Sequence[Tensor]) -> None:
+        """Know the local tensors as users do: parameters may be around views of what we made."""
+
+    def padded(self, index: int, device: torch.device) -> Tensor:
+        """A piece on ``device``, with the rows of padding that make it as large as rank 0's.
+
+        Itself, where it is so already; else what was put on it is on that as well.
+        """
 
     def values(self) -> Tensor:
         """What is kept, 1-D in the order of the layout; itself, or a copy to ``put`` back."""
@@ -68,6 +76,7 @@ class FlatShard:
         self._spec = spec
         self.flat = flat
         self.locals = spec.own_views(flat)
+        self.made: Sequence[Mapping[str, Any]] = [{}] * len(self.locals)
 
     @classmethod
     def cut(cls, spec: BucketSpec, wholes: Sequence[Tensor]) -> Self:
@@ -94,12 +103,17 @@ class FlatShard:
         """See ``Shards``."""
         return self.flat.nbytes
 
-    def padded(self, index: int) -> Tensor:
+    def show(self, locals_: Sequence[Tensor]) -> None:
+        """See ``Shards``."""
+        self.locals = list(locals_)
+
+    def padded(self, index: int, device: torch.device) -> Tensor:
         """See ``Shards``; padding is part of the shard, and zero."""
         offset = self._spec.pieces[index].offset
         shape = self._spec.layout.local_shape(0, index)
         numel = torch.Size(shape).numel()
-        return self.flat.narrow(0, offset, numel).view(shape)
+        padded = self.flat.narrow(0, offset, numel).view(shape)
+        return _stand_in(self.locals[index], padded, device, self.made[index])
 
     def values(self) -> Tensor:
         """See ``Shards``; itself."""
@@ -119,7 +133,6 @@ class FlatShard:
         for own, piece in zip(new.locals, pieces, strict=True):
             if device.type != "meta":
                 own.copy_(piece)
-            carry_hooks(piece, own)
         return new
 
 
@@ -133,6 +146,7 @@ class SeparateShards:
             whole.narrow(0, 0, piece.shape[0])
             for whole, piece in zip(padded, spec.pieces, strict=True)
         ]
+        self.made: Sequence[Mapping[str, Any]] = [dict(vars(local)) for local in self.locals]
 
     @classmethod
     def cut(cls, spec: BucketSpec, wholes: Sequence[Tensor]) -> Self:
@@ -162,9 +176,14 @@ class SeparateShards:
         """As many as plain tensors would take; what a class really takes is its own affair."""
         return sum(padded.numel() * padded.element_size() for padded in self._padded)
 
-    def padded(self, index: int) -> Tensor:
+    def show(self, locals_: Sequence[Tensor]) -> None:
         """See ``Shards``."""
-        return self._padded[index]
+        self.locals = list(locals_)
+        self.made = [dict(vars(local)) for local in self.locals]
+
+    def padded(self, index: int, device: torch.device) -> Tensor:
+        """See ``Shards``."""
+        return _stand_in(self.locals[index], self._padded[index], device, self.made[index])
 
     def values(self) -> Tensor:
         """See ``Shards``; plain copies."""
@@ -197,10 +216,40 @@ class SeparateShards:
             if not piece.is_meta and len(piece):
                 own.narrow(0, 0, len(piece)).copy_(piece)
             padded.append(own)
-        new = type(self)(self._spec, padded)
-        for own, piece in zip(new.locals, pieces, strict=True):
-            carry_hooks(piece, own)
-        return new
+        return type(self)(self._spec, padded)
+
+
+def carry_put_on(
+    old: Shards,
+    found: Sequence[Tensor],
+    new: Shards,
+    copied: Callable[[Any], Any] = lambda value: value,
+) -> None:
+    """Put on the pieces ``new`` what was put on ``found``, which may be others than those of old.
+
+    Of others nobody knows what they were made with: they give what pieces of their class lack.
+    """
+    for number, (piece, target) in enumerate(zip(found, new.locals, strict=True)):
+        made = old.made[number]
+        if piece is not old.locals[number]:
+            made = {name: value for name, value in vars(piece).items() if name in vars(target)}
+        carry_attributes(piece, target, made, copied)
+
+
+def _stand_in(
+    local: Tensor, padded: Tensor, device: torch.device, made: Mapping[str, Any]
+) -> Tensor:
+    """``local``, or where that is smaller or elsewhere, ``padded`` with what was put on it."""
+    found = local if local.shape == padded.shape else padded
+    if found.device != device:
+        found = found.to(device)
+    if found is not local:
+        carry_attributes(local, found, made, _moved_to(device))
+    return found
+
+
+def _moved_to(device: torch.device) -> Callable[[Any], Any]:
+    return lambda value: value.to(device) if isinstance(value, Tensor) else value
 
 
 def check_at_home(spec: BucketSpec, device: torch.device, names: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.comm import Collectives
+from fullshard.comm import Collectives, Label
 from fullshard.engine.offload import Offload
 from fullshard.layout import Layout, Segment
 from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_flat
@@ -32,8 +33,8 @@ class BucketSpec:
 
     ``comm`` is the wire among the ranks that share one copy of the parameters, ``replicas`` the one
     among ranks with equal shards of several copies, and ``secondary`` the one among those that
-    gather again what is resharded to a smaller group. ``param_dtype`` and ``reduce_dtype`` are None
-    where the parameters' own dtype, or that of the unsharded parameters, is used.
+    gather again what is resharded to a smaller group. ``param_dtype`` is None where the parameters'
+    own dtype is used, ``reduce_dtype`` where ``GradDtypes`` decides.
     """
 
     layout: Layout
@@ -49,7 +50,9 @@ class BucketSpec:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
-    """Of reduced gradients; None: that of the parameters."""
+    """Of reduced gradients; None: what ``grad_dtype`` of the parameters says."""
+    follows_grad_dtype: bool = False
+    """Whether gradients are computed and reduced as ``grad_dtype`` of the parameters says, too."""
     clean_padding: bool = False
     """Whether gradients are zero where no parameter lies, because somebody sees them as one."""
     offload: Offload | None = None
@@ -58,6 +61,25 @@ class BucketSpec:
     """Whether the parameters, and so gradients, are of a tensor class that stands around others."""
     hook_arguments: HookArguments | None = None
     """What hooks of tensors are told; None: there can be none."""
+
+    def labelled(self, label: Label) -> BucketSpec:
+        """The same with wires that say what they carry."""
+        given = {name: getattr(self, name) for name in ("comm", "reducer", "replicas", "secondary")}
+        wires = {name: wire.labelled(label) for name, wire in given.items() if wire is not None}
+        return replace(self, **wires)
+
+    def described(self, unit: str, dtype: torch.dtype) -> str:
+        """What ranks compare before they exchange anything of a bucket of ``unit``.
+
+        The dtype is that of the shards. A digest stands for names, shapes and dtypes of all.
+        """
+        params = [(param.name, param.shape) for param in self.layout.params]
+        all_of_it = repr((unit, params, dtype, self.param_dtype, self.reduce_dtype))
+        digest = hashlib.blake2b(all_of_it.encode(), digest_size=8).hexdigest()
+        names = [param.name for param in self.layout.params[:3]]
+        more = len(params) - len(names)
+        some = ", ".join(names) + (f" and {more} more" if more else "")
+        return f"unit {unit or '(root)'} ({some}; digest {digest})"
 
     @property
     def home(self) -> torch.device:
@@ -99,17 +121,17 @@ class BucketSpec:
             gaps.append((end, self.layout.shard_numel - end))
         return tuple(gaps)
 
-    def local_views(self, flat: Tensor) -> list[Tensor]:
+    def own_views(self, flat: Tensor) -> list[Tensor]:
         """This rank's piece of every parameter in ``flat`` (1-D, in shard order).
 
-        The pieces can be found as neighbours in ``flat`` by ``tensors.flat_part_of``.
+        Each has a storage of just its part, so that users may pickle and compile it. They keep
+        ``flat`` alive and can be found as neighbours in it by ``tensors.flat_part_of``.
         """
         announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
-        return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in self.pieces]
-
-    def own_views(self, flat: Tensor) -> list[Tensor]:
-        """``local_views``, each with a storage of just its part, as users may pickle them."""
-        return list(map(_torch.own_storage, self.local_views(flat)))
+        views = [_torch.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
+        for view in views:
+            _torch.keep_alive(view, flat)
+        return views
 
     def whole_param(self, index: int, whole: Tensor) -> nn.Parameter:
         """A parameter as modules compute with it, frozen as yet, around the memory it is in."""

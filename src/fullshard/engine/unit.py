@@ -73,9 +73,9 @@ class Unit:
         encloses: bool,
     ) -> None:
         self.key = -1
-        self.name = name
         self.device = device
         self.buckets = tuple(buckets)
+        self.name = name
         self.registration = registration
         self.num_members = num_members
         self.encloses = encloses
@@ -109,6 +109,17 @@ class Unit:
             f"a module with parameters of unit {self.name or '(root)'} cannot be copied without "
             "the module that was given to fully_shard; copy that one, or the state_dict()"
         )
+
+    @property
+    def name(self) -> str:
+        """Of the module that it was made of, in the tree above; what is communicated says it."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        for bucket in self.buckets:
+            bucket.tell_unit(name)
 
     @property
     def nbytes(self) -> int:
@@ -168,14 +179,13 @@ class Unit:
     def reshard(self, *, to_secondary: bool = False) -> None:
         """Show the sharded parameters and free the unsharded ones, all but secondary shards."""
         self.conceal()
-        for whole in self._wholes():
-            whole.free(to_secondary=to_secondary)
+        for bucket in self.buckets:
+            bucket.reshard(to_secondary=to_secondary)
 
     def reduce(self) -> None:
-        """Start the reductions of the buckets in which something is trainable."""
-        for bucket in self.buckets:
-            if bucket.trainable and bucket.gradients is not None:
-                bucket.gradients.start()
+        """Start the reductions of the buckets in which something is trainable, or was."""
+        for gradients in self._gradients():
+            gradients.start()
 
     def all_reduce(self) -> None:
         """Go on to reduce over replicas, in the buckets that have any."""
@@ -256,13 +266,13 @@ class Unit:
         return self._version != last
 
     def check_ready(self) -> None:
-        """Refuse to gather parameters on the meta device, or with hooks that cannot work.
+        """Refuse to gather parameters on the meta device, or what cannot work.
 
         Raises:
-            ProtocolError, ExtensionError, UnsupportedError: nothing was changed.
+            ProtocolError, ExtensionError, UnsupportedError, ConfigError: nothing was changed.
         """
         for bucket in self.buckets:
-            bucket.check_hooks()
+            bucket.check()
         names = [
             n
             for bucket in self.buckets

@@ -113,8 +113,11 @@ class Unsharded:
         self._in_flight = None
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
-    def free(self, *, to_secondary: bool = False) -> None:
-        """Give the memory back once compute is done with it, but for a secondary shard if asked."""
+    def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
+        """Give the memory back once compute is done with it, but for a secondary shard if asked.
+
+        With ``keep_memory`` nothing is given back, and the next gather writes to the same place.
+        """
         if self._buffer is None:
             return
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)
@@ -124,7 +127,8 @@ class Unsharded:
                     self._secondary.keep()
                 else:
                     self._secondary.free()
-            self._buffer.free()
+            if not keep_memory:
+                self._buffer.free()
 
 
 class _Secondary:

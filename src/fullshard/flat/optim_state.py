@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from fullshard.checkpoint import (
     load_sharded_optim_state_dict,
     sharded_optim_state_dict,
 )
+from fullshard.checkpoint.optimizer import load_optim_state
 from fullshard.errors import AssertedConfigError, ConfigError
 from fullshard.flat.options import (
     FullOptimStateDictConfig,
@@ -143,19 +145,19 @@ class OptimStateDicts:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a full one."""
-        loading = _Loading(_given(model, optim, optim_input))
-        load_full_optim_state_dict(model, loading, full_optim_state_dict, strict=False)
-        return loading.loaded
+        """``optim_state_dict_to_load`` of a full one.
+
+        Groups hold the parameters that it has; programs add the others with state of their own.
+        """
+        given = _given(model, optim, optim_input)
+        return _loaded_as_before(model, given, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a sharded one."""
-        loading = _Loading(optim)
-        load_sharded_optim_state_dict(model, loading, sharded_optim_state_dict, strict=False)
-        return loading.loaded
+        """``optim_state_dict_to_load`` of a sharded one; see ``shard_full_optim_state_dict``."""
+        return _loaded_as_before(model, optim, sharded_optim_state_dict, spread=True)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -165,12 +167,9 @@ class OptimStateDicts:
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of rank 0's full one."""
-        loading = _Loading(_given(model, optim, optim_input))
-        load_full_optim_state_dict(
-            model, loading, full_optim_state_dict or {}, broadcast_from_rank0=True, strict=False
-        )
-        return loading.loaded
+        """``optim_state_dict_to_load`` of rank 0's; see ``shard_full_optim_state_dict``."""
+        given = _given(model, optim, optim_input)
+        return _loaded_as_before(model, given, full_optim_state_dict or {}, send=True)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -186,7 +185,8 @@ class OptimStateDicts:
 
         Raises:
             AssertedConfigError: ``optim_state_key_type`` is none.
-            ConfigError: the keys are neither all names nor all numbers.
+            ConfigError: the keys are neither all names nor all numbers, or some are of parameters
+                that the model or the optimizer does not have.
         """
         kind = getattr(optim_state_key_type, "name", None)
         if kind not in OptimStateKeyType.__members__:
@@ -194,11 +194,12 @@ class OptimStateDicts:
                 f"rekey_optim_state_dict: got {optim_state_key_type!r}, expected an "
                 "OptimStateKeyType"
             )
-        keys = list(optim_state_dict["state"])
+        groups = optim_state_dict.get("param_groups", ())
+        keys = [*optim_state_dict["state"], *chain.from_iterable(g["params"] for g in groups)]
         are_names = all(isinstance(key, str) for key in keys)
         if not are_names and not all(isinstance(key, int) for key in keys):
             raise ConfigError(f"Invalid parameter keys: {keys[:8]}; expected names or numbers")
-        if are_names is (kind == "PARAM_NAME"):
+        if not keys or are_names is (kind == "PARAM_NAME"):
             return optim_state_dict
         names = _names(model, _given(model, optim, optim_input))
         if not are_names:
@@ -224,6 +225,13 @@ def _by_names(state: Mapping[str, Any], names: list[str]) -> StateDict:
 
 def _rekeyed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> StateDict:
     groups: Iterable[Mapping[str, Any]] = state.get("param_groups", ())
+    keys = dict.fromkeys([*state["state"], *chain.from_iterable(g["params"] for g in groups)])
+    unknown = [key for key in keys if key not in new]
+    if unknown:
+        raise ConfigError(
+            f"optimizer state of {unknown[:8]}, which the model and its optimizer do not have; "
+            "give those that were saved, or remove that state"
+        )
     rekeyed: StateDict = {"state": {new[key]: kept for key, kept in state["state"].items()}}
     rekeyed["param_groups"] = [
         {**group, "params": sorted((new[key] for key in group["params"]), key=str)}
@@ -232,6 +240,23 @@ def _rekeyed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> StateDict:
         for group in groups
     ]
     return rekeyed
+
+
+def _loaded_as_before(
+    model: nn.Module,
+    optim: Optimizer,
+    state: StateDict,
+    *,
+    send: bool = False,
+    spread: bool = False,
+) -> StateDict:
+    """Return what PyTorch's older functions return: groups hold what groups of ``state`` hold."""
+    loading = _Loading(optim)
+    what = "load_sharded_optim_state_dict" if spread else "load_full_optim_state_dict"
+    load_optim_state(
+        model, loading, state, what, send=send, spread=spread, strict=False, all_params=False
+    )
+    return loading.loaded
 
 
 def _given(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Optimizer:
@@ -261,12 +286,21 @@ class _Stepping(Optimizer):
         self.state = defaultdict(dict)
 
 
-class _Saved(Optimizer):
+class _StandsFor(Optimizer):
+    """Has the parameters and options of an optimizer, in whose place state dicts see it."""
+
+    def __init__(self, optim: Optimizer) -> None:
+        self.param_groups = optim.param_groups
+        self.state = optim.state
+        self.defaults = getattr(optim, "defaults", {})
+        self._optimizer_class = getattr(optim, "_optimizer_class", type(optim))
+
+
+class _Saved(_StandsFor):
     """An optimizer whose state dict is one that the user has, with numbers and groups."""
 
     def __init__(self, model: nn.Module, optim: Optimizer, saved: StateDict) -> None:
-        self.param_groups = optim.param_groups
-        self.state = optim.state
+        super().__init__(optim)
         if all(isinstance(key, int) for key in saved["state"]):
             state = saved["state"]
         else:
@@ -288,12 +322,11 @@ class _Saved(Optimizer):
         return self._saved
 
 
-class _Loading(Optimizer):
+class _Loading(_StandsFor):
     """Takes what would be loaded into an optimizer."""
 
     def __init__(self, optim: Optimizer) -> None:
-        self.param_groups = optim.param_groups
-        self.state = optim.state
+        super().__init__(optim)
         self.loaded: StateDict = {}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from fullshard.comm import Label
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ProtocolError
 from fullshard.frontend.hooks import engine_of
@@ -66,7 +67,7 @@ def _compare_ranks(engine: Engine, unit: Unit, number: int) -> None:
             return
         own = torch.tensor([unit.key], device=unit.device)
         all_keys = own.new_empty(comm.world)
-        comm.all_gather([all_keys], [own]).wait()
+        comm.labelled(Label()).all_gather([all_keys], [own]).wait()  # ranks may be at others
         if bool((all_keys != own).any()):
             names = ", ".join(
                 f"rank {rank} {_name(engine.units[key])}"

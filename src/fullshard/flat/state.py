@@ -30,7 +30,7 @@ from fullshard.flat.options import (
     member_of,
 )
 from fullshard.flat.precision import Precision
-from fullshard.frontend.contexts import clean_name
+from fullshard.frontend.contexts import WRAPPED, clean_name
 from fullshard.frontend.sharded import is_taken_as_it_is, taken_as_it_is
 
 __all__ = ["StateDicts", "settings_of"]
@@ -145,6 +145,14 @@ class StateDicts(nn.Module):
                 state[name] = state[name].to(dtype)
         return state
 
+    def _fqn_modifiers(self) -> Mapping[str, str]:
+        """Return what ``torch.distributed.checkpoint.state_dict`` asks of modules it does not know.
+
+        Without ``patch_torch`` it takes a wrapper for one, keeps its prefix in names and takes
+        pieces of parameters and of optimizer state for whole tensors.
+        """
+        return _NotKnown()
+
     def _own_dtypes(self) -> dict[str, torch.dtype]:
         """Of buffers that are cast by now."""
         found = {}
@@ -191,6 +199,26 @@ class StateDicts(nn.Module):
             if not isinstance(entry.value, torch.Tensor) and entry.name in by_name:
                 have[entry.own_name] = by_name[entry.name]
         state_dict.update({prefix + name: value for name, value in have.items()})
+
+
+class _NotKnown(dict[str, str]):
+    """Changes no name, and refuses to be asked for that of the wrapped module."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return None; PyTorch calls this for each part of a parameter's name.
+
+        Raises:
+            UnsupportedError: the part is what a wrapper adds.
+        """
+        if name != WRAPPED:
+            return default
+        raise UnsupportedError(
+            "torch.distributed.checkpoint.state_dict got a model with fullshard's "
+            "FullyShardedDataParallel in it, of which it knows only PyTorch's own; it would take "
+            "pieces of parameters and of optimizer state for whole ones. Call "
+            "fullshard.compat.patch_torch() before, or save state_dict() and optim_state_dict() "
+            "of FullyShardedDataParallel"
+        )
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:

@@ -338,6 +338,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             ProtocolError: another wrapper encloses this one, or a forward or backward is running.
         """
         self._check_root("clip_grad_norm_()")
+        engine_of(self._unit).reshard_all()  # no_sync() may keep whole ones, without gradients
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

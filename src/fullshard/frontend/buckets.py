@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.engine import BucketSpec, MixedPrecisionPolicy, Offload, check_extendable
+from fullshard import _torch
+from fullshard.engine import BucketSpec, GradDtypes, MixedPrecisionPolicy, Offload, check_extendable
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import OwnedParam
@@ -95,25 +96,40 @@ class _Member(NamedTuple):
     owned: OwnedParam
     spec: ParamSpec
     parallel: ParallelSpec | None
+    policy: MixedPrecisionPolicy
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        own = self.owned.param.dtype
+        return self.policy.param_dtype or own if own.is_floating_point else own
 
 
 def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
-    """Parameters of one mesh, dtype, trainability and kind of tensor share a bucket.
+    """Parameters of one mesh, trainability, kind of tensor and of the same dtypes share a bucket.
 
     Raises:
         ConfigError, UnsupportedError: a parameter cannot lie where it was sent.
     """
-    groups: dict[tuple[DataMesh, torch.dtype, bool, type], list[_Member]] = {}
+    groups: dict[tuple[DataMesh, torch.dtype, torch.dtype, bool, type], list[_Member]] = {}
     for one in owned:
         mesh, member = _member(one, choices)
         tensor = local_part(one.param).detach()
         kind = type(tensor) if is_wrapper(tensor) else torch.Tensor
-        key = (mesh, one.param.dtype, one.param.requires_grad, kind)
+        key = (
+            mesh,
+            one.param.dtype,
+            member.computed,
+            one.param.requires_grad,
+            kind,
+        )
         groups.setdefault(key, []).append(member)
     plan = Plan([], [])
-    for (mesh, dtype, _, kind), members in groups.items():
-        plan.params.append([member.owned for member in members])
+    for (mesh, dtype, *_, kind), members in groups.items():
+        params = [member.owned for member in members]
+        plan.params.append(params)
         spec = _bucket_spec(members, dtype, mesh, choices)
+        GradDtypes.check(spec, [owned.param for owned in params])
         if kind is not torch.Tensor:
             check_extendable(spec)
             spec = replace(spec, are_wrapped=True)
@@ -139,13 +155,14 @@ def _member(owned: OwnedParam, choices: Choices) -> tuple[DataMesh, _Member]:
         )
     parallel = _named(owned, lambda: mesh.parallel_spec(owned.param, owned.name))
     shape = owned.param.shape if parallel is None else parallel.local_shape
-    return mesh, _Member(owned, ParamSpec(owned.name, tuple(shape), dim or 0), parallel)
+    policy = choices.policy.for_param(owned.name, owned.param)
+    return mesh, _Member(owned, ParamSpec(owned.name, tuple(shape), dim or 0), parallel, policy)
 
 
 def _bucket_spec(
     members: Sequence[_Member], dtype: torch.dtype, mesh: DataMesh, choices: Choices
 ) -> BucketSpec:
-    policy = choices.policy if dtype.is_floating_point else MixedPrecisionPolicy()
+    policy = members[0].policy if dtype.is_floating_point else MixedPrecisionPolicy()
     strategy = choices.layout_on(mesh)
     align = choices.alignment(dtype, policy)
     layout = strategy.build([member.spec for member in members], mesh.num_shards, align)
@@ -160,6 +177,7 @@ def _bucket_spec(
         parallel=parallel if any(parallel) else None,
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
+        follows_grad_dtype=choices.shown is Shown.DTENSORS and _torch.follows_grad_dtype(),
         clean_padding=choices.shown is Shown.FLAT,
         offload=choices.offload,
         hook_arguments=_hook_arguments(members, strategy, mesh, choices),
@@ -173,7 +191,7 @@ def _hook_arguments(
     if not isinstance(strategy, PerParameter):
         return None
     modules = [weakref.ref(member.owned.places[0].module) for member in members]
-    return HookArguments(mesh.one_dim, modules, choices.policy)
+    return HookArguments(mesh.one_dim, modules, members[0].policy)
 
 
 def _form(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -15,6 +16,7 @@ from fullshard.engine import Bucket, Engine, Unit
 from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
 from fullshard.frontend.explain import check_optimizers_again
+from fullshard.frontend.finalization import check_ends_by_itself
 from fullshard.frontend.flat_param import FlatPlaces, innermost
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.module import sharded_class
@@ -32,6 +34,7 @@ def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
     """What ``shard_modules`` would make of ``modules``; raises whatever is wrong with them."""
     for unit in units_below(modules):
         engine_of(unit).check_idle("fully_shard")
+        check_ends_by_itself(unit)
     owned = collect(modules, choices.ignored)
     check_params(owned, choices.layout)
     return plan_buckets(owned, choices)
@@ -65,7 +68,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for param in chain.from_iterable(bucket.sharded_params for bucket in buckets):
         if isinstance(param, DTensor):
             handle_ops_on(param.device_mesh)
-    install_forward_hooks(unit, modules, choices.policy)
+    install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
     install_state_dict_hooks(unit, places)
     if choices.shown is Shown.DTENSORS:
         for module in modules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from fullshard import _torch
 from fullshard.engine import MixedPrecisionPolicy, Offload
 from fullshard.errors import (
     AlreadyShardedError,
     ArgumentTypeError,
     ConfigError,
+    NotBuiltError,
     UnsupportedError,
 )
 from fullshard.frontend.ownership import OwnedParam, owner_of, twin_of, unit_of
@@ -123,7 +125,28 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
                 f"MixedPrecisionPolicy({name}={dtype!r}): expected None or a floating-point "
                 "torch.dtype"
             )
-    return MixedPrecisionPolicy(*(getattr(policy, name) for name in fields))
+    override = getattr(policy, "param_dtype_override_fn", None)  # PyTorch's has it since 2.15
+    if override is not None and not callable(override):
+        raise ArgumentTypeError(
+            f"MixedPrecisionPolicy(param_dtype_override_fn={override!r}): expected None or a "
+            "function of a parameter"
+        )
+    return MixedPrecisionPolicy(
+        *(getattr(policy, name) for name in fields),
+        param_dtype_override_fn=_asked_once(override) if override else None,
+    )
+
+
+def _asked_once(override: Callable[[nn.Parameter], Any]) -> Callable[[nn.Parameter], Any]:
+    """The same, but it is called once for each parameter, however often units are planned."""
+    answers: dict[nn.Parameter, Any] = {}
+
+    def ask(param: nn.Parameter) -> Any:
+        if param not in answers:
+            answers[param] = override(param)
+        return answers[param]
+
+    return ask
 
 
 def checked_offload(policy: Any, device_type: str) -> Offload | None:
@@ -185,6 +208,11 @@ def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:
             raise UnsupportedError(
                 f"fully_shard: parameter {name} is lazy and has no shape yet; run a forward "
                 "before sharding"
+            )
+        if _torch.has_spmd_types(param):
+            raise NotBuiltError(
+                f"fully_shard: parameter {name} is annotated by spmd_types, which is not built; "
+                "pass a DTensor on the full mesh and dp_mesh_dims, or no annotation"
             )
         if param.dim() == 0 and isinstance(layout, PerParameter):
             raise ConfigError(

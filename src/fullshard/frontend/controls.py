@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from fullshard.comm import AllGather, Collectives, Custom, ReduceScatter, collectives_of_twin
+from fullshard.device import Lanes
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
 from fullshard.frontend.hooks import engine_of
@@ -15,6 +17,13 @@ from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.sharded import ShardedModule, unit_and_engine
 
 __all__ = ["CommunicationControls", "share_comm_ctx"]
+
+
+@dataclass(frozen=True)
+class _State:
+    """What PyTorch's pipelining asks of a sharded module: which streams it has."""
+
+    _comm_ctx: Lanes
 
 
 class CommunicationControls(ShardedModule):
@@ -57,21 +66,22 @@ class CommunicationControls(ShardedModule):
         for bucket in self._buckets(recurse):
             bucket.change_reduction(fill_absent=reduce_scatter_unused_params)
 
-    def set_reduce_scatter_max_input_buffers(self, n: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
         """Let so many reductions of the whole tree be under way; each holds its unit's gradients.
 
         By default two. ``recurse`` is there for PyTorch's sake.
 
         Raises:
-            ArgumentTypeError, ConfigError: ``n`` is no int, or less than 1.
+            ArgumentTypeError, ConfigError: the number is no int, or less than 1.
         """
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise ArgumentTypeError(
-                f"set_reduce_scatter_max_input_buffers: got {n!r}, expected an int"
-            )
-        if n < 1:
-            raise ConfigError(f"set_reduce_scatter_max_input_buffers: got {n}, expected at least 1")
-        self._set_machine(max_reductions=n)
+        what = f"set_reduce_scatter_max_input_buffers: got {max_input_buffers!r}"
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise ArgumentTypeError(f"{what}, expected an int")
+        if max_input_buffers < 1:
+            raise ConfigError(f"{what}, expected at least 1")
+        self._set_machine(max_reductions=max_input_buffers)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients of this unit, 1-D, before they are divided.
@@ -180,6 +190,10 @@ class CommunicationControls(ShardedModule):
             f"set_symm_mem_for_comm({backend!r}): symmetric memory is not built; leave this call "
             "out, PyTorch's allocator is used"
         )
+
+    def _get_fsdp_state(self) -> _State:
+        """PyTorch's pipelining refuses stages that share streams for some schedules."""
+        return _State(unit_and_engine(self)[1].lanes)
 
     def _check_no_custom(self, what: str, value: object) -> None:
         buckets = self._buckets(recurse=False)

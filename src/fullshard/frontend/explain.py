@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fullshard import _torch
 from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError
 from fullshard.frontend.ownership import sharded_twin_of, unit_of, units_below
 from fullshard.tensors import RaggedTensor
@@ -117,6 +118,7 @@ def check_optimizers_again() -> None:
     _checked.clear()
 
 
+@_torch.never_compiled
 def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step on parameters that were sharded since: it would train nothing."""
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -16,6 +16,7 @@ from fullshard.comm import (
     collectives_of_part,
     default_mesh,
     device_types_of,
+    mesh_of_dim,
 )
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.tensors import (
@@ -107,7 +108,7 @@ class DataMesh:
     def one_dim(self) -> DeviceMesh:
         """The dim along which parameters are cut, or, if none is, copied."""
         dim = self.shard_dim if self.shard_dim is not None else self.replicate_dim
-        return self._part(dim or 0)
+        return mesh_of_dim(self.mesh, dim or 0)
 
     def secondary(self, size: int) -> Collectives | None:
         """Groups of ``size`` neighbours among those that share a copy, if it falls into such."""
@@ -144,8 +145,9 @@ class DataMesh:
             usual = shard_place(spec, self.mesh, None if self.shard_dim is None else cut)
         if self.shard_dim is None or usual.divides(spec.shape):
             return usual
-        replicate = self._part(self.replicate_dim) if self.replicate_dim is not None else None
-        return place_in_order_of_cuts(spec, replicate, self._part(self.shard_dim), cut)
+        dim = self.replicate_dim
+        replicate = None if dim is None else mesh_of_dim(self.mesh, dim)
+        return place_in_order_of_cuts(spec, replicate, mesh_of_dim(self.mesh, self.shard_dim), cut)
 
     def _place_ragged(self, spec: ParallelSpec, cut: RaggedShard) -> ShardPlace:
         """Intervals are cut from the local tensors, so their dim stands left of the others."""
@@ -154,11 +156,6 @@ class DataMesh:
             return ShardPlace(self.mesh, own)
         others = spec.over_others
         return ShardPlace(joint_mesh(self.mesh, others.mesh), (*own, *others.placements))
-
-    def _part(self, dim: int) -> DeviceMesh:
-        """One dim as a mesh."""
-        names = self.mesh.mesh_dim_names or ()
-        return self.mesh if self.mesh.ndim == 1 else self.mesh[names[dim]]
 
     def _placements(self, cut: Placement) -> tuple[Placement, ...]:
         dims = range(self.mesh.ndim)

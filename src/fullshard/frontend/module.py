@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 
@@ -13,10 +13,15 @@ from fullshard.engine import Unit
 from fullshard.errors import ConfigError
 from fullshard.frontend.controls import CommunicationControls
 from fullshard.frontend.explain import check_full_tensors, guarded_methods
+from fullshard.frontend.finalization import (
+    GradientReductionHandle,
+    check_mode_may_change,
+    finalize,
+)
 from fullshard.frontend.hooks import engine_of, run_as_forward
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.pending import PendingGradient, drop_pending, pending_of
-from fullshard.frontend.sharded import unit_and_engine
+from fullshard.frontend.sharded import check_left, unit_and_engine
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
 
@@ -108,7 +113,7 @@ class FSDPModule(CommunicationControls):
 
         By sharded parameter; ``PendingGradient`` says how far each has come. They are the engine's
         own: what is written into them in place counts. Tensor-parallel ones come as this rank's
-        local tensors. PyTorch's 2.13 has no counterpart.
+        local tensors. No PyTorch counterpart.
         """
         return pending_of(self._units(recurse=True))
 
@@ -149,6 +154,15 @@ class FSDPModule(CommunicationControls):
         Between optimizer steps that saves its all-gather; after a step it gathers anyway.
         """
         self._set(recurse, reshard_after_backward=reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding keeps the memory, so that addresses stay, as CUDA graphs need them.
+
+        Modules show sharded parameters all the same, and what comes next gathers again, into the
+        same memory. Give it up by ``keep=False``; moving or casting the module gives it up once.
+        """
+        for unit in self._units(recurse):
+            engine_of(unit).keep_memory(unit, keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's own unit; not those inside of it.
@@ -207,6 +221,45 @@ class FSDPModule(CommunicationControls):
         """Whether the end of a backward ends the reductions; holds for the whole tree."""
         self._set_machine(is_last_backward=is_last_backward)
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether backwards end by ``finalize_backward``, whatever ``set_is_last_backward`` said.
+
+        For schedules in which the reduction of gradients is an action of its own. Only on the root.
+
+        Raises:
+            ProtocolError: on another module, or a backward has begun that was not finalized.
+        """
+        check_mode_may_change(unit_and_engine(self)[0], enabled)
+        self._set_machine(manual_finalization=enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards of a step: reduce the gradients that are pending, and reshard.
+
+        For ``set_manual_backward_finalization(True)``, on the root. Reductions and resharding go by
+        what is set now: before several backwards that are ended together call
+        ``set_requires_gradient_sync(False)``, and ``True`` before this. Gradients that the caller
+        put on unsharded parameters himself are reduced, too. Before the first forward it does
+        nothing.
+
+        With ``async_op`` the last reductions go on; the handle's ``wait`` ends them, which has to
+        come before the next forward.
+
+        Raises:
+            ProtocolError: backwards end by themselves, the module is not the root, a forward or a
+                backward is running, an earlier handle was not waited for, or gradients are not to
+                be reduced over replicas.
+        """
+        return finalize(unit_and_engine(self)[0], async_op=async_op)
+
     def set_prefetch_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
         """Gather ahead while unsharded bytes (the root's apart) stay within ``nbytes``.
 
@@ -248,8 +301,13 @@ class FSDPModule(CommunicationControls):
         """Give up an iteration that an exception ended: everything sharded, nothing pending.
 
         Gradients that were reduced already stay; ``optimizer.zero_grad()`` forgets them.
+
+        Raises:
+            ProtocolError: a forward or a backward is still running; nothing was changed.
         """
-        unit_and_engine(self)[1].trigger(when.Reset())
+        engine = unit_and_engine(self)[1]
+        check_left("reset_iter_state()", engine)
+        engine.trigger(when.Reset())
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to choose, gathers are asynchronous; there are callers of PyTorch's own."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from fullshard.engine import Bucket, Unit
+from fullshard.engine import Bucket, Partial, Unit
 from fullshard.frontend.hooks import engine_of
 from fullshard.schedule import triggers as when
 
@@ -57,13 +57,14 @@ def _of_bucket(bucket: Bucket) -> Iterator[tuple[nn.Parameter, PendingGradient]]
             yield param, PendingGradient(unreduced, piece)
 
 
-def _partial_pieces(bucket: Bucket, row: Tensor | None) -> list[Tensor | None]:
-    """The pieces in ``row`` of parameters that some rank had a gradient for."""
-    spec = bucket.spec
-    if row is None:
-        return [None] * len(spec.pieces)
-    flags = row[spec.layout.shard_numel :].tolist()
-    return [
-        row.narrow(0, piece.offset, piece.numel).view(piece.shape) if flag else None
-        for piece, flag in zip(spec.pieces, flags[: len(spec.pieces)], strict=True)
-    ]
+def _partial_pieces(bucket: Bucket, partial: Partial | None) -> list[Tensor | None]:
+    """The pieces in the row of parameters that some rank had a gradient for."""
+    found: list[Tensor | None] = [None] * len(bucket.sharded_params)
+    if partial is None:
+        return found
+    reduced, row = partial
+    flags = reduced.flags(row)
+    for number, piece, flag in zip(reduced.numbers, reduced.spec.pieces, flags, strict=True):
+        if flag:
+            found[number] = row.narrow(0, piece.offset, piece.numel).view(piece.shape)
+    return found

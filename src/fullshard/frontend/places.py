@@ -71,6 +71,17 @@ class Places:
         """Within the block modules show the sharded parameters themselves, for a state dict."""
         yield
 
+    @contextmanager
+    def showing_sharded(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Within the block modules show what they do between steps; nothing is moved or freed."""
+        shows_sharded = self.shows_sharded
+        self.show_sharded(buckets)
+        try:
+            yield
+        finally:
+            self.shows_sharded = shows_sharded
+            self._show_again(buckets)
+
     def in_their_place(self) -> Sequence[Place]:
         """Where modules have something that stands for the parameters while these are sharded."""
         return ()

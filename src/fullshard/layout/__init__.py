@@ -13,6 +13,7 @@ with no process group. All offsets, lengths and strides count elements, never by
     Layout.unsharded_offsets       where each parameter starts in the unsharded buffer
     Layout.copies(row)             the strided copies between parameters and gathered shards
     Layout.describe()              padding, and what is cut where; also ``print(layout)``
+    subset(layout, params)         the same for some of the parameters, without room for the others
     remap(source, target)          the moves from one layout's shards to another's
 
 The same two parameters, w of shape (5, 2) and b of shape (5,), on 2 ranks with align=2 (a dot is
@@ -41,6 +42,7 @@ from fullshard.layout.ragged import Granularity, Ragged
 from fullshard.layout.remap import Move, remap
 from fullshard.layout.segment import Band, Run, Segment, StridedCopy
 from fullshard.layout.spec import ParamSpec, round_up
+from fullshard.layout.subset import subset
 
 __all__ = [
     "Band",
@@ -61,4 +63,5 @@ __all__ = [
     "plan_param_gather",
     "remap",
     "round_up",
+    "subset",
 ]

@@ -47,8 +47,8 @@ class PerParameter:
                 the unsharded buffer, and both have a multiple of it as their length.
 
         Raises:
-            LayoutError: if a parameter has no dims or no such `shard_dim`, or `world` or `align`
-                is less than 1.
+            LayoutError: if a parameter has no such `shard_dim`, or no dims where there is more
+                than one rank, or `world` or `align` is less than 1.
         """
         check_build(world=world, align=align)
         cuts = [_DimCut.of(spec, world) for spec in params]
@@ -87,6 +87,8 @@ class _DimCut:
     @classmethod
     def of(cls, spec: ParamSpec, world: int) -> _DimCut:
         if not spec.shape:
+            if world == 1:
+                return cls(1, 1, 1, 1, 1)
             raise LayoutError(
                 f"parameter {spec.name!r}: got a 0-dim parameter, expected at least one dim to "
                 "shard; give it the shape (1,), or use the ragged layout"
@@ -146,5 +148,5 @@ class _DimCut:
                 step=self.size * inner,
                 shard_offset=slot,
             ),
-            local_shape=(*spec.shape[:dim], piece, *spec.shape[dim + 1 :]),
+            local_shape=(*spec.shape[:dim], piece, *spec.shape[dim + 1 :]) if spec.shape else (),
         )

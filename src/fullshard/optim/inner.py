@@ -40,6 +40,7 @@ class Inner:
         self._class, self._kwargs = optimizer_class, kwargs
         self._is_eager = bool(self._optimizer.state)  # has state before the first step
         self.defaults = dict(self._optimizer.defaults)
+        self.singles: frozenset[str] = frozenset({"step"})  # see ``is_cut``
         self._optimizer.param_groups.clear()
         self._optimizer.state.clear()
 

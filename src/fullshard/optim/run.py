@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.optim.states import StateOf, is_cut
+from fullshard.optim.states import StateOf, is_cut, is_cut_tensor
 from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
 
 __all__ = ["Run", "same"]
@@ -116,7 +116,7 @@ class Run:
     def lend(self, memory: Tensor, grad: Tensor | None) -> None:
         """Give the tensor its memory."""
         self.tensor.data = memory
-        self.tensor.grad = grad
+        _torch.set_grad(self.tensor, grad)
 
     def take_back(self) -> None:
         """Take the memory from the tensor."""
@@ -132,26 +132,37 @@ class Run:
             chain.from_iterable(map(dict.values, owns)), self._entries
         )
 
-    def read(self, state: StateOf, flats: Container[int]) -> dict[str, Any]:
+    def read(
+        self, state: StateOf, flats: Container[int], singles: Container[str]
+    ) -> dict[str, Any]:
         """The state for the tensor, from that of the parameters, which are of one age.
 
         Where it lies in one of ``flats`` (by ``id``) as the run does, it is used in place.
+        ``singles``: see ``is_cut``.
         """
         values: dict[str, Any] = {}
         for key, value in state.get(self.params[0], _NOTHING).items():
-            if is_cut(self.params[0], value):
+            if is_cut_tensor(self.params[0], key, value, singles):
                 locals_now = [local_part(state[param][key]).detach() for param in self.params]
                 values[key] = self._join(key, locals_now, flats)
             else:
                 values[key] = value.detach().clone() if isinstance(value, Tensor) else value
         return values
 
-    def show(self, values: dict[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-        """Let ``state`` show ``values``, the inner optimizer's state of the tensor."""
+    def show(
+        self,
+        values: dict[str, Any],
+        state: MutableMapping[Tensor, dict[str, Any]],
+        singles: Container[str],
+    ) -> None:
+        """Let ``state`` show ``values``, the inner optimizer's state of the tensor.
+
+        ``singles``: see ``is_cut``.
+        """
         news: dict[str, Sequence[object]] = {}
         for key, value in values.items():
             if isinstance(value, Tensor):
-                if value.shape == self._shape:
+                if is_cut(key, value.shape, self._shape, singles):
                     self._show_cut(key, values, news)
                     continue
                 if len(self.params) > 1:

@@ -15,7 +15,7 @@ from fullshard.optim.groups import numbered, options_of
 from fullshard.optim.inner import Inner
 from fullshard.optim.states import check_state
 from fullshard.optim.stepper import Stepper
-from fullshard.optim.trial import check_elementwise, refuse
+from fullshard.optim.trial import check_elementwise, refuse, single_keys
 
 __all__ = ["ShardedOptimizer"]
 
@@ -146,9 +146,15 @@ class ShardedOptimizer(Optimizer):
             )
         if not self._is_vouched_for:
             check_elementwise(self._optimizer_class, self._kwargs, options)
+        self._learn([options])
         super().add_param_group(param_group)
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=False)
+
+    def _learn(self, many_options: Iterable[dict[str, Any]]) -> None:
+        """Find out what state there is with the options of these groups."""
+        for options in many_options:
+            self._inner.singles |= single_keys(self._optimizer_class, self._kwargs, options)
 
     def _check_params(self, params: Iterable[Any]) -> None:
         known = {id(param) for group in self.param_groups for param in group["params"]}
@@ -176,11 +182,14 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ConfigError: state does not fit its parameter; nothing was loaded.
         """
-        for _, param in numbered(state["param_groups"]):
-            check_state(state["param_groups"], param, state["state"].get(param, {}))
-        super().__setstate__(state)
-        if "_stepper" not in vars(self):
+        if "_stepper" not in vars(self):  # a copy
+            self._optimizer_class, self._kwargs = state["_optimizer_class"], state["_kwargs"]
             self._start()
+        groups = state["param_groups"]
+        self._learn(map(options_of, groups))
+        for _, param in numbered(groups):
+            check_state(groups, param, state["state"].get(param, {}), self._inner.singles)
+        super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)  # a state dict of an older version lacks some

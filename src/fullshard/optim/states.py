@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,48 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import Groups, label_of
 
-__all__ = ["StateOf", "ages_of", "check_state", "is_cut", "is_placed_like"]
+__all__ = [
+    "StateOf",
+    "ages_of",
+    "check_state",
+    "is_cut",
+    "is_cut_tensor",
+    "is_placed_like",
+    "one_for_many",
+]
 
 StateOf = Mapping[Tensor, dict[str, Any]]  # an optimizer's ``state``
 
 
-def is_cut(param: Tensor, value: object) -> bool:
-    """Whether ``value`` has an element for each of ``param``; a step count, say, has not."""
-    if isinstance(param, DTensor):
+def is_cut(
+    key: str,
+    shape: torch.Size | None,
+    whole: torch.Size,
+    singles: Container[str],
+    *,
+    is_dtensor: bool = False,
+) -> bool:
+    """Tell whether state has an element for each of its parameter's; a step count, say, has not.
+
+    Shapes tell, except for parameters of one element, where both kinds of state may look alike.
+
+    Args:
+        key: what the optimizer calls the state.
+        shape: of the state; None if it is no tensor.
+        whole: the shape of the parameter, or of the part of it that the optimizer steps.
+        singles: names of state that has one value for any parameter, see ``single_keys``.
+        is_dtensor: the state is a DTensor, which only state with many elements is.
+    """
+    if is_dtensor or shape != whole:
+        return is_dtensor
+    return whole.numel() != 1 or key not in singles
+
+
+def is_cut_tensor(param: Tensor, key: str, value: object, singles: Container[str]) -> bool:
+    """Tell whether ``value``, which an optimizer keeps for ``param``, is cut as that is."""
+    if isinstance(param, DTensor) or not isinstance(value, Tensor):
         return isinstance(value, DTensor)
-    return isinstance(value, Tensor) and value.shape == param.shape
+    return is_cut(key, value.shape, param.shape, singles)
 
 
 def is_placed_like(param: Tensor, other: Tensor) -> bool:
@@ -31,16 +63,32 @@ def is_placed_like(param: Tensor, other: Tensor) -> bool:
     return isinstance(param, DTensor) == isinstance(other, DTensor)
 
 
-def check_state(groups: Groups, param: Tensor, own: Mapping[str, Any]) -> None:
+def one_for_many(kept: Iterable[tuple[torch.Size, str, torch.Size | None]]) -> set[str]:
+    """Return the names of state of which larger parameters have one value.
+
+    Args:
+        kept: shapes of parameters, each with the name and the shape of a state of it.
+    """
+    return {
+        key
+        for whole, key, shape in kept
+        if shape is not None and shape.numel() == 1 and whole.numel() > 1
+    }
+
+
+def check_state(
+    groups: Groups, param: Tensor, own: Mapping[str, Any], singles: Container[str]
+) -> None:
     """Refuse state that has an element for each of the parameter's but lies otherwise.
 
     Raises:
         ConfigError: it does.
     """
     for key, value in own.items():
-        looks_cut = isinstance(value, DTensor) or (
-            isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0
-        )
+        if not isinstance(value, Tensor):
+            continue
+        is_dtensor = isinstance(value, DTensor)
+        looks_cut = is_cut(key, value.shape, param.shape, singles, is_dtensor=is_dtensor)
         if looks_cut and not (value.shape == param.shape and is_placed_like(param, value)):
             raise ConfigError(
                 f"{label_of(groups, param)}: its state {key!r} is a {_describe(value)}, the "
@@ -57,7 +105,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{'DTensor' if placed else 'plain tensor'} of shape {tuple(tensor.shape)}{placed}"
 
 
-def ages_of(params: Sequence[Tensor], state: StateOf) -> list[Hashable]:
+def ages_of(params: Sequence[Tensor], state: StateOf, singles: Container[str]) -> list[Hashable]:
     """For each parameter what must be equal where parameters share state.
 
     That is the value of everything that is not cut, and which cut tensors of which kind there are.
@@ -66,8 +114,8 @@ def ages_of(params: Sequence[Tensor], state: StateOf) -> list[Hashable]:
     values = _values_of(
         value
         for param, own in zip(params, owns, strict=True)
-        for value in own.values()
-        if isinstance(value, Tensor) and not is_cut(param, value)
+        for key, value in own.items()
+        if isinstance(value, Tensor) and not is_cut_tensor(param, key, value, singles)
     )
     return [tuple((key, _trait(value, values)) for key, value in own.items()) for own in owns]
 

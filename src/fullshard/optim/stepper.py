@@ -112,8 +112,9 @@ class Stepper:
         params = [param for _, param in members]
         for param in params:
             _check_class(groups, param)
-            check_state(groups, param, state.get(param, {}))
-        facts = zip(members, grads, ages_of(params, state), strict=True)
+            check_state(groups, param, state.get(param, {}), self._inner.singles)
+        ages = ages_of(params, state, self._inner.singles)
+        facts = zip(members, grads, ages, strict=True)
         runs, freedom = line_up(
             [Candidate.of(param, grad, group, age) for (group, param), grad, age in facts]
         )
@@ -132,7 +133,7 @@ class Stepper:
         flats = {id(flat) for run in {*self._run_of.values()} for flat in run.flats}
         options = {id(param): groups[number] for number, param in numbered(groups)}
         for run in new:
-            values = run.read(state, flats)
+            values = run.read(state, flats, self._inner.singles)
             if not values and self._inner.is_eager:
                 values = self._first_state(run, options[id(run.params[0])])
             if values:
@@ -158,7 +159,7 @@ class Stepper:
             for param in (param for _, param in numbered(groups) if param in new):
                 state[param] = {}
         for run, values in kept:
-            run.show(values, state)
+            run.show(values, state, self._inner.singles)
 
 
 def _lend(lineup: Lineup, grads: Sequence[Tensor | None]) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.errors import UnsupportedError
+from fullshard.optim.groups import options_of
 from fullshard.optim.inner import step_quietly
 
-__all__ = ["check_elementwise", "refuse"]
+__all__ = ["check_elementwise", "refuse", "single_keys", "singles_of"]
 
 _SHAPES = ((2, 5), (4,), (3, 1, 3))
 _STEPS = 8  # RAdam is another optimizer after six
 _LR = 0.01
 
 _passed: set[Hashable] = set()
+_singles: dict[Hashable, frozenset[str]] = {}
 
 
 def check_elementwise(
@@ -42,8 +45,7 @@ def check_elementwise(
     if key in _passed:
         return
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.device("cpu"):
-            warnings.simplefilter("ignore")
+        with _unseen():
             off = _try(optimizer_class, _tame(kwargs), _tame(options))
     except Exception as error:
         reason = f"its step on joined tensors failed: {type(error).__name__}: {error}"
@@ -51,6 +53,32 @@ def check_elementwise(
     if not off <= 1e-6:
         raise _refusal(optimizer_class, "tensors that were joined stepped elsewhere")
     _passed.add(key)
+
+
+def single_keys(
+    optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> frozenset[str]:
+    """Return the names of state that has one value for any parameter, such as a step count.
+
+    Found out by trying, as for ``check_elementwise``, on tensors of several elements, where shapes
+    tell. A class that cannot step so has a step count, if anything.
+    """
+    key = (optimizer_class, _kind(kwargs), _kind(options))
+    if key not in _singles:
+        found = {"step"}
+        for seed, shape in enumerate(_SHAPES):
+            with suppress(Exception), _unseen():
+                found |= _singles_on(shape, seed, optimizer_class, _tame(kwargs), _tame(options))
+        _singles[key] = frozenset(found)
+    return _singles[key]
+
+
+def singles_of(optimizer: Any) -> frozenset[str]:
+    """Return ``single_keys`` of an optimizer, or of what stands for one, with all its groups."""
+    optimizer_class = getattr(optimizer, "_optimizer_class", type(optimizer))
+    kwargs = getattr(optimizer, "defaults", {})
+    found = (single_keys(optimizer_class, kwargs, options_of(g)) for g in optimizer.param_groups)
+    return frozenset({"step"}).union(*found)
 
 
 def refuse(optimizer_class: type[Optimizer]) -> None:
@@ -89,6 +117,31 @@ def _try(
         for optimizer in optimizers:
             step_quietly(optimizer)
     return (joined.detach() - _flat(alone)).abs().max().item()
+
+
+def _singles_on(
+    shape: tuple[int, ...],
+    seed: int,
+    optimizer_class: type[Optimizer],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> set[str]:
+    """Return the names of state that is shaped otherwise than a parameter of this shape."""
+    param = nn.Parameter(_values(shape, seed))
+    optimizer = optimizer_class([{"params": [param], **options}], **kwargs)
+    for step in range(_STEPS):
+        param.grad = _values(shape, 10 * step + seed + 3)
+        step_quietly(optimizer)
+    kept = optimizer.state.get(param, {}).items()
+    return {key for key, one in kept if isinstance(one, Tensor) and one.shape != param.shape}
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """For the time of a trial: no warnings, nothing of random numbers, the CPU."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.device("cpu"):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _flat(tensors: list[Any]) -> Tensor:

@@ -15,10 +15,16 @@ class Reductions:
     Each holds a copy of its unit's gradients, so more at a time cost memory, and fewer than two
     make the next one wait. Where there are replicas, a reduction goes on to them when the next one
     starts, so that waiting for its first half costs nothing.
+
+    ``open``: a backward has begun since all of them were ended. ``awaited`` is the number of the
+    finalization whose handle is to end them, if there is one.
     """
 
     def __init__(self) -> None:
         self._in_flight: dict[int, list[Action]] = {}  # unit -> what is still to be done
+        self.open = False
+        self.awaited: int | None = None
+        self._num_left = 0
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -58,6 +64,13 @@ class Reductions:
         for to_do in self._in_flight.values():
             out += to_do
         self._in_flight.clear()
+        self.open = False
+        self.awaited = None
+
+    def leave(self) -> None:
+        """Leave it to a handle to end them."""
+        self.awaited = self._num_left
+        self._num_left += 1
 
     def _go_on(self, out: Actions) -> None:
         """Start the second halves of those that have one."""

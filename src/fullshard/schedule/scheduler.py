@@ -58,7 +58,7 @@ class Scheduler:
         self._ahead = Prefetcher(self.residents)
         self._back = Prefetcher(self.residents)
         self._tasks: dict[int, Task] = {}
-        self._reductions = Reductions()
+        self.reductions = Reductions()
 
     def add(
         self,
@@ -218,6 +218,8 @@ class Scheduler:
         task.entered[event.unit] = None
         if event.accumulates is _NOWHERE:
             task.dealt_with.add(event.unit)
+            if self.policy.manual_finalization:
+                state.pending = True  # the caller may put gradients where they belong by himself
         elif event.accumulates is _ELSEWHERE and event.unit not in task.dealt_with:
             task.due.add(event.unit)
         if event.keeps_graph:
@@ -298,17 +300,37 @@ class Scheduler:
                 del state.graph_uses[use]
             self.residents.settle(state, out)
         if not self._tasks:
-            for state in self._units.values():
-                if state.pending and state.policy.requires_gradient_sync:
-                    self._reduce(state, task, out)  # skipped in the pass that reduces
-                self._reductions.end_partial(state, out)
             self._end_backward(out)
+
+    def _finalize(self, event: when.Finalize, out: Actions) -> None:
+        for state in self._units.values():
+            self._reduce_pending(state, out)
+            if state.policy.reshard_after_backward:
+                state.holds &= ~(Hold.KEEP | Hold.USER)
+                self.residents.settle(state, out)
+        if event.waits:
+            self.reductions.finish(out)
+        else:
+            self.reductions.leave()
+
+    def _await_reductions(self, event: when.AwaitReductions, out: Actions) -> None:
+        self.reductions.finish(out)
+
+    def _reduce_pending(self, state: UnitState, out: Actions) -> None:
+        """Reduce what waits for a pass that reduces, if this is one."""
+        if state.pending and state.policy.requires_gradient_sync:
+            self.reductions.start(state, out, most=self.policy.max_reductions)
+        self.reductions.end_partial(state, out)
 
     def _end_backward(self, out: Actions) -> None:
         """The outermost task has ended."""
+        manual = self.policy.manual_finalization
+        if not manual:
+            for state in self._units.values():
+                self._reduce_pending(state, out)
         self._back.give_up(out)
-        if self.policy.is_last_backward:
-            self._reductions.finish(out)
+        if self.policy.is_last_backward and not manual:
+            self.reductions.finish(out)
         if self._iteration is not None:
             return  # a forward that calls backward goes on
         for state in self.residents.units.values():
@@ -324,7 +346,7 @@ class Scheduler:
         if self._tasks:
             return
         self._back.give_up(out)
-        self._reductions.finish(out)
+        self.reductions.finish(out)
         for state in self.residents.units.values():
             if not state.holds & Hold.FORWARD:
                 state.holds &= ~(_BACKWARD_DONE | Hold.KEEP)
@@ -340,13 +362,14 @@ class Scheduler:
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
-        self._reductions.start(state, out, most=self.policy.max_reductions)
+        self.reductions.start(state, out, most=self.policy.max_reductions)
 
     def _task(self, number: int) -> Task:
         task = self._tasks.get(number)
         if task is None:
             if not self._tasks:
                 self._back.rewind()
+                self.reductions.open = True
             task = self._tasks[number] = Task(self._num_uses)
         return task
 
@@ -394,7 +417,7 @@ class Scheduler:
         self._iteration = None
         self._ahead.give_up(out)
         self._back.give_up(out)
-        self._reductions.finish(out)
+        self.reductions.finish(out)
         self.residents.hidden.clear()
         for state in self.residents.units.values():
             state.use = None
@@ -412,6 +435,8 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     when.GradsReady: Scheduler._grads_ready,
     when.TaskEnd: Scheduler._task_end,
     when.TaskDied: Scheduler._task_died,
+    when.Finalize: Scheduler._finalize,
+    when.AwaitReductions: Scheduler._await_reductions,
     when.UserUnshard: Scheduler._user_unshard,
     when.UserWait: Scheduler._user_wait,
     when.UserReshard: Scheduler._user_reshard,

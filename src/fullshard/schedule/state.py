@@ -140,6 +140,8 @@ class MachinePolicy:
     backward_ahead: Ahead = Ahead.AT_START
     is_last_backward: bool = True
     """Whether the end of a backward also ends the reductions."""
+    manual_finalization: bool = False
+    """Whether, instead, ``Finalize`` reduces what is pending and ends the reductions."""
     max_reductions: int = 2
     """How many may be under way; each holds a copy of its unit's gradients."""
 

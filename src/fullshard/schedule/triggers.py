@@ -14,7 +14,9 @@ from fullshard.schedule.state import MachinePolicy, UnitPolicy
 __all__ = [
     "NO_TASK",
     "Accumulates",
+    "AwaitReductions",
     "BackwardEnter",
+    "Finalize",
     "Follows",
     "Forget",
     "ForwardEnter",
@@ -118,6 +120,19 @@ class TaskDied(NamedTuple):
     leftovers: tuple[int, ...] = ()
 
 
+class Finalize(NamedTuple):
+    """``module.finalize_backward()``: the backwards of a step are over, as the user says.
+
+    Without ``waits`` reductions that are under way end with ``AwaitReductions``.
+    """
+
+    waits: bool = True
+
+
+class AwaitReductions(NamedTuple):
+    """``handle.wait()`` of a ``Finalize`` that did not, or shards are about to be others."""
+
+
 class UserUnshard(NamedTuple):
     """``module.unshard()``."""
 
@@ -170,6 +185,8 @@ Trigger = (
     | GradsReady
     | TaskEnd
     | TaskDied
+    | Finalize
+    | AwaitReductions
     | UserUnshard
     | UserWait
     | UserReshard

@@ -5,12 +5,13 @@ from __future__ import annotations
 from fullshard.tensors.dtensor_ops import handle_ops_on
 from fullshard.tensors.extension import (
     HookArguments,
-    carry_hooks,
+    carry_attributes,
     gathered_by_itself,
     is_wrapper,
     plain,
     post_all_gather,
     pre_all_gather,
+    releases_outputs,
 )
 from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
 from fullshard.tensors.form import DTensorForm, PlainForm, ShardForm, local_part, shown_like
@@ -47,7 +48,7 @@ __all__ = [
     "Spread",
     "announce_flat",
     "announce_parts",
-    "carry_hooks",
+    "carry_attributes",
     "find_tensors",
     "flat_part_of",
     "gathered_by_itself",
@@ -69,6 +70,7 @@ __all__ = [
     "plain",
     "post_all_gather",
     "pre_all_gather",
+    "releases_outputs",
     "shard_place",
     "shown_like",
     "spmd_shard_place",

@@ -5,18 +5,24 @@ A local tensor may have two methods, of its class or put on the object:
     fsdp_pre_all_gather(mesh)                                             -> (tensors, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, policy)   -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)     -> (whole, to_free) | None
+    fsdp_should_release_all_gather_outputs_after_post_all_gather()        -> bool
 
 The first says what travels, any number of plain tensors of any dtypes; the second makes the whole
-parameter of what all ranks sent, at first a new one, later in ``out``. It is the protocol of
-``torch.distributed.fsdp.fully_shard``. Tensors are handed over with the padding that makes all
-ranks' alike, so that hooks need not pad, and see no empty tensor.
+parameter of what all ranks sent, at first a new one, later in ``out``, which is the very tensor
+that modules compute with. The third, which may be absent, says whether the parameter is in memory
+of its own, so that what was gathered can be freed at once. It is the protocol of
+``torch.distributed.fsdp.fully_shard``.
+
+Where all ranks' parts are alike the first is called on the local tensor itself, else on one with
+the padding that makes them so, so that hooks need not pad, and see no empty tensor; what is put on
+either of the two is put on the other.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -30,15 +36,17 @@ from fullshard.errors import ExtensionError
 
 __all__ = [
     "HookArguments",
-    "carry_hooks",
+    "carry_attributes",
     "gathered_by_itself",
     "is_wrapper",
     "plain",
     "post_all_gather",
     "pre_all_gather",
+    "releases_outputs",
 ]
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 @dataclass(frozen=True)
@@ -66,30 +74,68 @@ def is_wrapper(tensor: Tensor) -> bool:
     cls = type(tensor)
     if cls is Tensor or _torch.is_fake(tensor):
         return False
-    return cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ or hasattr(cls, _PRE)
+    has_hooks = any(hasattr(cls, hook) for hook in (_PRE, _POST, _RELEASE))
+    return has_hooks or cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def gathered_by_itself(local: Tensor, name: str) -> bool:
     """Whether ``local`` has the hooks.
 
     Raises:
-        ExtensionError: it has one of them only.
+        ExtensionError: it has one of the two that belong together, or only the third.
     """
     found = [hook for hook in (_PRE, _POST) if hasattr(local, hook)]
-    if len(found) == 1:
+    if len(found) == 1 or (not found and hasattr(local, _RELEASE)):
         raise ExtensionError(
-            f"parameter {name}: {type(local).__name__} has {found[0]} only; define both {_PRE} "
-            f"and {_POST}"
+            f"parameter {name}: {type(local).__name__} has {(*found, _RELEASE)[0]} only; define "
+            f"both {_PRE} and {_POST}"
         )
     return bool(found)
 
 
-def carry_hooks(old: Tensor, new: Tensor) -> None:
-    """Put the hooks that were put on ``old`` itself, not on its class, on ``new``."""
-    for name in (_PRE, _POST):
-        hook = vars(old).get(name)
-        if hook is not None and old is not new:
-            setattr(new, name, _bound_to(hook, old, new))
+def releases_outputs(local: Tensor, name: str) -> bool:
+    """Whether what was gathered can be freed as soon as the whole parameter is made of it.
+
+    Raises:
+        ExtensionError: the hook returned something else than a bool.
+    """
+    answer = getattr(local, _RELEASE, bool)()
+    if not isinstance(answer, bool):
+        raise ExtensionError(
+            f"parameter {name}: {_RELEASE} returned {type(answer).__name__}, expected a bool"
+        )
+    return answer
+
+
+def carry_attributes(
+    old: Tensor,
+    new: Tensor,
+    made: Mapping[str, Any],
+    copied: Callable[[Any], Any] = lambda value: value,
+) -> None:
+    """Put on ``new`` what was put on ``old`` after it was made with the attributes ``made``.
+
+    ``new`` may have another number of rows: where rows took the place of others, those that both
+    have are written to. Methods of ``old`` become methods of ``new``; the rest goes through
+    ``copied``.
+    """
+    for name, value in vars(old).items():
+        if name in made and made[name] is value:
+            continue
+        own: Any = vars(new).get(name)
+        if _differ_in_rows(value, own):
+            rows = min(len(value), len(own))
+            own.narrow(0, 0, rows).copy_(value.narrow(0, 0, rows))
+        elif isinstance(value, MethodType) and value.__self__ is old:
+            setattr(new, name, _bound_to(value, old, new))
+        else:
+            setattr(new, name, copied(value))
+
+
+def _differ_in_rows(one: object, other: object) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.shape == other.shape:
+        return False
+    return one.dim() == other.dim() and one.shape[1:] == other.shape[1:]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -104,6 +150,9 @@ def pre_all_gather(
 ) -> tuple[list[Tensor], Any]:
     """What parameter ``index`` sends from this rank, and the metadata for ``post_all_gather``.
 
+    The hook is called on ``padded``, which may be ``local`` itself; what it puts on it is put on
+    ``local``.
+
     Raises:
         ExtensionError: the hook takes or returns something else than the protocol says.
     """
@@ -116,7 +165,10 @@ def pre_all_gather(
         )
     stride = torch.empty(shape, device="meta").stride()
     more = (shape, stride, told.modules[index](), told.policy) if num_args == 5 else ()
+    before = dict(vars(padded))
     answer = hook(told.mesh, *more)
+    if padded is not local:
+        carry_attributes(padded, local, before)
     try:
         tensors, metadata = answer
     except (TypeError, ValueError):

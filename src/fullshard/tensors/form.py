@@ -69,7 +69,9 @@ class DTensorForm:
 
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
         """A new one."""
-        return nn.Parameter(self.wrap(index, local), requires_grad=original.requires_grad)
+        param = nn.Parameter(self.wrap(index, local), requires_grad=original.requires_grad)
+        _torch.keep_grad_dtype(_torch.explicit_grad_dtype(original), param)
+        return param
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
         """A DTensor with global shape and the stride of a contiguous tensor."""

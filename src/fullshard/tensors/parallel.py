@@ -62,13 +62,19 @@ class ParallelSpec:
         names = self.mesh.mesh_dim_names or ()
         return ShardPlace(self.mesh[tuple(names[dim] for dim in dims)], placements)
 
+    @property
+    def may_sum_gradients(self) -> bool:
+        """Whether gradients may be sums that other than data-parallel ranks have to make."""
+        others = (p for dim, p in enumerate(self.placements) if dim not in self.dp_dims)
+        return any(isinstance(placement, Replicate) for placement in others)
+
     def wrap(self, local: Tensor) -> DTensor:
         """The parameter around ``local``, a plain tensor of shape ``local_shape``.
 
         They share storage, which may be empty and be filled later. No communication, no autograd.
         """
         spec = self.spec_for(self.placements, local.dtype)
-        return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=DTensor)
+        return _torch.dtensor_around(local, spec, requires_grad=False, cls=DTensor)
 
     def parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """``wrap`` as a leaf of autograd, whose gradients are DTensors.

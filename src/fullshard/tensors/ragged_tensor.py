@@ -155,7 +155,7 @@ class RaggedTensor(_torch.OwnDispatch):
         if isinstance(self, nn.Parameter):
             _torch.make_param(new)
         elif self.grad is not None:
-            new.grad = copy.deepcopy(self.grad, memo)
+            _torch.set_grad(new, copy.deepcopy(self.grad, memo))
         return cast("RaggedTensor", new)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -93,6 +93,7 @@ def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
     Cuts that were made after those of later mesh dims become cuts made before them, which moves
     elements, and intervals of a RaggedTensor become rows: the whole tensor is gathered for it.
+    What has no dims to cut is replicated.
 
     Args:
         value: on any mesh.
@@ -107,7 +108,7 @@ def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
     else:
         placed = dict(zip(names, value.placements, strict=True))
         placements = tuple(placed.get(name, Replicate()) for name in mesh.mesh_dim_names or ())
-    plain = tuple(map(_plain, placements))
+    plain = tuple(_plain(one, value.ndim) for one in placements)
     if plain == placements and (mesh == value.device_mesh or placements_on(value, mesh)):
         return on_larger_mesh(value, mesh)
     whole = value.full_tensor()
@@ -115,9 +116,9 @@ def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
     return _placed(part, value, mesh, plain, DTensor)
 
 
-def _plain(placement: Placement) -> Placement:
+def _plain(placement: Placement, ndim: int) -> Placement:
     if isinstance(placement, RaggedShard):
-        return Shard(0)
+        return Shard(0) if ndim else Replicate()
     if isinstance(placement, _torch.StridedShard):
         return Shard(placement.dim)
     return placement

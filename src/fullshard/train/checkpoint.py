@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
+
+from fullshard.checkpoint import LoadPlanner
 
 from .rundir import CheckpointInfo, write_info
 from .world import World
@@ -39,14 +41,18 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Reads ``path`` into model and optimizer, each worker its own shards."""
+    """Reads ``path`` into model and optimizer, each worker its own shards.
+
+    Parameters that had no gradient until then, such as experts nobody was sent to, have no state.
+    """
     state = _state(model, optimizer)
-    load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path, planner=LoadPlanner())
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from .config import TrainConfig
 from .prepare import prepare
 from .rundir import RunDir
-from .world import check_gpus
+from .world import STORE, check_gpus
 
 __all__ = ["default_nproc", "launch"]
 
@@ -37,7 +37,12 @@ def launch(config: TrainConfig) -> int:
         ConfigError: if something cannot work, before any worker starts.
     """
     check_gpus(config.nproc)
-    prepare(config, num_workers=config.nproc)
+    with prepare(config, num_workers=config.nproc):
+        return _run(config)
+
+
+def _run(config: TrainConfig) -> int:
+    """Starts the workers, waits for their end, and says what came of it."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // config.nproc)))
     run = RunDir(Path(config.out))
     # The launcher's log would stand above the one error that matters.
@@ -63,18 +68,28 @@ def num_cores() -> int:
 
 
 def _start_workers(nproc: int, config: Path) -> None:
-    """Runs the workers through torchrun's launcher, at a free port, and waits for their end."""
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as errors:
+    """Runs the workers through torchrun's launcher and waits for their end.
+
+    Stores unpickle what is put in them, and PyTorch's listen to the network. All workers are here,
+    so they meet by files of this user's instead, and gloo and NCCL listen on loopback only.
+    """
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        os.environ[STORE] = f"{folder}/store"
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # another one, of the launcher's
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         launcher = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_endpoint=f"{folder}/rendezvous",
+            rdzv_configs={"store_type": "file"},
             local_addr="localhost",
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=errors),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         elastic_launch(launcher, sys.executable)("-m", "fullshard.train.worker", str(config))
 

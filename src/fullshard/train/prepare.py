@@ -11,18 +11,22 @@ from .architecture import choose_architecture, count_parameters, num_tokens
 from .config import TrainConfig
 from .data import TokenizedText, load_text, num_windows
 from .rundir import RunDir, check_continues
+from .runlock import RunLock
 
 __all__ = ["prepare"]
 
 
-def prepare(config: TrainConfig, *, num_workers: int) -> None:
+def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     """Chooses the model, tokenizes the text, checks that the run can start, makes its folder.
 
     A start without ``resume`` moves what an earlier run left in the folder aside.
 
+    Returns:
+        What keeps others from training in that folder; close it when the job has ended.
+
     Raises:
-        ConfigError: if the model cannot be built, the text is missing or too short, or there is
-            nothing to resume.
+        ConfigError: if the model cannot be built, the text is missing or too short, there is
+            nothing to resume, or a run is being trained in that folder.
     """
     if num_workers % config.replicas:
         raise ConfigError(
@@ -47,6 +51,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> None:
             )
     try:
         run.path.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(run.lock)
         aside = None if config.resume else run.set_aside()
         config.save(run.config)
     except OSError as error:
@@ -58,6 +63,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> None:
         f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
         f"{len(text.train):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
+    return lock
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,6 +6,7 @@ runs/default/
   checkpoints/step-000100/, ...
   loss.png               if matplotlib is installed
   earlier-1/             what a start without --resume found here
+  fullshard.lock         says who trains here; locked meanwhile
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class RunDir:
     def picture(self) -> Path:
         """The loss curve."""
         return self.path / "loss.png"
+
+    @property
+    def lock(self) -> Path:
+        """What the job that trains here has locked."""
+        return self.path / "fullshard.lock"
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies once it is complete."""

@@ -16,6 +16,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -32,6 +33,7 @@ from .picture import draw_loss
 from .prepare import prepare
 from .progress import plain_console
 from .rundir import RunDir
+from .runlock import RunLock
 from .sample import sample
 from .world import World, is_first_here, join_world, speaks
 
@@ -56,16 +58,15 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
     """
     with join_world() as world:
         text = _load_text(config, world)
-        if not prepared:
-            _together(world, lambda: _prepare_first(config, world))
-        model = train(config, text, world)
-        _finish(config, text, model, world)
+        lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
+        with lock or nullcontext():
+            model = train(config, text, world)
+            _finish(config, text, model, world)
 
 
-def _prepare_first(config: TrainConfig, world: World) -> None:
+def _prepare_first(config: TrainConfig, world: World) -> RunLock | None:
     """Lets the first worker prepare; the others wait for it in ``_together``."""
-    if world.is_first:
-        prepare(config, num_workers=world.size)
+    return prepare(config, num_workers=world.size) if world.is_first else None
 
 
 def _load_text(config: TrainConfig, world: World) -> TokenizedText:

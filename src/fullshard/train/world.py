@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from fullshard.errors import ConfigError
 
 __all__ = [
+    "STORE",
     "World",
     "check_gpus",
     "is_first_here",
@@ -22,6 +24,10 @@ __all__ = [
     "num_local_workers",
     "speaks",
 ]
+
+
+STORE = "FULLSHARD_STORE"
+"""Environment variable; the file by which workers meet that our launcher started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +98,22 @@ def join_world() -> Iterator[World]:
         check_gpus(num_local_workers())
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, **_meeting_place())
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **_meeting_place())
     yield World(dist.get_rank(), dist.get_world_size(), device)
     # Only after a good end: taking a group down while other workers still wait in it can hang.
     dist.destroy_process_group()
+
+
+def _meeting_place() -> dict[str, Any]:
+    """Where the workers meet: at the address that torchrun gave them, or by a file of ours."""
+    path = os.environ.get(STORE)
+    if path is None:
+        return {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return {"store": dist.FileStore(path, size), "rank": rank, "world_size": size}
 
 
 def check_gpus(num_workers: int) -> None:

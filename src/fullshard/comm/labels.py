@@ -1,0 +1,56 @@
+"""What ranks say that a collective is for, compared where the collective itself cannot carry it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from fullshard import _torch
+from fullshard.errors import ProtocolError
+
+__all__ = ["Compared"]
+
+_DIGEST_NBYTES = 16
+_SAID_NBYTES = 256  # digest and text; what is longer is cut, and differs by the digest
+
+
+class Compared:
+    """Labels of one process group that all its ranks were found to agree on.
+
+    A label is compared when it is used first, by a small all-gather, and never again: so units in
+    another order are noticed in the first step, and later ones only by what they weigh.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._texts = {""}
+
+    def compare(self, group: dist.ProcessGroup, text: str) -> None:
+        """Ask the other ranks whether they begin a collective for the same, if ``text`` is new.
+
+        Raises:
+            ProtocolError: on all ranks, if some label differs.
+        """
+        if text in self._texts:
+            return
+        if not _torch.has_peers(group, self._device_type):
+            return
+        digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest()
+        own = (digest + text.encode())[:_SAID_NBYTES].ljust(_SAID_NBYTES, b"\0")
+        with torch.inference_mode(False):
+            said = torch.tensor(list(own), dtype=torch.uint8, device=self._device_type)
+            heard = said.new_empty(group.size() * _SAID_NBYTES)
+        if _torch.is_fake(said):
+            return
+        _torch.all_gather(group, [heard], [said]).wait()
+        for rank, row in enumerate(heard.view(group.size(), -1).tolist()):
+            if bytes(row) != own:
+                theirs = bytes(row[_DIGEST_NBYTES:]).rstrip(b"\0").decode(errors="replace")
+                raise ProtocolError(
+                    f"the next collective of the process group is for {theirs} on rank {rank} of "
+                    f"it and for {text} on this rank: they run different units or different "
+                    "models, or in another order"
+                )
+        self._texts.add(text)

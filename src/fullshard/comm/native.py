@@ -1,0 +1,69 @@
+"""A backend's own gathers and means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.labels import Compared
+from fullshard.comm.means import Divided
+from fullshard.comm.protocol import Pending
+
+__all__ = ["Native"]
+
+
+class Native:
+    """The backend's own collectives of one process group."""
+
+    adds_wide = False
+
+    def __init__(self, device_type: str, *, averages: bool) -> None:
+        """``averages``: means are the backend's, not made from sums."""
+        self._averages = averages
+        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._compared = Compared(device_type)
+
+    def all_gather(
+        self,
+        group: dist.ProcessGroup,
+        outputs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        label: str,
+    ) -> Pending:
+        """See ``Collectives.all_gather``."""
+        self._compared.compare(group, label)
+        return _torch.all_gather(group, outputs, sources)
+
+    def reduce_scatter_mean(
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
+    ) -> Pending:
+        """See ``Collectives.reduce_scatter_mean``."""
+        self._compared.compare(group, label)
+        result = output if output.dtype == source.dtype else source.new_empty(output.shape)
+        work = _torch.reduce_scatter(group, result, source, self._op)
+        pending = work if self._averages else Divided(work, result, group.size())
+        return _Put(pending, output, result, source)
+
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
+        """See ``Collectives.all_reduce_mean``."""
+        self._compared.compare(group, label)
+        work = _torch.all_reduce(group, values, self._op)
+        return work if self._averages else Divided(work, values, group.size())
+
+
+class _Put:
+    """A result on its way to where it belongs."""
+
+    def __init__(self, pending: Pending, output: Tensor, result: Tensor, source: Tensor) -> None:
+        self._pending = pending
+        self._output = output
+        self._result = result
+        self._source = source  # alive until all is sent
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if self._result is not self._output:
+            self._output.copy_(self._result)

@@ -1,0 +1,116 @@
+"""What is equal: the sharded model's parameters, gradients and optimizer state, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard import iter_full_params, unshard_params
+from fullshard.checkpoint import full_optim_state_dict, full_state_dict
+from fullshard.frontend.contexts import clean_name
+from tests.fuzz.reference import Reference
+
+__all__ = ["Differs", "compare_all", "compare_tensors", "compare_values"]
+
+TOLERANCE = 1e-10
+
+
+class Differs(AssertionError):
+    """The sharded model is not like the reference."""
+
+
+def compare_tensors(what: str, have: Tensor | None, expected: Tensor | None) -> None:
+    """Raise where they differ beyond rounding; no gradient is as good as one of zeros."""
+    if have is None or expected is None:
+        one = have if expected is None else expected
+        if one is not None and one.numel() and one.abs().max() > TOLERANCE:
+            raise Differs(f"{what}: {'not there' if have is None else 'there'}, unlike the other")
+        return
+    have, expected = have.detach(), expected.detach()
+    if have.shape != expected.shape or have.dtype != expected.dtype:
+        raise Differs(
+            f"{what}: {tuple(have.shape)} {have.dtype}, expected "
+            f"{tuple(expected.shape)} {expected.dtype}"
+        )
+    if not have.numel():
+        return
+    scale = max(1.0, expected.abs().max().item())
+    apart = (have - expected).abs().max().item()
+    if not apart <= TOLERANCE * scale:
+        raise Differs(f"{what}: {apart:.1e} apart, of {scale:.1e}")
+
+
+def compare_all(model: nn.Module, optimizer: Optimizer, reference: Reference) -> None:
+    """Everything; a collective."""
+    compare_values(model, reference, rank0_only=False)
+    compare_gradients(model, reference)
+    compare_optimizers(model, optimizer, reference)
+
+
+def compare_values(model: nn.Module, reference: Reference, *, rank0_only: bool) -> None:
+    """All values, one by one, as in the unsharded model's ``named_parameters()``."""
+    have = dict(iter_full_params(model, rank0_only=rank0_only))
+    expected = dict(reference.model.named_parameters())
+    if rank0_only and torch.distributed.get_rank():
+        if have:
+            raise Differs("iter_full_params(rank0_only=True) gave something to another rank")
+        return
+    if list(have) != list(expected):
+        raise Differs(f"names: {list(have)}, expected {list(expected)}")
+    for name, value in have.items():
+        compare_tensors(f"parameter {name}", value, expected[name])
+
+
+def compare_gradients(model: nn.Module, reference: Reference) -> None:
+    """All gradients, as ``unshard_params`` shows them."""
+    expected = dict(reference.model.named_parameters())
+    with unshard_params(model, with_grads=True, writeback=False):
+        have = {clean_name(name): param.grad for name, param in model.named_parameters()}
+        flags = {clean_name(name): param.requires_grad for name, param in model.named_parameters()}
+    if have.keys() != expected.keys():
+        raise Differs(f"names: {list(have)}, expected {list(expected)}")
+    for name, grad in have.items():
+        compare_tensors(f"gradient of {name}", grad, expected[name].grad)
+    wanted = {name: param.requires_grad for name, param in expected.items()}
+    if not reference.is_flat and flags != wanted:
+        raise Differs(f"requires_grad: {flags}, expected {wanted}")
+
+
+def compare_optimizers(model: nn.Module, optimizer: Optimizer, reference: Reference) -> None:
+    """All state of the optimizers."""
+    have = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    names = {param: name for name, param in reference.model.named_parameters()}
+    expected = {names[p]: state for p, state in reference.optimizer.state.items() if state}
+    if reference.is_flat:
+        have = {name: have[name] for name in have if name in expected}
+    if have.keys() != expected.keys():
+        raise Differs(f"optimizer state: {sorted(have)}, expected {sorted(expected)}")
+    for name, state in have.items():
+        if state.keys() != expected[name].keys():
+            raise Differs(f"state of {name}: {list(state)}, expected {list(expected[name])}")
+        for key, value in state.items():
+            _compare_state(f"{key} of {name}", value, expected[name][key])
+
+
+def _compare_state(what: str, have: Any, expected: Any) -> None:
+    if isinstance(have, Tensor) and isinstance(expected, Tensor):
+        compare_tensors(what, have.double(), expected.double())
+    elif have != expected:
+        raise Differs(f"{what}: {have!r}, expected {expected!r}")
+
+
+def compare_states(model: nn.Module, expected: Mapping[str, Any], **options: bool) -> None:
+    """Full state dicts, with buffers."""
+    have = full_state_dict(model, **options)
+    if options.get("rank0_only", True) and torch.distributed.get_rank():
+        if have:
+            raise Differs("full_state_dict(rank0_only=True) gave something to another rank")
+        return
+    if list(have) != list(expected):
+        raise Differs(f"state dict: {list(have)}, expected {list(expected)}")
+    for name, value in have.items():
+        compare_tensors(f"state dict's {name}", value, expected[name])

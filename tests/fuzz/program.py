@@ -1,0 +1,192 @@
+"""Programs drawn at random: mostly training, and anything in between."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from tests.fuzz.case import Model, Sharding, Step, step
+from tests.fuzz.draw import below, sharding_of
+
+__all__ = ["draw_program"]
+
+
+def draw_program(draw: Random, model: Model, sharding: Sharding, world: int) -> tuple[Step, ...]:
+    """Phases of training, each with things that happen around it."""
+    writer = _Writer(draw, model, sharding, world)
+    steps: list[Step] = []
+    for _ in range(draw.randint(1, 4)):
+        steps += writer.phase()
+    return tuple(steps)
+
+
+class _Writer:
+    """Writes phases of a program: mostly training, and anything in between."""
+
+    def __init__(self, draw: Random, model: Model, sharding: Sharding, world: int) -> None:
+        self.draw, self.model, self.sharding, self.world = draw, model, sharding, world
+        self.nodes = sorted(below(model, len(model.nodes) - 1))
+        self.batch = 0
+        self.between = [name for name in dir(self) if name.startswith("any_")]
+        if sharding.face == "modules":
+            self.between += [name for name in dir(self) if name.startswith("modules_")]
+
+    def phase(self) -> list[Step]:
+        """A training step, with things that happen around it."""
+        steps = self._some()
+        for _ in range(self.draw.choice((1, 1, 1, 2, 3))):
+            steps += [self.train(), *self._some()]
+        if self.chance(0.25):
+            norm_type = self.draw.choice((2.0, 2.0, 1.0, float("inf")))
+            steps.append(step("clip", max_norm=self.draw.choice((0.05, 10.0)), norm_type=norm_type))
+        if self.chance(0.9):
+            steps.append(step("optimize"))
+        if self.chance(0.9):
+            steps.append(self.any_zero())
+        return steps
+
+    def _some(self) -> list[Step]:
+        if not self.chance(0.5):
+            return []
+        return [getattr(self, self.draw.choice(self.between))()]
+
+    def chance(self, share: float) -> bool:
+        """Whether it is so this time."""
+        return self.draw.random() < share
+
+    def node(self) -> int:
+        """Any node of the model."""
+        return self.draw.choice(self.nodes)
+
+    def unit(self) -> int:
+        """A node that was given to ``fully_shard``."""
+        return self.draw.choice(self.draw.choice(self.sharding.units).nodes)
+
+    def train(self) -> Step:
+        self.batch += 1
+        options: dict[str, Any] = {"batch": self.batch}
+        if self.chance(0.15):
+            options["sync"] = False
+        if self.chance(0.1):
+            options["last"] = False
+        if self.chance(0.15):
+            options["forwards"] = 2
+        if self.chance(0.1):
+            options["backwards"] = 2
+        return step("train", **options)
+
+    def any_zero(self) -> Step:
+        options = {}
+        if self.chance(0.3):
+            options["by_module"] = True
+        if self.chance(0.3):
+            options["to_none"] = False
+        return step("zero", **options)
+
+    def any_evaluate(self) -> Step:
+        self.batch += 1
+        mode = self.draw.choice(("no_grad", "inference", "grad"))
+        return step("evaluate", batch=self.batch, mode=mode)
+
+    def any_edit(self) -> Step:
+        return step("edit", factor=self.draw.choice((0.5, -1.0, 0.9)))
+
+    def any_lend(self) -> Step:
+        options: dict[str, Any] = {"node": self.node()}
+        for name in ("rank0_only", "offload_to_cpu", "with_grads"):
+            if self.chance(0.3):
+                options[name] = True
+        for name in ("recurse", "writeback"):
+            if self.chance(0.25):
+                options[name] = False
+        if self.sharding.face == "modules":
+            if self.chance(0.2):
+                options["check"] = True
+            if self.chance(0.3):
+                options["on_error"] = "discard"
+        if self.chance(0.2):
+            options["fails"] = True
+        return step("lend", **options)
+
+    def any_freeze(self) -> Step:
+        return step("freeze", node=self.node(), value=self.chance(0.5))
+
+    def any_rate(self) -> Step:
+        return step("rate", factor=self.draw.choice((0.0, 0.5, 2.0)))
+
+    def any_times(self) -> Step:
+        return step("times", node=self.node(), times=self.draw.choice((0, 1, 1, 2)))
+
+    def any_values(self) -> Step:
+        return step("values", rank0_only=self.chance(0.3))
+
+    def any_compare(self) -> Step:
+        return step("compare")
+
+    def any_fail(self) -> Step:
+        self.batch += 1
+        where = self.draw.choice(("forward", "backward"))
+        options = {"node": self.node(), "where": where, "batch": self.batch}
+        if self.sharding.face == "modules" and self.chance(0.5):
+            options["reset"] = True
+        return step("fail", **options)
+
+    def any_copy(self) -> Step:
+        return step("copy")
+
+    def any_save(self) -> Step:
+        """A round trip through state dicts into a fresh model, perhaps sharded otherwise."""
+        options: dict[str, Any] = {"full": self.chance(0.5), "optimizer": self.chance(0.7)}
+        if self.chance(0.5):
+            face = self.sharding.face
+            options["other"] = sharding_of(self.draw, self.model, self.world, face)
+        if self.chance(0.3):
+            options["cpu"] = False
+        if options["full"] and self.chance(0.3):
+            options["broadcast"] = True
+        return step("save", **options)
+
+    def any_load(self) -> Step:
+        return step("load", factor=0.5, broadcast=self.chance(0.5))
+
+    def any_mode(self) -> Step:
+        return step("mode", training=self.chance(0.5))
+
+    def modules_unshard(self) -> Step:
+        return step("unshard", node=self.unit(), later=self.chance(0.5))
+
+    def modules_wait(self) -> Step:
+        return step("wait")
+
+    def modules_reshard(self) -> Step:
+        return step("reshard", node=self.unit())
+
+    def modules_reset(self) -> Step:
+        return step("reset", node=self.unit())
+
+    def modules_drop(self) -> Step:
+        return step("drop", node=self.unit())
+
+    def modules_call(self) -> Step:
+        """One of the methods that change how units behave."""
+        draw = self.draw
+        flag = draw.random() < 0.5
+        method, args, recurses = draw.choice(
+            (
+                ("set_requires_gradient_sync", (flag,), True),
+                ("set_requires_all_reduce", (flag,), True),
+                ("set_reshard_after_forward", (flag,), True),
+                ("set_reshard_after_backward", (flag,), True),
+                ("set_prefetch_budget", (draw.choice((None, 0, 100, 10**6)),), False),
+                ("set_reduce_scatter_max_input_buffers", (draw.choice((1, 2, 5)),), False),
+                ("set_force_sum_reduction_for_comms", (flag,), False),
+                ("set_modules_to_forward_prefetch", ("units",), False),
+                ("set_modules_to_backward_prefetch", ("units",), False),
+            )
+        )
+        options: dict[str, Any] = {"method": method, "args": args, "node": self.unit()}
+        if "units" in args:
+            options["args"] = (tuple(self.unit() for _ in range(draw.randint(0, 2))),)
+        if recurses and draw.random() < 0.3:
+            options["recurse"] = False
+        return step("call", **options)

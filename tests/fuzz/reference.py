@@ -1,0 +1,151 @@
+"""The unsharded model of a case, trained on the batches of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.case import Case, Sharding
+from tests.fuzz.draw import owners_of
+from tests.fuzz.modules import VOCAB, Block, Planned, blocks_of, build, invoke
+from tests.fuzz.sharding import make_optimizer
+
+__all__ = ["ROWS", "Batch", "Reference", "batch_of", "loss_of"]
+
+ROWS = 2
+"""Of each rank's batch."""
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Input, token ids and what the output is weighed with."""
+
+
+def batch_of(case: Case, number: int) -> Batch:
+    """Of all ranks."""
+    generator = torch.Generator().manual_seed(7919 * case.seed + number)
+    shape = (ROWS * case.world, case.model.width)
+    x = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
+    ids = torch.randint(0, VOCAB, shape[:1], generator=generator)
+    weights = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+    if any(node.checkpoint == "reentrant" for node in case.model.nodes):
+        x.requires_grad_()  # without that a reentrant checkpoint warns and gives no gradients
+    return x, ids, weights
+
+
+def loss_of(output: Tensor, weights: Tensor) -> Tensor:
+    """The mean over rows, so that ranks' means have the whole batch's as their mean."""
+    return (torch.tanh(output) * weights).sum(1).mean()
+
+
+class Reference:
+    """What the sharded model has to be like."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model = build(case.model, seed=case.seed)
+        self.optimizer = self.new_optimizer()
+        self.pending: dict[nn.Parameter, Tensor] = {}
+        """Gradients that no backward has reduced yet."""
+        self.owner: dict[nn.Parameter, int] = {}
+        """The unit of each parameter."""
+        self.sync: list[bool] = []
+        self.all_reduce: list[bool] = []
+        self.sharded_as(case.sharding)
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """One without state, and without the learning rates that a program set."""
+        return make_optimizer(self.model.named_parameters(), self.case.optimizer, plain=True)
+
+    def sharded_as(self, sharding: Sharding) -> None:
+        """Another model takes the place of the sharded one, with its units as they are made."""
+        owners, blocks = owners_of(self.case.model, sharding.units), blocks_of(self.model)
+        self.owner = {}
+        for unit in range(len(sharding.units)):
+            for number, block in blocks.items():
+                if owners[number] == unit:
+                    for name, param in block.named_parameters():
+                        if not name.startswith("inner."):
+                            self.owner.setdefault(param, unit)
+        self.sync = [True] * len(sharding.units)
+        self.all_reduce = [True] * len(sharding.units)
+        self.has_replicas = len(sharding.mesh) == 2 and sharding.mesh[0] > 1
+        self.is_flat = sharding.face == "flat"
+        self.pending.clear()
+        for param in self.model.parameters():
+            param.grad = None
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """The output, whatever the root gives it in."""
+        return invoke(self.model, x, ids)
+
+    def train(self, batches: list[Batch], *, backwards: int) -> list[Tensor]:
+        """Forwards, then one or more backwards of the sum of their losses; the outputs."""
+        outputs = [self.forward(x, ids) for x, ids, _ in batches]
+        losses = [loss_of(o, w) for o, (_, _, w) in zip(outputs, batches, strict=True)]
+        total = torch.stack(losses).sum()
+        if total.requires_grad:  # else everything is frozen, and there is no backward
+            with self.aside():
+                for number in range(backwards):
+                    total.backward(retain_graph=number + 1 < backwards)
+        return outputs
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Gradients that come in the meantime are reduced, or not, unit by unit; or nothing."""
+        params = list(self.model.parameters())
+        before = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        try:
+            yield
+        except Planned:
+            for param, grad in zip(params, before, strict=True):
+                param.grad = grad
+            raise
+        for param, grad in zip(params, before, strict=True):
+            fresh, param.grad = param.grad, grad
+            self._add(param, fresh)
+        if self.is_flat:
+            self._fill()
+
+    def _add(self, param: nn.Parameter, fresh: Tensor | None) -> None:
+        unit = self.owner[param]
+        waiting = self.pending.pop(param, None)
+        total = _sum(waiting, fresh)
+        if total is None:
+            return
+        if self.sync[unit] and (self.all_reduce[unit] or not self.has_replicas):
+            param.grad = _sum(param.grad, total)
+        else:
+            self.pending[param] = total
+
+    def _fill(self) -> None:
+        """A flat parameter has a gradient, or has none."""
+        have = {self.owner[p] for p in self.owner if p.grad is not None}
+        for param, unit in self.owner.items():
+            if unit in have and param.grad is None and param.requires_grad:
+                param.grad = torch.zeros_like(param)
+
+    def forget_gradients(self) -> None:
+        """No gradients, and none that wait."""
+        self.pending.clear()
+        for param in self.model.parameters():
+            param.grad = None
+
+    def blocks(self) -> dict[int, Block]:
+        """By number."""
+        return blocks_of(self.model)
+
+    def state(self) -> dict[str, Any]:
+        """A state dict of its own."""
+        return copy.deepcopy(self.model.state_dict())
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -1,0 +1,397 @@
+"""A program on the sharded model and its reference: each step does the same to both.
+
+The sharded model goes first. So a refusal, an error of ours that comes before anything is changed,
+leaves both as they were, and the program goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel, UnshardHandle, checkpoint, unshard_params
+from fullshard.frontend.contexts import clean_name
+from fullshard.optim import clip_grad_norm_
+from tests.fuzz.case import Case, Sharding
+from tests.fuzz.compare import (
+    Differs,
+    compare_all,
+    compare_states,
+    compare_tensors,
+    compare_values,
+)
+from tests.fuzz.draw import below
+from tests.fuzz.modules import Planned, blocks_of, build, invoke
+from tests.fuzz.reference import ROWS, Batch, Reference, batch_of, loss_of
+from tests.fuzz.sharding import make_optimizer, shard
+from tests.fuzz.transfers import change, compare_and_change, through_full, through_sharded
+
+__all__ = ["Twins"]
+
+
+class Twins:
+    """The sharded model of a case with its optimizer, and the reference. Steps are methods."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.sharding = case.sharding
+        self.reference = Reference(case)
+        self.model = shard(build(case.model, seed=case.seed), case.sharding)
+        self.handles: list[UnshardHandle] = []
+        self._begin_with(self.model, None)
+
+    def _begin_with(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.model = model
+        self.handles.clear()
+        self.blocks = blocks_of(model)
+        self.shards = list(model.parameters())
+        if optimizer is None:
+            optimizer = self._optimizer_of(model)
+        self.optimizer = optimizer
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(model.named_parameters(), self.case.optimizer, plain=False)
+
+    def check(self) -> None:
+        """Both are alike."""
+        compare_all(self.model, self.optimizer, self.reference)
+
+    # training
+
+    def _own(self, batch: Batch) -> Batch:
+        """This rank's rows."""
+        rows = slice(ROWS * dist.get_rank(), ROWS * (dist.get_rank() + 1))
+        x, ids, weights = (part[rows].detach().clone() for part in batch)
+        return x.requires_grad_(batch[0].requires_grad), ids, weights
+
+    def _compare_rows(self, what: str, own: Tensor | None, whole: Tensor | None) -> None:
+        rows = slice(ROWS * dist.get_rank(), ROWS * (dist.get_rank() + 1))
+        compare_tensors(what, own, None if whole is None else whole[rows])
+
+    def train(
+        self,
+        batch: int,
+        sync: bool = True,
+        last: bool = True,
+        forwards: int = 1,
+        backwards: int = 1,
+    ) -> None:
+        """Forwards and one or two backwards of the sum of their losses."""
+        if not last:
+            with self._not_the_last():
+                self.train(batch, sync=sync, forwards=forwards)
+        batches = [batch_of(self.case, 10 * batch + number) for number in range(forwards)]
+        own = [self._own(one) for one in batches]
+        with self._unsynchronised() if not sync else nullcontext():
+            outputs = self._forward_backward(own, backwards)
+        reference = self.reference
+        flags = reference.sync
+        reference.sync = [flag and sync for flag in flags]
+        expected = reference.train(batches, backwards=backwards)
+        reference.sync = flags
+        for have, wanted in zip(outputs, expected, strict=True):
+            self._compare_rows("output", have, wanted)
+        for (x, *_), (whole, *_) in zip(own, batches, strict=True):
+            grad = None if whole.grad is None else whole.grad * self.case.world
+            self._compare_rows("gradient of the input", x.grad, grad)
+
+    def _forward_backward(self, batches: list[Batch], backwards: int) -> list[Tensor]:
+        outputs = [invoke(self.model, x, ids) for x, ids, _ in batches]
+        losses = [loss_of(o, w) for o, (_, _, w) in zip(outputs, batches, strict=True)]
+        total = torch.stack(losses).sum()
+        for number in range(backwards if total.requires_grad else 0):
+            total.backward(retain_graph=number + 1 < backwards)
+        return outputs
+
+    @contextmanager
+    def _unsynchronised(self) -> Iterator[None]:
+        if isinstance(self.model, FullyShardedDataParallel):
+            with self.model.no_sync():
+                yield
+            return
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for number, unit in enumerate(self.sharding.units):
+                module: Any = self.blocks[unit.nodes[0]]
+                module.set_requires_gradient_sync(self.reference.sync[number], recurse=False)
+                module.set_requires_all_reduce(self.reference.all_reduce[number], recurse=False)
+
+    @contextmanager
+    def _not_the_last(self) -> Iterator[None]:
+        """Gradients are looked at after a backward that is the last one only."""
+        if self.sharding.face != "modules":
+            yield
+            return
+        self._root.set_is_last_backward(False)
+        try:
+            yield
+        finally:
+            self._root.set_is_last_backward(True)
+
+    @property
+    def _root(self) -> Any:
+        return self.model
+
+    def fail(self, node: int, where: str, batch: int, reset: bool = False) -> None:
+        """A forward or backward in which a module raises, on all ranks; then everything is new."""
+        blocks = (self.blocks[node], self.reference.blocks()[node])
+        for block in blocks:
+            block.fails = where
+        try:
+            failed = self._fails(lambda: self.train(batch))
+        finally:
+            for block in blocks:
+                block.fails = ""
+        if not failed:
+            return
+        whole = [batch_of(self.case, 10 * batch)]
+        blocks[1].fails = where
+        if not self._fails(lambda: self.reference.train(whole, backwards=1)):
+            raise Differs("an exception of a module came out of the sharded model only")
+        blocks[1].fails = ""
+        if reset:
+            self._root.reset_iter_state()
+        elif self.sharding.face == "modules":
+            self._root.clear_pending_gradients()
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+        self.reference.forget_gradients()
+
+    @staticmethod
+    def _fails(run: Any) -> bool:
+        try:
+            run()
+        except Planned:
+            return True
+        return False
+
+    def optimize(self) -> None:
+        """A step of the optimizer."""
+        self.optimizer.step()
+        self.reference.optimizer.step()
+
+    def zero(self, by_module: bool = False, to_none: bool = True) -> None:
+        """No gradients, or zeros."""
+        if by_module and self._shows_shards():
+            self.model.zero_grad(to_none)
+            if self.sharding.face != "modules":  # its own zero_grad drops these as well
+                self.reference.pending.clear()
+        else:
+            self.optimizer.zero_grad(to_none)
+        self.reference.optimizer.zero_grad(to_none)
+
+    def _shows_shards(self) -> bool:
+        """Else a module's parameters have no gradients (docs/limits.md, Parameters)."""
+        return {id(p) for p in self.shards} == {id(p) for p in self.model.parameters()}
+
+    def clip(self, max_norm: float, norm_type: float) -> None:
+        """Gradients of at most this norm."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            norm = self.model.clip_grad_norm_(max_norm, norm_type)
+        else:
+            norm = clip_grad_norm_(self.shards, max_norm, norm_type)
+        params = [p for p in self.reference.model.parameters() if p.numel()]  # PyTorch fails at inf
+        expected = nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        compare_tensors("norm", norm.double(), expected.double())
+
+    def rate(self, factor: float) -> None:
+        """Other learning rates."""
+        for optimizer in (self.optimizer, self.reference.optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+
+    def evaluate(self, batch: int, mode: str) -> None:
+        """A forward without a backward."""
+        whole = batch_of(self.case, 10 * batch)
+        modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": nullcontext}
+        with modes[mode]():
+            x, ids, _ = self._own(whole)
+            have = invoke(self.model, x, ids)
+        with modes[mode]():
+            expected = self.reference.forward(*whole[:2])
+        self._compare_rows("output", have, expected)
+
+    def mode(self, training: bool) -> None:
+        """``train()`` or ``eval()``."""
+        self.model.train(training)
+        self.reference.model.train(training)
+
+    def times(self, node: int, times: int) -> None:
+        """A module is called another number of times from now on; not the root."""
+        if node + 1 < len(self.case.model.nodes):
+            self.blocks[node].times = self.reference.blocks()[node].times = times
+
+    # parameters
+
+    @torch.no_grad()
+    def edit(self, factor: float) -> None:
+        """Change shards in place."""
+        for param in (*self.shards, *self.reference.model.parameters()):
+            param.mul_(factor)
+
+    def freeze(self, node: int, value: bool) -> None:
+        """Freeze or unfreeze a module; what is in a flat parameter is so together.
+
+        Not while gradients wait, which a parameter loses that is frozen when they are reduced.
+        """
+        if self.sharding.face != "flat" and not self.reference.pending:
+            self.blocks[node].requires_grad_(value)
+            self.reference.blocks()[node].requires_grad_(value)
+
+    def lend(self, node: int, recurse: bool = True, fails: bool = False, **options: Any) -> None:
+        """Change whole parameters, and gradients; perhaps ended by an exception."""
+        if not recurse and not any(node in unit.nodes for unit in self.sharding.units):
+            node = len(self.case.model.nodes) - 1
+        with_grads = options.get("with_grads", False)
+        is_shown = not options.get("rank0_only") or dist.get_rank() == 0
+        params = self._lent(node, recurse=recurse)
+        try:
+            with unshard_params(self._module(node), recurse=recurse, **options):
+                for name, param in self._module(node).named_parameters() if is_shown else ():
+                    expected = params.get(clean_name(name))
+                    if expected is not None:
+                        compare_and_change(name, param, expected, with_grads)
+                if fails:
+                    raise Planned("in the block")
+        except Planned:
+            pass
+        if options.get("writeback", True) and not (fails and options.get("on_error") == "discard"):
+            for param in params.values():
+                change(param, with_grads)
+
+    def _module(self, node: int) -> nn.Module:
+        """The block, or the wrapper around it."""
+        block = self.blocks[node]
+        if self.sharding.face != "modules":
+            for module in FullyShardedDataParallel.fsdp_modules(self.model):
+                if module.module is block:
+                    return module
+        return block
+
+    def _lent(self, node: int, *, recurse: bool) -> dict[str, nn.Parameter]:
+        """The reference's parameters in the block of which whole ones are shown."""
+        owner = self.reference.owner
+        units = {n for n, unit in enumerate(self.sharding.units) if recurse or node in unit.nodes}
+        params = self.reference.blocks()[node].named_parameters()
+        return {name: param for name, param in params if owner[param] in units}
+
+    def values(self, rank0_only: bool) -> None:
+        """Compare them, one by one."""
+        compare_values(self.model, self.reference, rank0_only=rank0_only)
+
+    def compare(self) -> None:
+        """Compare everything."""
+        self.check()
+        compare_states(self.model, self.reference.state(), rank0_only=False)
+
+    # state dicts and copies
+
+    def load(self, factor: float, broadcast: bool) -> None:
+        """Load other values."""
+        state = {
+            name: value * factor if value.is_floating_point() else value
+            for name, value in self.reference.state().items()
+        }
+        given = {} if broadcast and dist.get_rank() else state
+        checkpoint.load_full_state_dict(self.model, given, broadcast_from_rank0=broadcast)
+        self.reference.model.load_state_dict(state)
+
+    def copy(self) -> None:
+        """Go on with copies of both; gradients are not copied."""
+        self._begin_with(*copy.deepcopy((self.model, self.optimizer)))
+        self.reference.forget_gradients()
+
+    def save(
+        self,
+        full: bool,
+        optimizer: bool,
+        other: Sharding | None = None,
+        cpu: bool = True,
+        broadcast: bool = False,
+    ) -> None:
+        """Go on with a fresh model that state dicts are loaded into."""
+        fresh = build(self.case.model, seed=self.case.seed + 1)
+        reference = self.reference
+        for new, old in zip(fresh.parameters(), reference.model.parameters(), strict=True):
+            new.requires_grad_(old.requires_grad)
+        for number, block in blocks_of(fresh).items():
+            block.times = reference.blocks()[number].times
+            block.train(reference.blocks()[number].training)
+        sharding = other or self.sharding
+        made = shard(fresh, sharding)
+        new_optimizer = self._optimizer_of(made)
+        old_pair, new_pair = (self.model, self.optimizer), (made, new_optimizer)
+        if full:
+            through_full(old_pair, new_pair, optimizer=optimizer, cpu=cpu, broadcast=broadcast)
+        else:
+            through_sharded(old_pair, new_pair, optimizer=optimizer)
+        self.sharding = sharding
+        self._begin_with(made, new_optimizer)
+        reference.sharded_as(sharding)
+        if optimizer:  # loading casts scalars of a state to their parameter's dtype
+            reference.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
+        else:
+            reference.optimizer = reference.new_optimizer()
+
+    # units
+
+    def unshard(self, node: int, later: bool) -> None:
+        """Gather a unit by hand."""
+        handle = self._unit(node).unshard(async_op=later)
+        if handle is not None:
+            self.handles.append(handle)
+
+    def wait(self) -> None:
+        """For what ``unshard`` started."""
+        with ExitStack() as stack:
+            for handle in self.handles:
+                stack.callback(handle.wait)
+        self.handles.clear()
+
+    def reshard(self, node: int) -> None:
+        """Free a unit by hand."""
+        self._unit(node).reshard()
+
+    def reset(self, node: int) -> None:
+        """Give up whatever is under way, in the whole tree."""
+        self._unit(node).reset_iter_state()
+        self.reference.pending.clear()
+
+    def drop(self, node: int) -> None:
+        """Drop gradients that wait, in and below a unit."""
+        self._unit(node).clear_pending_gradients()
+        units = self._units(node, recurse=True)
+        pending = self.reference.pending
+        for param in [p for p in pending if self.reference.owner[p] in units]:
+            del pending[param]
+
+    def call(self, method: str, args: tuple[Any, ...], node: int, recurse: bool = True) -> None:
+        """Change how a unit behaves."""
+        if "modules" in method:
+            args = ([self._unit(number) for number in args[0]],)
+        options = {} if recurse else {"recurse": False}
+        getattr(self._unit(node), method)(*args, **options)
+        for unit in self._units(node, recurse=recurse):
+            if method == "set_requires_gradient_sync":
+                self.reference.sync[unit] = args[0]
+            if method in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+                self.reference.all_reduce[unit] = args[0]
+
+    def _unit(self, node: int) -> Any:
+        """The module, or, where a fresh model is sharded otherwise, the root."""
+        if any(node in unit.nodes for unit in self.sharding.units):
+            return self.blocks[node]
+        return self.model
+
+    def _units(self, node: int, *, recurse: bool) -> list[int]:
+        block = self._unit(node).number
+        inside = below(self.case.model, block) if recurse else {block}
+        return [n for n, unit in enumerate(self.sharding.units) if inside & set(unit.nodes)]

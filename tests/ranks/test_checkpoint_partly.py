@@ -1,0 +1,156 @@
+"""Checkpoints of optimizers that did not step on all parameters, through files."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import PerParameter, Ragged, checkpoint, fully_shard
+from fullshard.checkpoint import LoadPlanner
+from fullshard.optim import ShardedOptimizer
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_state import shared_folder
+
+FACES = ["per_parameter", "ragged", "originals", "flat"]
+
+
+class Experts(nn.Module):
+    """Of two experts one may be sent nothing for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(4, 3)
+        self.double()
+        fill(self)
+
+    def forward(self, x: Tensor, *, second: bool) -> Tensor:
+        y = self.first(x)
+        return y * torch.tanh(self.second(x)) if second else y
+
+
+def sharded(face: str) -> Any:
+    model: Any = Experts()
+    if face in ("originals", "flat"):
+        for name in ("first", "second"):
+            wrapper = FSDP(getattr(model, name), use_orig_params=face == "originals")
+            setattr(model, name, wrapper)
+        return model
+    layout = Ragged() if face == "ragged" else PerParameter()
+    for inner in (model.first, model.second):
+        fully_shard(inner, layout=layout)
+    return fully_shard(model, layout=layout)
+
+
+def adam(model: nn.Module, face: str) -> torch.optim.Optimizer:
+    if face == "ragged":
+        return ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, second: bool, at: int) -> None:
+    for number in range(at, at + 2):
+        model(noise(5, 4, seed=number), second=second).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_end(model: Any, plain: nn.Module) -> None:
+    state = checkpoint.full_state_dict(model, rank0_only=False)
+    for name, value in plain.state_dict().items():
+        assert (state[name] - value).abs().max() < 1e-12, name
+
+
+def resumes(face: str, other: str, *, saved: bool, loading: bool, by_torch: bool) -> None:
+    """``saved``, ``loading``: whether the second expert stepped before that."""
+    plain = Experts()
+    model, fresh = sharded(face), sharded(other)
+    its = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    optimizer, new = adam(model, face), adam(fresh, other)
+    for one, steps in ((plain, its), (model, optimizer)):
+        train(one, steps, second=False, at=0)
+        if saved:
+            train(one, steps, second=True, at=2)
+    if not by_torch:
+        train(fresh, new, second=loading, at=8)  # other values, which the load replaces
+    folder = shared_folder()
+    dcp.save(
+        {
+            "model": checkpoint.sharded_state_dict(model),
+            "optim": checkpoint.sharded_optim_state_dict(model, optimizer),
+        },
+        checkpoint_id=folder,
+    )
+    state: dict[str, Any]
+    if by_torch:
+        state = dict(zip(("model", "optim"), get_state_dict(fresh, new), strict=True))
+        dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
+        set_state_dict(
+            fresh,
+            new,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+            options=StateDictOptions(strict=False),
+        )
+    else:
+        its_state = checkpoint.sharded_optim_state_dict(fresh, new)
+        before = copy.deepcopy({name: own for name, own in its_state["state"].items()})
+        state = {
+            "model": checkpoint.sharded_state_dict(fresh),
+            "optim": checkpoint.sharded_optim_state_dict(fresh, new, template=True),
+        }
+        for name, own in before.items():  # the template changes no state that there is
+            for key, value in own.items():
+                found, kept = (
+                    torch.as_tensor(getattr(v, "_local_tensor", v))
+                    for v in (state["optim"]["state"][name][key], value)
+                )
+                assert torch.equal(found, kept), (name, key)
+        dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
+        checkpoint.load_sharded_state_dict(fresh, state["model"])
+        checkpoint.load_sharded_optim_state_dict(fresh, new, state["optim"])
+    names = checkpoint.sharded_optim_state_dict(fresh, new)["state"].keys()
+    assert ("second.weight" in names) is saved
+    for one, steps in ((plain, its), (fresh, new)):
+        train(one, steps, second=True, at=4)
+    check_end(fresh, plain)
+
+
+def all_ways(face: str, other: str) -> None:
+    for saved in (False, True):
+        for loading in (False, True):
+            resumes(face, other, saved=saved, loading=loading, by_torch=False)
+        if other not in ("originals", "flat"):
+            resumes(face, other, saved=saved, loading=False, by_torch=True)
+
+
+@pytest.mark.parametrize(("face", "other"), list(zip(FACES, FACES[1:] + FACES[:1], strict=True)))
+def test_parameters_that_never_stepped_are_resumed_as_such(
+    pool: RankPool, face: str, other: str
+) -> None:
+    pool.run(2, all_ways, face, other)
+
+
+def lacks() -> None:
+    model = sharded("per_parameter")
+    folder = shared_folder()
+    dcp.save({"model": checkpoint.sharded_state_dict(model)}, checkpoint_id=folder)
+    state = {"model": {**checkpoint.sharded_state_dict(model), "more": torch.ones(2)}}
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key.*model\.more"):
+        dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
+
+
+def test_weights_that_a_file_lacks_are_still_missed(pool: RankPool) -> None:
+    pool.run(2, lacks)

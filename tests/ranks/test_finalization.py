@@ -1,0 +1,399 @@
+"""Backwards that end by a call of their own: the same gradients, beside PyTorch's where it can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fullshard as ours
+from fullshard import fully_shard
+from fullshard.errors import ArgumentTypeError, ProtocolError
+from fullshard.frontend.ownership import unit_of
+from fullshard.schedule import Op, Transcript
+from tests.ranks.models import noise
+from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step
+from tests.ranks.pool import RankPool
+
+EXACT = 1e-12
+worlds = pytest.mark.parametrize("world", [1, 2, 3])
+beside_torchs = pytest.mark.skipif(
+    not hasattr(theirs, "GradientReductionHandle"), reason="PyTorch has it from 2.15 on"
+)
+
+
+def shard_by(kit: ModuleType, model: Net, **options: Any) -> Any:
+    for block in model.blocks:
+        kit.fully_shard(block, **options)
+    return kit.fully_shard(model, **options)
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+def worst_difference(model: nn.Module, plain: nn.Module) -> float:
+    found, expected = grads_of(model), grads_of(plain)
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        assert (grad is None) == (expected[name] is None), name
+    return max(
+        (grad - expected[name]).abs().max().item()
+        for name, grad in found.items()
+        if grad is not None
+    )
+
+
+def finalize(model: Any, async_op: bool) -> None:
+    handle = model.finalize_backward(async_op=async_op)
+    if async_op:
+        handle.wait()
+        handle.wait()
+    else:
+        assert handle is None
+
+
+def run(model: Any, mode: str, async_op: bool, steps: int = 2) -> dict[str, Any]:
+    """Two backwards a step; gradients pending until the end of the step, reduced in each, ..."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_manual_backward_finalization(True)
+    grads: dict[str, Any] = {}
+    for number in range(steps):
+        for part in range(2):
+            if mode == "late":
+                model.set_requires_gradient_sync(False)
+                model.set_reshard_after_backward(False)
+            elif mode == "mixed":
+                model.set_requires_gradient_sync(part == 1)
+            model(batch(2 * number + part)).square().mean().backward()
+        if mode == "late":
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)
+        finalize(model, async_op)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        grads = grads_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.set_manual_backward_finalization(False)
+    return grads
+
+
+def run_plain(plain: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(2):
+        for part in range(2):
+            plain(batch(2 * number + part)).square().mean().backward()
+        grads = {name: param.grad for name, param in plain.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads
+
+
+def trained(mode: str, async_op: bool, replicated: bool) -> list[float]:
+    plain = make()
+    options: dict[str, Any] = {}
+    if replicated:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+    model = shard(copy.deepcopy(plain), **options)
+    grads, expected = run(model, mode, async_op), run_plain(plain)
+    apart_by = [(grads[name] - expected[name]).abs().max().item() for name in expected]
+    step(model, optimizer_of(model))  # and backward ends by itself again
+    step(plain, optimizer_of(plain))
+    engine = unit_of(model).engine
+    assert engine.scheduler.idle and not len(engine.scheduler.reductions)
+    assert not any(engine.meter.held_nbytes.values())
+    return [*apart_by, apart(model, plain)]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("mode", ["late", "mixed", "each"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_gradients_are_those_of_the_whole_model(
+    pool: RankPool, world: int, mode: str, async_op: bool
+) -> None:
+    for found in pool.run(world, trained, mode, async_op, world == 4):
+        assert max(found) <= EXACT
+
+
+def beside(mode: str, async_op: bool, replicated: bool) -> float:
+    options: dict[str, Any] = {}
+    if replicated:
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+    one, other = (run(shard_by(kit, make(), **options), mode, async_op) for kit in (ours, theirs))
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@beside_torchs
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("mode", ["late", "mixed", "each"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_are_pytorchs(pool: RankPool, world: int, mode: str, async_op: bool) -> None:
+    assert max(pool.run(world, beside, mode, async_op, world == 4)) <= EXACT
+
+
+def by_hand() -> float:
+    """Gradients of weights that never went through a backward, as in a zero-bubble pipeline."""
+    plain = make()
+    model = shard(copy.deepcopy(plain), reshard_after_forward=False)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    for number in range(2):
+        for one in (plain, model):
+            loss = one(batch(number)).square().mean()
+            params = list(one.parameters())  # whole ones
+            grads = torch.autograd.grad(loss, params)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad if param.grad is None else param.grad + grad
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    model.finalize_backward()
+    return worst_difference(model, plain)
+
+
+@worlds
+def test_gradients_that_the_caller_assigned_are_reduced(pool: RankPool, world: int) -> None:
+    assert max(pool.run(world, by_hand)) <= EXACT
+
+
+def reductions() -> list[dict[str, int]]:
+    """How many reductions a backward, the call and its wait start and end."""
+    model = shard(make())
+    engine = unit_of(model).engine
+    engine.recorder = transcript = Transcript()
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(batch()).sum().backward()
+    counts = []
+
+    def count() -> None:
+        ops = [action.op for action in transcript.actions()]
+        counts.append({op: ops.count(op) for op in (Op.REDUCE_SCATTER, Op.FINISH_REDUCE)})
+        transcript.events.clear()
+
+    count()
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=True)
+    count()
+    handle.wait()
+    count()
+    model.finalize_backward()
+    count()
+    return counts
+
+
+def test_reductions_begin_with_the_call_and_end_with_the_wait(pool: RankPool) -> None:
+    begun, ended = Op.REDUCE_SCATTER, Op.FINISH_REDUCE
+    for counts in pool.run(2, reductions):
+        assert counts == [
+            {begun: 0, ended: 0},
+            {begun: 3, ended: 1},  # as ever, two are under way at a time
+            {begun: 0, ended: 2},
+            {begun: 0, ended: 0},
+        ]
+
+
+def error_of(what: Callable[[], object]) -> type[Exception] | None:
+    try:
+        what()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def refusals(kit: ModuleType) -> list[str | None]:
+    """Which builtin error each misuse ends in; in the order of a step."""
+    found: list[type[Exception] | None] = []
+
+    def ask(what: Callable[[], object]) -> None:
+        found.append(error_of(what))
+
+    model = shard_by(kit, make())
+    ask(model.finalize_backward)  # before the first forward
+    ask(lambda: model.finalize_backward(async_op=True).wait())
+    block = model.blocks[0]
+    hook = block.register_full_backward_pre_hook(lambda *_: ask(model.finalize_backward))
+    loss = model(batch()).sum()
+    ask(lambda: block.set_manual_backward_finalization(True))
+    ask(model.finalize_backward)  # backward ends by itself
+    model.set_manual_backward_finalization(True)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    loss.backward()
+    hook.remove()
+    ask(lambda: model.set_manual_backward_finalization(False))
+    ask(block.finalize_backward)
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=True)
+    ask(lambda: model.finalize_backward(async_op=True))
+    ask(model.finalize_backward)
+    ask(lambda: model(batch()))
+    ask(lambda: model.set_manual_backward_finalization(False))
+    handle.wait()
+    ask(handle.wait)
+    ask(model.finalize_backward)
+    model.set_manual_backward_finalization(False)
+    model.set_manual_backward_finalization(True)
+    model(batch()).sum().backward()
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    ask(handle.wait)
+    model.set_manual_backward_finalization(False)
+    ask(lambda: model(batch()).sum().backward())
+    runtime = {
+        error: "RuntimeError" for error in found if error and issubclass(error, RuntimeError)
+    }
+    return [runtime.get(error, error and error.__name__) for error in found]
+
+
+EXPECTED = (
+    [None, None, "RuntimeError", "RuntimeError"]
+    + ["RuntimeError"] * 3
+    + ["RuntimeError"] * 4
+    + [None, None, "RuntimeError", None]
+)
+
+
+@worlds
+def test_what_cannot_work_is_refused(pool: RankPool, world: int) -> None:
+    assert pool.run(world, our_refusals) == [EXPECTED] * world
+
+
+def our_refusals() -> list[str | None]:
+    return refusals(ours)
+
+
+def their_refusals() -> list[str | None]:
+    return refusals(theirs)
+
+
+@beside_torchs
+def test_pytorch_refuses_the_same(pool: RankPool) -> None:
+    assert pool.run(2, their_refusals) == [EXPECTED] * 2
+
+
+def messages() -> None:
+    model = shard(make())
+    with pytest.raises(ArgumentTypeError, match="expected a bool"):
+        model.set_manual_backward_finalization(1)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match=r"unit blocks\.0, expected the root"):
+        model.blocks[0].set_manual_backward_finalization(True)
+    block = fully_shard(nn.Linear(4, 4))
+    block.set_manual_backward_finalization(True)
+    with pytest.raises(ProtocolError, match="not be the root any more"):
+        fully_shard(nn.Sequential(block, nn.Linear(4, 4)))
+    assert isinstance(block.weight, DTensor)
+    block.set_manual_backward_finalization(False)
+    fully_shard(nn.Sequential(block, nn.Linear(4, 4)))
+
+
+def test_errors_say_what_to_do(pool: RankPool) -> None:
+    pool.run(2, messages)
+
+
+def partial_gradients() -> float:
+    """Gradients that are to stay partial are refused; afterwards they are all reduced."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
+    plain = make()
+    model = shard(copy.deepcopy(plain), mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    for sync in (True, False):  # partial, and pending
+        model.set_requires_gradient_sync(sync)
+        model.set_requires_all_reduce(False)
+        model(batch(1)).square().mean().backward()
+        plain(batch(1)).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(False)
+        with pytest.raises(ProtocolError, match=r"set_requires_all_reduce\(True\)"):
+            model.finalize_backward()
+    model.set_requires_all_reduce(True)
+    model.finalize_backward()
+    return worst_difference(model, plain)
+
+
+def test_partial_gradients_are_not_finalized(pool: RankPool) -> None:
+    assert max(pool.run(4, partial_gradients)) <= EXACT
+
+
+def after_trouble(async_op: bool) -> float:
+    """A backward that dies, then ``reset_iter_state``, then a step as if nothing had been."""
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    model.set_manual_backward_finalization(True)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = model.blocks[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(7)).sum().backward()
+    hook.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    for one in (plain, model):
+        one(batch(3)).square().mean().backward()
+    finalize(model, async_op)
+    return worst_difference(model, plain)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_after_a_backward_that_died(pool: RankPool, async_op: bool) -> None:
+    assert max(pool.run(2, after_trouble, async_op)) <= EXACT
+
+
+def cast_meanwhile(how: str) -> float:
+    """Reductions are under way when the model is cast to another dtype."""
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    if how == "last":
+        model.set_is_last_backward(False)
+    else:
+        model.set_manual_backward_finalization(True)
+    for one in (plain, model):
+        one(batch(0)).square().mean().backward()
+    if how == "handle":
+        handle = model.finalize_backward(async_op=True)
+        with pytest.raises(ProtocolError, match=r"before wait\(\) of the handle"):
+            model.float()
+        handle.wait()
+    for one in (plain, model):
+        one.float()
+    model.set_is_last_backward(True)
+    for one in (plain, model):
+        one(batch(1, torch.float32)).square().mean().backward()
+    if how != "last":
+        model.finalize_backward()
+    return worst_difference(model, plain)
+
+
+@pytest.mark.parametrize("how", ["last", "manual", "handle"])
+def test_what_is_under_way_is_not_lost_by_a_cast(pool: RankPool, how: str) -> None:
+    assert max(pool.run(2, cast_meanwhile, how)) <= 1e-6
+
+
+def unused() -> list[bool]:
+    """What no backward reached has no gradient; what was frozen neither."""
+    model = shard(make())
+    model.blocks[1].weight.requires_grad_(False)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model.blocks[0](noise(4, 6, seed=1)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    found = grads_of(model)
+    return [(found[name] is None) != name.startswith("blocks.0") for name in found]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_units_that_no_backward_reached_have_no_gradients(pool: RankPool, world: int) -> None:
+    for found in pool.run(world, unused):
+        assert all(found)

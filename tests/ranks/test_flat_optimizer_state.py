@@ -1,0 +1,166 @@
+"""Optimizer state of the flat face at its edges: what is missing, empty or not managed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import OptimStateKeyType
+from fullshard.compat import patch_torch
+from fullshard.errors import ConfigError, UnsupportedError
+from tests.ranks.pool import RankPool
+from tests.ranks.test_flat_state import originals, step
+
+
+class Beside(nn.Module):
+    """Two wrapped modules, and perhaps a parameter between them that no wrapper manages."""
+
+    def __init__(self, *, original: bool | None, extra: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6).double()
+        if extra:
+            self.extra = nn.Parameter(torch.ones(6).double())
+        self.last = nn.Linear(6, 5).double()
+        if original is not None:
+            self.first = FSDP(self.first, use_orig_params=original)  # type: ignore[assignment]
+            self.last = FSDP(self.last, use_orig_params=original)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y * self.extra if hasattr(self, "extra") else y)
+
+
+def adds_what_is_missing(original: bool) -> None:
+    """As in PyTorch, older calls name no parameter that the state dict does not have."""
+    small = Beside(original=original)
+    its = torch.optim.Adam(small.parameters(), lr=1e-2)
+    step(small, its)
+    full = FSDP.full_optim_state_dict(small, its, rank0_only=False)
+    sharded = FSDP.sharded_optim_state_dict(small, its)
+    is_first = torch.distributed.get_rank() == 0
+    for call in ("shard", "scatter", "flatten", "now"):
+        model = Beside(original=original, extra=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
+        if call == "shard":
+            state = FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
+        elif call == "scatter":
+            given = full if is_first else None
+            state = FSDP.scatter_full_optim_state_dict(given, model, optim=optimizer)
+        elif call == "flatten":
+            state = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
+        else:
+            state = FSDP.optim_state_dict_to_load(model, optimizer, full)
+        params: list[int] = state["param_groups"][0]["params"]
+        everything = list(range(5 if original else 3))
+        if call == "now":  # loads as it is, where PyTorch's does not
+            assert params == everything
+        else:
+            assert params == everything[1:]
+            zeros = torch.zeros_like(model.extra)
+            state["state"][0] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": zeros,
+                "exp_avg_sq": zeros.clone(),
+            }
+            params.insert(0, 0)
+        optimizer.load_state_dict(state)
+        assert (model.extra in optimizer.state) is (call != "now")
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        step(model, optimizer)
+
+
+@originals
+def test_parameters_that_no_wrapper_manages_are_for_the_program_to_add(
+    pool: RankPool, original: bool
+) -> None:
+    pool.run(2, adds_what_is_missing, original)
+
+
+def empty(original: bool) -> None:
+    """Optimizers that never stepped, and groups without parameters."""
+    names = {"first.weight", "first.bias", "last.weight", "last.bias"}
+    model, plain = Beside(original=original), Beside(original=None)
+
+    def groups_of(one: nn.Module, rate: float) -> torch.optim.Optimizer:
+        groups = [{"params": list(one.parameters())}, {"params": [], "lr": rate}]
+        return torch.optim.Adam(groups, lr=1e-2)
+
+    ours, theirs = groups_of(model, 7.0), groups_of(plain, 7.0)
+    is_first = torch.distributed.get_rank() == 0
+    for number in range(2):
+        full = FSDP.full_optim_state_dict(model, ours, rank0_only=False)
+        sharded = FSDP.sharded_optim_state_dict(model, ours)
+        for state in (full, sharded, FSDP.optim_state_dict(model, ours)):
+            assert set(state["state"]) == (names if number else set())
+            assert set(state["param_groups"][0]["params"]) == names
+        fresh = groups_of(model, 9.0)
+        given = full if is_first else None
+        for loaded in (
+            FSDP.shard_full_optim_state_dict(full, model, optim=fresh),
+            FSDP.scatter_full_optim_state_dict(given, model, optim=fresh),
+            FSDP.flatten_sharded_optim_state_dict(sharded, model, fresh),
+            FSDP.optim_state_dict_to_load(model, fresh, full),
+        ):
+            fresh.load_state_dict(loaded)
+            assert bool(fresh.state) is bool(number)
+            assert [group["lr"] for group in fresh.param_groups] == [1e-2, 7.0]
+        by_number = FSDP.rekey_optim_state_dict(
+            full, OptimStateKeyType.PARAM_ID, plain, optim=theirs
+        )
+        assert [group["params"] for group in by_number["param_groups"]] == [[0, 1, 2, 3], []]
+        by_name = FSDP.rekey_optim_state_dict(
+            by_number, OptimStateKeyType.PARAM_NAME, plain, optim=theirs
+        )
+        assert set(by_name["param_groups"][0]["params"]) == names
+        assert by_name["state"].keys() == full["state"].keys()
+        nothing: dict[str, Any] = {"state": {}, "param_groups": []}
+        for kind in OptimStateKeyType:
+            kept = FSDP.rekey_optim_state_dict(nothing, kind, plain, optim=theirs)
+            assert kept == nothing
+        step(model, ours)
+    by_number["state"][9] = {}
+    with pytest.raises(ConfigError, match=r"of \[9\], which the model"):
+        FSDP.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, plain, optim=theirs)
+
+
+@originals
+def test_state_of_nothing(pool: RankPool, original: bool) -> None:
+    pool.run(2, empty, original)
+
+
+def unknown(original: bool) -> None:
+    """PyTorch's functions would take pieces for whole tensors."""
+    from torch.distributed.checkpoint import state_dict as reader
+
+    for wraps_root in (False, True):
+        inner: Any = Beside(original=original)
+        model: Any = FSDP(inner, use_orig_params=original) if wraps_root else inner
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        before = [param.detach().clone() for param in model.parameters()]
+        calls: list[Callable[[], Any]] = [
+            lambda: reader.get_state_dict(model, optimizer),  # noqa: B023
+            lambda: reader.get_optimizer_state_dict(model, optimizer),  # noqa: B023
+            lambda: reader.set_optimizer_state_dict(model, optimizer, {}),  # noqa: B023
+            lambda: reader.get_model_state_dict(model),  # noqa: B023
+        ]
+        for call in calls:
+            with pytest.raises(UnsupportedError, match=r"patch_torch\(\) before"):
+                call()
+        assert not optimizer.state
+        for param, kept in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param, kept) and param.grad is None
+        with patch_torch():
+            _, state = reader.get_state_dict(model, optimizer)
+        assert "first.weight" in state["state"]
+
+
+@originals
+def test_pytorchs_functions_are_refused_where_they_do_not_know_our_wrapper(
+    pool: RankPool, original: bool
+) -> None:
+    pool.run(2, unknown, original)

@@ -1,0 +1,177 @@
+"""``grad_dtype`` set by users: when, how long it lasts, and what else reads such gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard import fully_shard, unshard_params
+from fullshard.errors import ConfigError
+from fullshard.optim import ShardedOptimizer, clip_grad_norm_
+from tests.ranks.pool import RankPool
+from tests.ranks.test_grad_dtype import (
+    BF16,
+    FP32,
+    FP64,
+    GradDtypes,
+    backward,
+    follows,
+    layouts,
+    make,
+    ours,
+    seen,
+    share,
+)
+
+
+def any_dtype_refused() -> tuple[str, str]:
+    model = make(FP32, {"inner.bias": None})
+    before = type(model), dict(model.named_parameters())
+    with pytest.raises(ConfigError, match="parameter bias has grad_dtype=None") as at_once:
+        fully_shard(model.inner)
+    assert (type(model), dict(model.named_parameters())) == before
+    late = ours(make(), "per_parameter")
+    late.head.weight.grad_dtype = None
+    with pytest.raises(ConfigError, match=r"head\.weight has grad_dtype=None") as later:
+        backward(late, 0)
+    late.head.weight.grad_dtype = FP64
+    backward(late, 0)
+    assert late.head.weight.grad.dtype is FP64
+    return str(at_once.value), str(later.value)
+
+
+@follows
+def test_any_dtype_needs_one_to_reduce_in(pool: RankPool) -> None:
+    for messages in pool.run(2, any_dtype_refused):
+        assert all("reduce_dtype" in message for message in messages)
+
+
+def set_later(layout: str) -> list[torch.dtype]:
+    """Set on sharded parameters, before the first forward and after it."""
+    model = ours(make(), layout)
+    model.head.weight.grad_dtype = BF16
+    backward(model, 0)
+    model.zero_grad()
+    model.inner.weight.grad_dtype = BF16
+    backward(model, 0)
+    return [model.head.weight.grad.dtype, model.inner.weight.grad.dtype, model.head.bias.grad.dtype]
+
+
+@layouts
+def test_grad_dtype_may_be_set_on_sharded_parameters(pool: RankPool, layout: str) -> None:
+    assert pool.run(2, set_later, layout) == [[BF16, BF16, FP32]] * 2
+
+
+def survives(layout: str) -> None:
+    """Casts, loads, copies and moves of parameters whose gradients are fixed to fp64."""
+    model = ours(make(FP32, {"head.weight": FP64, "inner.bias": FP64}), layout)
+    backward(model, 0)
+    before = seen(model)
+    assert before["head.weight"][1].dtype is FP64 and before["head.bias"][1].dtype is FP32
+    model.bfloat16()
+    after = seen(model)
+    for name in ("head.weight", "inner.bias"):
+        assert after[name][0] is FP64 and torch.equal(after[name][1], before[name][1])
+    assert after["head.bias"][0] is BF16 and after["head.bias"][1].dtype is BF16
+    model.zero_grad()
+    backward(model, 1)
+    assert model.head.weight.grad.dtype is FP64 and model.head.bias.grad.dtype is BF16
+
+    clone = copy.deepcopy(model)
+    assert (clone.head.weight.grad_dtype, clone.head.bias.grad_dtype) == (FP64, BF16)
+
+    model.zero_grad()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert (model.head.weight.grad_dtype, model.head.bias.grad_dtype) == (FP64, BF16)
+    backward(model, 2)
+    assert model.head.weight.grad.dtype is FP64 and model.head.bias.grad.dtype is BF16
+
+    with torch.device("meta"):
+        empty = make(FP32, {"head.weight": BF16})
+    ours(empty, layout).to_empty(device="cpu")
+    for param in empty.parameters():
+        nn.init.zeros_(param)
+    backward(empty, 0)
+    assert (empty.head.weight.grad.dtype, empty.head.bias.grad.dtype) == (BF16, FP32)
+
+
+@follows
+@layouts
+def test_grad_dtype_survives_casts_loads_and_copies(pool: RankPool, layout: str) -> None:
+    pool.run(2, survives, layout)
+
+
+def used_after_backward(layout: str) -> None:
+    """What else reads gradients: clipping, optimizers, full parameters."""
+    grad_dtypes: GradDtypes = {"head.weight": BF16, "inner.weight": BF16}
+    models = [ours(make(FP32, grad_dtypes), layout) for _ in range(2)]
+    for model in models:
+        for name, dtype in grad_dtypes.items():
+            model.get_parameter(name).grad_dtype = dtype
+        backward(model, 0)
+    plain = [p.grad.full_tensor().float() for p in models[0].parameters() if p.grad is not None]
+    expected = torch.cat([grad.flatten() for grad in plain]).norm()
+    norm = clip_grad_norm_(models[0].parameters(), 1e-3)
+    torch.testing.assert_close(norm, expected, rtol=1e-2, atol=0)
+    clip_grad_norm_(models[1].parameters(), 1e-3)
+
+    with unshard_params(models[0], with_grads=True):
+        grad = models[0].head.weight.grad
+        assert grad.dtype is BF16 and grad.shape == (3, 6)
+        grad.mul_(2)
+    with unshard_params(models[1], with_grads=True):
+        models[1].head.weight.grad.mul_(2)
+    assert models[0].head.weight.grad.dtype is BF16
+
+    optimizers = [
+        ShardedOptimizer(models[0].parameters(), torch.optim.SGD, lr=0.1),
+        torch.optim.SGD(models[1].parameters(), lr=0.1, foreach=False),
+    ]
+    for optimizer in optimizers:
+        optimizer.step()
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+
+
+@layouts
+def test_gradients_of_another_dtype_are_clipped_stepped_and_lent(
+    pool: RankPool, layout: str
+) -> None:
+    pool.run(2, used_after_backward, layout)
+
+
+def flat_gradients(use_orig_params: bool) -> None:
+    """As in FSDP1 one flat parameter forgets it; its own parameters have what was set on them."""
+    models = [make(FP32, {"head.weight": BF16}) for _ in range(2)]
+    for model in models:
+        model.frozen.requires_grad_(True)
+    flat = fullshard.FullyShardedDataParallel(models[0], use_orig_params=use_orig_params)
+    for model in (flat, models[1]):
+        model(share(0)).square().mean().backward()
+    for param in models[1].parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+    with flat.summon_full_params(flat, with_grads=True):
+        pairs = zip(flat.parameters(), models[1].parameters(), strict=True)
+        for mine, plain in pairs:
+            if plain.grad is not None:
+                torch.testing.assert_close(
+                    mine.grad.float(), plain.grad.float(), rtol=1e-2, atol=1e-4
+                )
+    dtypes = {name: p.grad.dtype for name, p in flat.named_parameters() if p.grad is not None}
+    narrow = {name for name, dtype in dtypes.items() if dtype is BF16}
+    assert len(narrow) == use_orig_params and all(name.endswith("head.weight") for name in narrow)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_the_flat_face_takes_parameters_with_a_grad_dtype(
+    pool: RankPool, use_orig_params: bool
+) -> None:
+    pool.run(2, flat_gradients, use_orig_params)

@@ -1,0 +1,196 @@
+"""Ranks that run other units than the rest, of equal sizes, are told so, on every wire."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard import _torch as torch_names
+from fullshard.comm import C10d, Collectives, labels, wrapped
+from fullshard.comm.c10d import Transport
+from fullshard.errors import ProtocolError
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+
+every_transport = pytest.mark.parametrize("transport", list(Transport))
+
+
+class Net(nn.Module):
+    """Two layers of one size, in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 6)
+        self.other = nn.Linear(6, 6)
+        self.swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.other, self.one) if self.swapped else (self.one, self.other)
+        return second(first(x))
+
+
+def by(transport: Transport) -> Callable[[Collectives], Collectives]:
+    def wire(inner: Collectives) -> Collectives:
+        return inner if inner.group is None else C10d(inner.group, "cpu", transport)
+
+    return wire
+
+
+def make(face: str, transport: Transport, mesh: DeviceMesh | None = None) -> tuple[nn.Module, Net]:
+    """What is called, and the module in it that knows the order."""
+    net = Net()
+    with wrapped(by(transport)):
+        if face == "flat":
+            net.one = FullyShardedDataParallel(net.one)
+            net.other = FullyShardedDataParallel(net.other)
+            return FullyShardedDataParallel(net), net
+        for layer in (net.one, net.other):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(net, mesh=mesh), net
+
+
+def step(model: nn.Module) -> None:
+    model(noise(2, 6, seed=1, dtype=torch.float32)).sum().backward()
+
+
+def swapped_at_first(face: str, transport: Transport) -> None:
+    model, net = make(face, transport)
+    net.swapped = dist.get_rank() == 1
+    here, there = ("other", "one") if net.swapped else ("one", "other")
+    with pytest.raises(ProtocolError) as raised:
+        step(model)
+    message = str(raised.value)
+    assert f"{here} (" in message and "on this rank" in message
+    if dist.get_rank() == 1:
+        assert f"{there} (" in message
+
+
+@every_transport
+@pytest.mark.parametrize("face", ["fully_shard", "flat"])
+def test_units_in_another_order_are_an_error_on_every_rank(
+    pool: RankPool, face: str, transport: Transport
+) -> None:
+    pool.run(3, swapped_at_first, face, transport)
+
+
+def swapped_later() -> None:
+    model, net = make("fully_shard", Transport.SHARED)
+    step(model)
+    net.swapped = dist.get_rank() == 1
+    with pytest.raises(ProtocolError, match="on this rank"):
+        step(model)
+
+
+def test_shared_memory_notices_another_order_in_any_step(pool: RankPool) -> None:
+    pool.run(2, swapped_later)
+
+
+def swapped_in_one_copy() -> None:
+    """The ranks of a copy agree; those that hold the same shard do not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model, net = make("fully_shard", Transport.SHARED, mesh)
+    net.swapped = mesh.get_local_rank("copies") == 1
+    with pytest.raises(ProtocolError, match=r"mean of float32 for unit (one|other)"):
+        step(model)
+
+
+def test_copies_that_reduce_in_another_order_are_told(pool: RankPool) -> None:
+    pool.run(4, swapped_in_one_copy)
+
+
+def differ_in(what: str, transport: Transport) -> None:
+    odd = dist.get_rank() == 1
+    model = nn.Sequential(nn.Linear(4, 6, bias=False))
+    policy = MixedPrecisionPolicy()
+    if what == "name" and odd:
+        model = nn.Sequential()
+        model.add_module("1", nn.Linear(4, 6, bias=False))
+    elif what == "shape" and odd:
+        model = nn.Sequential(nn.Linear(6, 4, bias=False))
+    elif what == "dtype":
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16 if odd else torch.bfloat16)
+    with wrapped(by(transport)):
+        fully_shard(model, mp_policy=policy)
+    x = torch.ones(2, 6 if what == "shape" and odd else 4)
+    with pytest.raises(ProtocolError, match=r"unit \(root\) \((0|1).weight"):
+        model(x)
+
+
+@every_transport
+@pytest.mark.parametrize("what", ["name", "shape", "dtype"])
+def test_other_units_of_equal_size_are_an_error(
+    pool: RankPool, what: str, transport: Transport
+) -> None:
+    pool.run(2, differ_in, what, transport)
+
+
+def right_programs(transport: Transport) -> None:
+    """What changes names, or shares units and groups, in ways that all ranks agree on."""
+    with wrapped(by(transport)):
+        block = fully_shard(nn.Linear(6, 6))
+        step(block)  # a root, as yet
+        pair = fully_shard(nn.Sequential(block, fully_shard(nn.Linear(6, 6))))
+        step(pair)
+        twin = copy.deepcopy(pair)
+        step(twin)
+        step(pair)
+        whole = fully_shard(nn.Sequential(pair, nn.Linear(6, 6)))
+        step(whole)
+        step(block)
+        step(twin)
+        tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        tied[1].weight = tied[0].weight
+        step(fully_shard(tied))
+        step(fully_shard(nn.Sequential(fully_shard(nn.Linear(6, 6)), nn.Linear(6, 6))))
+
+
+@every_transport
+def test_names_may_change_and_groups_be_shared(pool: RankPool, transport: Transport) -> None:
+    pool.run(2, right_programs, transport)
+
+
+def compared_in_steps(transport: Transport) -> list[int]:
+    calls = []
+    gather = torch_names.all_gather
+
+    def counted(
+        group: dist.ProcessGroup, outputs: list[Tensor], sources: list[Tensor]
+    ) -> dist.Work:
+        calls.append(outputs[0].dtype is torch.uint8)
+        return gather(group, outputs, sources)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(labels._torch, "all_gather", counted)
+        model, _ = make("fully_shard", transport)
+        counts = []
+        for _ in range(3):
+            step(model)
+            counts.append(sum(calls))
+            calls.clear()
+    return counts
+
+
+@pytest.mark.parametrize("transport", [Transport.PAIRS, Transport.NATIVE])
+def test_a_label_is_compared_once(pool: RankPool, transport: Transport) -> None:
+    assert (
+        pool.run(2, compared_in_steps, transport) == [[2, 0, 0]] * 2
+    )  # the root has no parameters
+
+
+def test_a_stand_in_for_a_group_is_asked_nothing(pool: RankPool) -> None:
+    pool.run(1, alone_of_many, process_group=False)
+
+
+def alone_of_many() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    step(fully_shard(nn.Linear(6, 6)))
+    dist.destroy_process_group()

@@ -1,0 +1,235 @@
+"""Who takes part in exchanges through shared memory: how ranks meet, strangers among them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import C10d, meeting
+from fullshard.comm.c10d import Loads, Transport, ways_of
+from fullshard.comm.meeting import _address, _Desk, _listen, _Told
+from fullshard.comm.memory import Memory
+from fullshard.comm.pairs import Pairs
+from fullshard.comm.shared import Shared
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_shared import gather
+
+
+def reach(how: str) -> str:
+    """What is used if rank 1 cannot, or must not."""
+    group, patch = dist.new_group(), pytest.MonkeyPatch()  # the default one may have met
+    with patch.context() as patched:
+        patched.setattr(meeting, "_TIMEOUT_S", 0.5 if how == "no calls" else 10.0)
+        if group.rank() == 1 and how == "another host":
+            patched.setattr(meeting, "_host", lambda: b"x" * meeting._NBYTES)
+        elif group.rank() == 1 and how == "not allowed":
+            patched.setenv(meeting.SWITCH, "0")
+        elif group.rank() == 1 and how == "no such system":
+            patched.delattr(os, "memfd_create")
+        elif group.rank() == 1 and how == "no calls":
+            patched.setattr(socket.socket, "connect", _refuse)
+        assert gather(C10d(group, "cpu"))()
+    return type(ways_of(group, Transport.SHARED).gathers).__name__
+
+
+def _refuse(*_: object) -> None:
+    raise PermissionError("not here")
+
+
+@pytest.mark.parametrize("how", ["another host", "not allowed", "no such system", "no calls"])
+def test_if_one_rank_cannot_gloo_carries_everything(pool: RankPool, how: str) -> None:
+    assert pool.run(3, reach, how) == [Pairs.__name__] * 3
+
+
+def test_else_memory_is_shared(pool: RankPool) -> None:
+    assert pool.run(3, reach, "") == [Shared.__name__] * 3
+
+
+def across_hosts(hosts: str, loads: Loads | None) -> tuple[str, str, bool]:
+    """What gathers, what reduces, and whether that adds up wide, if each rank is on such a host."""
+    group, patch = dist.new_group(), pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(meeting, "_host", lambda: hosts[group.rank()].encode() * meeting._NBYTES)
+        if loads is not None:
+            patched.setattr(Loads, "of", lambda _: loads)
+        wire = C10d(group, "cpu")
+        assert gather(wire)()
+    for dtype, allowed in ((torch.float64, 1e-12), (torch.bfloat16, 4e-2)):
+        parts = [noise(5 * wire.world, seed=rank).to(dtype) for rank in range(wire.world)]
+        mean = torch.stack(parts).double().mean(0)
+        output, values = torch.empty(5, dtype=dtype), parts[wire.rank].clone()
+        wire.reduce_scatter_mean(output, parts[wire.rank].clone()).wait()
+        wire.all_reduce_mean(values).wait()
+        assert (output - mean.view(wire.world, -1)[wire.rank]).abs().max() <= allowed
+        assert (values - mean).abs().max() <= allowed
+    ways = ways_of(group, Transport.SHARED)
+    return type(ways.gathers).__name__, type(ways.reduces).__name__, wire.adds_wide
+
+
+@pytest.mark.parametrize(
+    ("hosts", "loads", "expected"),
+    [
+        ("abcd", None, ("Pairs", "Pairs", True)),
+        ("aabb", None, ("Native", "Pairs", True)),
+        ("abab", None, ("Pairs", "Pairs", True)),
+        ("aabb", Loads(16, 7, 14), ("Native", "Native", False)),
+    ],
+)
+def test_what_is_less_for_the_network_carries_between_hosts(
+    pool: RankPool, hosts: str, loads: Loads | None, expected: tuple[str, str, bool]
+) -> None:
+    assert pool.run(4, across_hosts, hosts, loads) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("aaaa", (0, 0, 0)),
+        ("abcd", (3, 3, 6)),
+        ("aabb", (4, 3, 6)),
+        ("aaaabbbb", (16, 7, 14)),
+        ("abababab", (16, 28, 56)),
+        ("aabbcc", (8, 5, 10)),
+        ("aaab", (3, 3, 6)),
+    ],
+)
+def test_loads_of_the_network(hosts: str, expected: tuple[int, int, int]) -> None:
+    assert Loads.of([host.encode() for host in hosts]) == expected
+
+
+def desks(world: int) -> Iterator[tuple[_Desk, socket.socket]]:
+    """What ranks that share a process would have, all before anybody called."""
+    names = [bytes([rank]) * 16 for rank in range(world)]
+    keys = [[secrets.token_bytes(16) for _ in range(world)] for _ in range(world)]
+    for rank in range(world):
+        listening = socket.socket(socket.AF_UNIX)
+        assert _listen(listening, names[rank])
+        told = [_Told(b"", b"", names[peer], keys[peer][rank]) for peer in range(world)]
+        memory = Memory()
+        memory.grow(1)
+        yield _Desk(rank, told, keys[rank], memory), listening
+
+
+def called(rank: int) -> socket.socket:
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(_address(bytes([rank]) * 16))
+    return stranger
+
+
+def met(both: Sequence[tuple[_Desk, socket.socket]]) -> list[bool]:
+    with ThreadPoolExecutor(len(both)) as threads:
+        return list(threads.map(lambda desk: desk[0].meet_all(desk[1]), both))
+
+
+def test_strangers_of_the_same_user_stall_nobody_and_are_not_answered() -> None:
+    both = list(desks(3))
+    fd = os.open("/dev/null", os.O_RDONLY)
+    strangers = []
+    for rank in range(3):
+        silent = [called(rank) for _ in range(300)]
+        garbage, short, wrong = called(rank), called(rank), called(rank)
+        garbage.sendall(b"?" * 10_000)
+        short.sendall(b"?" * 3)
+        for claimed in (-1, rank, 2, 3, 1 << 30):
+            socket.send_fds(wrong, [struct.pack("=i16s", claimed, b"k" * 16)], [fd])
+        called(rank).close()
+        strangers += [*silent, garbage, short, wrong]
+    os.close(fd)
+    assert met(both) == [True] * 3
+    for desk, listening in both:
+        connections = desk.taken()
+        for connection, memory in connections.values():
+            connection.close()
+            del memory
+        desk.close()
+        listening.close()
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""  # nothing was said, and all is closed
+        stranger.close()
+
+
+def test_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither who calls nor who answers."""
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(meeting, "_TIMEOUT_S", 0.2)
+    both = list(desks(2))
+    assert met(both) == [False] * 2
+    for desk, listening in both:
+        assert not desk._calls
+        desk.close()
+        listening.close()
+
+
+ATTACK = """
+import os, socket, sys, time
+os.setgid(65534)
+os.setuid(65534)
+end = time.monotonic() + float(sys.argv[1])
+calls, seen, got = [], set(), 0
+print("ready", flush=True)
+while time.monotonic() < end:
+    for line in open("/proc/net/unix"):
+        name = line.split()[-1]
+        if not name.startswith("@fullshard-"):
+            continue
+        seen.add(name)
+        for say in (b"", bytes(20), bytes.fromhex(name[-32:]) + bytes(4)):
+            try:
+                call = socket.socket(socket.AF_UNIX)
+                call.setblocking(False)
+                call.connect(b"\\0" + name[1:].encode())
+                if say:
+                    call.sendall(say)
+                calls.append(call)
+            except OSError:
+                call.close()
+    for call in calls[-200:]:
+        try:
+            data, fds, *_ = socket.recv_fds(call, 64, 4)
+            got += len(data) + len(fds)
+        except OSError:
+            pass
+    if len(calls) > 500:
+        for call in calls:
+            call.close()
+        calls = []
+print(len(seen), got)
+"""
+
+
+def meet_often(count: int) -> list[str]:
+    """How the bytes of groups travel that are made while somebody attacks."""
+    found = []
+    for _ in range(count):
+        group = dist.new_group()
+        assert gather(C10d(group, "cpu"))()
+        found.append(type(ways_of(group, Transport.SHARED).gathers).__name__)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_another_user_of_the_machine_gets_nothing_and_stalls_nobody(pool: RankPool) -> None:
+    if os.geteuid():
+        pytest.skip("NOT TESTED: to be another user takes root")
+    command = [sys.executable, "-c", ATTACK, "8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attack:
+        assert attack.stdout is not None
+        assert attack.stdout.readline() == "ready\n"
+        assert pool.run(3, meet_often, 20) == [[Shared.__name__] * 20] * 3
+        seen, got = map(int, attack.communicate(timeout=60)[0].split())
+    assert seen > 0
+    assert got == 0
