@@ -6,6 +6,7 @@ When a PyTorch release breaks fullshard, this is the file to look at: one, howev
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -427,8 +428,8 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def dtensor_as(tensor: DTensor, cls: type[AnyDTensor]) -> AnyDTensor:
-    """The same in the same memory as one of class ``cls``, unknown to autograd."""
-    return dtensor_from_spec(tensor._local_tensor, tensor._spec, requires_grad=False, cls=cls)
+    """One of class ``cls`` around the same local tensor, unknown to autograd."""
+    return dtensor_around(tensor._local_tensor, tensor._spec, requires_grad=False, cls=cls)
 
 
 def repoint(tensor: DTensor, local: Tensor) -> None:
@@ -441,20 +442,45 @@ def make_param(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
+class _Seen(threading.local):
+    """The handlers that the dispatcher finds in this thread; None for those of all threads."""
+
+    handlers: dict[Any, Any] | None = None
+
+
+class _Dispatcher(type(DTensor._op_dispatcher)):  # type: ignore[misc]
+    """DTensor's dispatcher, in which one thread can do without a handler that others find."""
+
+    @property
+    def _custom_op_handlers(self) -> dict[Any, Any]:
+        if _seen.handlers is not None:
+            return _seen.handlers
+        return cast("dict[Any, Any]", self.__dict__["_custom_op_handlers"])
+
+    @_custom_op_handlers.setter
+    def _custom_op_handlers(self, handlers: dict[Any, Any]) -> None:
+        self.__dict__["_custom_op_handlers"] = handlers
+
+
+_seen = _Seen()
+
+
 def handle_dtensor_op(op: Any, handler: Any) -> None:
-    """Let ``handler(op, args, kwargs)`` do ``op`` on every DTensor."""
-    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+    """Let DTensor call ``handler(op, args, kwargs)`` for ``op``, whatever its arguments are."""
+    dispatcher = DTensor._op_dispatcher
+    dispatcher.__class__ = _Dispatcher
+    dispatcher._custom_op_handlers[op] = handler
 
 
 def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """What DTensor itself does for an ``op`` that is handled."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op, None)
+    before = _seen.handlers
+    _seen.handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+    _seen.handlers.pop(op, None)
     try:
         return cast("object", op(*args, **kwargs))
     finally:
-        if handler is not None:  # else another thread, which is at the same, puts it back
-            handlers[op] = handler
+        _seen.handlers = before
 
 
 def transposed_in_place(tensor: DTensor) -> DTensor:

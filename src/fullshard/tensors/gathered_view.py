@@ -8,17 +8,17 @@ its padding row. Here it is a ``GatheredView``, whose writes go on into the part
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fullshard import _torch
 from fullshard.errors import UnsupportedError
-from fullshard.tensors.own_parts import own_part_of
+from fullshard.tensors.own_parts import gathered, is_partial, own_part_of, replicated
 from fullshard.tensors.random import RANDOM_FILLS
 
 __all__ = ["VIEW_HANDLERS", "GatheredView"]
@@ -31,12 +31,12 @@ class _Origin(NamedTuple):
 
     Attributes:
         parts: the sharded DTensor.
-        gathered: the same over the dims that views look along, as it was when the first was made.
+        whole: the same, the whole of it, as it was when the view was made, or last written to.
             Views are in its memory.
     """
 
     parts: DTensor
-    gathered: DTensor
+    whole: Tensor
 
 
 class GatheredView(_torch.OwnDispatch):
@@ -80,7 +80,7 @@ def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
     """``value`` as a GatheredView, if it is in the memory of ``origin``."""
     if not isinstance(value, DTensor):
         return value
-    local, memory = _torch.local_of(value), _torch.local_of(origin.gathered)
+    local, memory = _torch.local_of(value), origin.whole
     if not _is_around(memory, value):
         return value
     if local.dtype != memory.dtype:
@@ -113,9 +113,9 @@ def _write(
     op: Any, written: list[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Do ``op`` on what was gathered, then hand on what it wrote."""
-    for parts, held in (view.origin for view in written):
-        if op not in _OVERWRITES:
-            _torch.local_of(held).copy_(_torch.local_of(_redistributed(parts, held.placements)))
+    if op not in _OVERWRITES:
+        for parts, memory in (view.origin for view in written):
+            memory.copy_(gathered(parts))
     shown = {id(view): _plain(view) for view in written}
 
     def plain(value: Any) -> Any:
@@ -129,15 +129,14 @@ def _write(
 
 
 def _write_back(op: Any, view: GatheredView) -> None:
-    parts, held = view.origin
-    local, memory = _torch.local_of(view), _torch.local_of(held)
+    parts, memory = view.origin
+    local = _torch.local_of(view)
     is_written = torch.empty_strided(
         memory.shape, memory.stride(), dtype=torch.bool, device=memory.device
     ).zero_()
     start = local.storage_offset() - memory.storage_offset()
     is_written.as_strided(local.shape, local.stride(), start).fill_(True)
-    own = own_part_of(op, memory, parts, held.placements)
-    is_own = own_part_of(op, is_written, parts, held.placements)
+    own, is_own = own_part_of(op, memory, parts), own_part_of(op, is_written, parts)
     target = _torch.local_of(parts)
     target.copy_(torch.where(is_own, own, target))
 
@@ -157,40 +156,36 @@ _OVERWRITES = {
 
 def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
     def view(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        looked_along = {dim % target.dim() for dim in dims_of(*args, **kwargs)}
-        if _is_computed(target):
+        if is_partial(target) or _is_computed(target):
             return _torch.default_dtensor_op(op, args, kwargs)
+        looked_along = {dim % target.dim() for dim in dims_of(*args, **kwargs)}
         if looked_along.isdisjoint(map(_torch.sharded_dim, target.placements)):
             views = _torch.default_dtensor_op(op, args, kwargs)
             if all(_is_around(_torch.local_of(target), one) for one in tree_leaves(views)):
                 return views
             # PyTorch gathers what has fewer rows than there are ranks, whatever is looked along.
-            looked_along = set(range(target.dim()))
-        origin = _Origin(target, _gather(target, looked_along))
-        found = op(origin.gathered, *args[1:], **kwargs)
+        origin = _Origin(target, _whole_of(target))
+        found = op(replicated(origin.whole, target.device_mesh), *args[1:], **kwargs)
         return tree_map(lambda value: _view_of(origin, value, op), found)
 
     return view
 
 
-def _gather(tensor: DTensor, dims: Container[int | None]) -> DTensor:
-    """``tensor``, not cut along ``dims`` any more."""
-    placements = [
-        Replicate() if _torch.sharded_dim(placement) in dims else placement
-        for placement in tensor.placements
-    ]
-    return _redistributed(tensor, placements)
+def _whole_of(tensor: DTensor) -> Tensor:
+    """It gathered, in its strides: the order in which numbers are drawn depends on them."""
+    whole: Tensor = gathered(tensor)
+    if whole.stride() == tensor.stride():
+        return whole
+    strided = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device
+    )
+    return strided.copy_(whole)
 
 
 def _is_computed(tensor: DTensor) -> bool:
     """Whether autograd knows of its own how it was made: it is no parameter, nor a view of one."""
     base = tensor._base if tensor._is_view() else None
     return not (tensor.is_leaf or (base is not None and base.is_leaf))
-
-
-def _redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    with torch.no_grad():
-        return tensor.redistribute(placements=placements)
 
 
 def _of_slice(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard import _torch
 from fullshard.errors import UnsupportedError
@@ -30,23 +29,19 @@ def gathered(value: Any) -> Any:
         return value.full_tensor()
 
 
-def own_part_of(
-    op: Any, whole: Tensor, target: DTensor, already: Sequence[Placement] | None = None
-) -> Tensor:
+def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
     """This rank's part of ``whole`` where it is placed as ``target``.
 
     Args:
         op: for the message.
-        whole: the local tensor of a DTensor of the same global shape.
-        target: on the same mesh.
-        already: that DTensor's placements, by which it may be cut like ``target``; whole without.
+        whole: a plain tensor of the global shape of ``target``.
+        target: a DTensor that is no sum still to be made.
 
     Raises:
         UnsupportedError: ``target`` holds another part than its placements say.
     """
     mesh, placements = target.device_mesh, target.placements
-    cuts = placements if already is None else map(_cut_besides, placements, already)
-    part = own_part(whole, tuple(cuts), mesh.shape, coordinate_in(mesh))
+    part = own_part(whole, placements, mesh.shape, coordinate_in(mesh))
     held = _torch.local_of(target).shape
     if part.shape != held:
         raise UnsupportedError(
@@ -55,10 +50,6 @@ def own_part_of(
             "fill the local tensor itself, or shard evenly"
         )
     return part
-
-
-def _cut_besides(placement: Placement, already: Placement) -> Placement:
-    return Replicate() if placement == already else placement
 
 
 def keep_own_part(op: Any, whole: Tensor, target: DTensor) -> DTensor:
