@@ -6,6 +6,7 @@ When a PyTorch release breaks fullshard, this is the file to look at: one, howev
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "default_dtensor_op",
     "device_types",
     "dtensor_around",
+    "dtensor_as",
     "dtensor_from_spec",
     "dtensor_like",
     "dtensor_spec",
@@ -88,7 +91,9 @@ __all__ = [
     "root_ranks",
     "sequence_number",
     "sharded_dim",
+    "shares_storage",
     "timeout_of",
+    "transposed_in_place",
     "versions",
     "waited",
 ]
@@ -422,6 +427,11 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
     return dtensor_from_spec(local, spec, requires_grad=False, cls=type(tensor))
 
 
+def dtensor_as(tensor: DTensor, cls: type[AnyDTensor]) -> AnyDTensor:
+    """One of class ``cls`` around the same local tensor, unknown to autograd."""
+    return dtensor_around(tensor._local_tensor, tensor._spec, requires_grad=False, cls=cls)
+
+
 def repoint(tensor: DTensor, local: Tensor) -> None:
     """Make ``tensor`` stand for another local tensor of the same shape and dtype."""
     tensor._local_tensor = local
@@ -432,19 +442,59 @@ def make_param(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
+class _Seen(threading.local):
+    """The handlers that the dispatcher finds in this thread; None for those of all threads."""
+
+    handlers: dict[Any, Any] | None = None
+
+
+class _Dispatcher(type(DTensor._op_dispatcher)):  # type: ignore[misc]
+    """DTensor's dispatcher, in which one thread can do without a handler that others find."""
+
+    @property
+    def _custom_op_handlers(self) -> dict[Any, Any]:
+        if _seen.handlers is not None:
+            return _seen.handlers
+        return cast("dict[Any, Any]", self.__dict__["_custom_op_handlers"])
+
+    @_custom_op_handlers.setter
+    def _custom_op_handlers(self, handlers: dict[Any, Any]) -> None:
+        self.__dict__["_custom_op_handlers"] = handlers
+
+
+_seen = _Seen()
+
+
 def handle_dtensor_op(op: Any, handler: Any) -> None:
-    """Let ``handler(op, args, kwargs)`` do ``op`` on every DTensor."""
-    DTensor._op_dispatcher._custom_op_handlers[op] = handler
+    """Let DTensor call ``handler(op, args, kwargs)`` for ``op``, whatever its arguments are."""
+    dispatcher = DTensor._op_dispatcher
+    dispatcher.__class__ = _Dispatcher
+    dispatcher._custom_op_handlers[op] = handler
 
 
 def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """What DTensor itself does for an ``op`` that is handled."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)
+    before = _seen.handlers
+    _seen.handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+    _seen.handlers.pop(op, None)
     try:
         return cast("object", op(*args, **kwargs))
     finally:
-        handlers[op] = handler
+        _seen.handlers = before
+
+
+def transposed_in_place(tensor: DTensor) -> DTensor:
+    """``tensor.t_()``, which DTensors do not have."""
+    new = cast("DTensor", tensor.detach().t())
+    tensor._local_tensor, tensor._spec = new._local_tensor, new._spec
+    with no_dispatch():  # what the object itself tells of its shape
+        torch.ops.aten.t_.default(tensor)
+    return tensor
+
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether they are views of the same memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def sharded_dim(placement: Placement) -> int | None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fullshard import RaggedTensor, _torch
 from fullshard.errors import ConfigError, RaggedOperationError
-from fullshard.tensors import RaggedShard, draw_whole_on
+from fullshard.tensors import RaggedShard, handle_ops_on
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
 from tests.ranks.ragged import CASES, CUT, SHAPES, dtensor, numel_of, placed, ragged, strided
@@ -330,7 +330,7 @@ DEEP_PLACEMENTS: dict[tuple[int, ...], list[Any]] = {
 
 
 def drawn(mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...], number: int) -> None:
-    draw_whole_on(mesh)
+    handle_ops_on(mesh)
     fill = FILLS[number % len(FILLS)]
     x = placed(torch.zeros(shape), mesh, placements)
     for one in (want := torch.zeros(shape), x):
@@ -360,7 +360,7 @@ def test_random_fills_are_those_of_the_whole_tensor(pool: RankPool) -> None:
 
 def fills_left_to_torch() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    draw_whole_on(mesh)
+    handle_ops_on(mesh)
     torch.manual_seed(0)
     other = init_device_mesh("cpu", (1, 4))
     with warnings.catch_warnings():

@@ -23,7 +23,7 @@ from fullshard.frontend.module import sharded_class
 from fullshard.frontend.ownership import collect, enlist, managed, unit_of, units_below
 from fullshard.frontend.places import Places
 from fullshard.schedule import UnitPolicy
-from fullshard.tensors import draw_whole_on
+from fullshard.tensors import handle_ops_on
 
 __all__ = ["plan_unit", "shard_modules"]
 
@@ -67,7 +67,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     places.show_sharded(buckets)
     for param in chain.from_iterable(bucket.sharded_params for bucket in buckets):
         if isinstance(param, DTensor):
-            draw_whole_on(param.device_mesh)
+            handle_ops_on(param.device_mesh)
     install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
     install_state_dict_hooks(unit, places)
     if choices.shown is Shown.DTENSORS:

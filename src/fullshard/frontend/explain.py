@@ -72,7 +72,8 @@ def _guard(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             raise ProtocolError(
                 f"{type(self).__name__}.{name}() used parameters while they were sharded: only "
                 "forward unshards them by itself. Call fullshard.register_fsdp_forward_method("
-                f"module, {name!r}) once, or module.unshard() before"
+                f"module, {name!r}) once, or module.unshard() before; what writes to them, call "
+                "inside of fullshard.unshard_params(module)"
             ) from error
 
     return guarded

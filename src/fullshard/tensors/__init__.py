@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fullshard.tensors.dtensor_ops import handle_ops_on
 from fullshard.tensors.extension import (
     HookArguments,
     carry_attributes,
@@ -29,7 +30,6 @@ from fullshard.tensors.pieces import PlacedPart, announce_parts, placed_parts_of
 from fullshard.tensors.ragged_cut import is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
-from fullshard.tensors.random import draw_whole_on
 from fullshard.tensors.tree import find_tensors, map_tensors
 from fullshard.tensors.whole import on_larger_mesh, part_like, plainly_sharded, taken_by
 
@@ -49,10 +49,10 @@ __all__ = [
     "announce_flat",
     "announce_parts",
     "carry_attributes",
-    "draw_whole_on",
     "find_tensors",
     "flat_part_of",
     "gathered_by_itself",
+    "handle_ops_on",
     "is_ragged",
     "is_wrapper",
     "joint_mesh",

@@ -68,7 +68,7 @@ def refusal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedOpe
     return RaggedOperationError(
         f"{op} on RaggedTensor {shapes}: a rank holds an interval of the flattened tensor, which "
         "has no rows, columns or single elements. Call full_tensor() first, work inside of "
-        "unshard() and reshard(), or shard with layout=PerParameter(), whose DTensors know "
-        "matrices; optimizers must be element-wise, such as AdamW. If a forward did this, it was "
+        "unshard_params(), or shard with layout=PerParameter(), whose DTensors know matrices; "
+        "optimizers must be element-wise, such as AdamW. If a forward did this, it was "
         "not that of the module given to fully_shard, which unshards it"
     )

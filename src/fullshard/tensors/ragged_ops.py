@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.tensors.own_parts import gathered
 from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.ragged_operands import Handler, first_ragged, operand, refusal
 from fullshard.tensors.ragged_whole import WHOLE_HANDLERS
+from fullshard.tensors.random import RANDOM_FILLS, RANDOM_LIKE
 
 __all__ = ["run_on_intervals"]
 
@@ -151,16 +153,18 @@ def _random_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     local = _torch.local_of(target)
     whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-    op(whole, *args[1:], **kwargs)
+    op(whole, *map(gathered, args[1:]), **kwargs)
     if not local.is_meta:
         local.copy_(_own_part(whole, target))
     return target
 
 
 def _random_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    new = torch.empty_like(args[0], **kwargs)
-    fill = {aten.rand_like.default: Tensor.uniform_, aten.randn_like.default: Tensor.normal_}[op]
-    return fill(new)
+    like = args[0]
+    device = kwargs.get("device") or _torch.local_of(like).device
+    template = torch.empty(like.shape, dtype=like.dtype, device="meta")
+    whole = op(template, *args[1:], **{**kwargs, "device": device})
+    return _torch.dtensor_like(like, _own_part(whole, like).clone())
 
 
 _HANDLERS: dict[Any, Handler] = {
@@ -189,14 +193,6 @@ _HANDLERS: dict[Any, Handler] = {
         _in_place,
     ),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _same_shape),
-    **dict.fromkeys(
-        (
-            aten.uniform_.default,
-            aten.normal_.default,
-            aten.bernoulli_.float,
-            aten.exponential_.default,
-        ),
-        _random_fill,
-    ),
-    **dict.fromkeys((aten.rand_like.default, aten.randn_like.default), _random_like),
+    **dict.fromkeys(RANDOM_FILLS, _random_fill),
+    **dict.fromkeys(RANDOM_LIKE, _random_like),
 }

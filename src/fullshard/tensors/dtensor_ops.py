@@ -1,0 +1,52 @@
+"""Operations that DTensors on the meshes of fullshard do otherwise than PyTorch has them do.
+
+PyTorch asks a handler, if there is one, before anything else, for every DTensor: what lies on
+other meshes, or on ``meta``, is handed back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.tensors.gathered_view import VIEW_HANDLERS
+from fullshard.tensors.random import RANDOM_HANDLERS
+from fullshard.tensors.writes import WRITE_HANDLERS
+
+__all__ = ["handle_ops_on"]
+
+Handler = Callable[[Any, DTensor, tuple[Any, ...], dict[str, Any]], object]
+"""Takes the operation, the DTensor that it is about, and all positional and named arguments."""
+
+_HANDLERS: dict[Any, Handler] = {**RANDOM_HANDLERS, **VIEW_HANDLERS, **WRITE_HANDLERS}
+_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
+def handle_ops_on(mesh: DeviceMesh) -> None:
+    """Let DTensors on ``mesh``, of any dims, be filled and written as one tensor would be.
+
+    All ranks must be seeded alike, those of tensor parallelism included.
+    """
+    if not _meshes:
+        for op in _HANDLERS:
+            _torch.handle_dtensor_op(op, _dispatch)
+    _meshes.add(mesh)
+
+
+def _dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    target = kwargs.get("out", args[0])
+    if not isinstance(target, DTensor) or not _is_ours(target):
+        return _torch.default_dtensor_op(op, args, kwargs)
+    return _HANDLERS[op](op, target, args, kwargs)
+
+
+def _is_ours(tensor: DTensor) -> bool:
+    mesh = tensor.device_mesh
+    if mesh not in _meshes or mesh.get_coordinate() is None:
+        return False
+    return not (tensor.is_meta or _torch.is_fake(_torch.local_of(tensor)))

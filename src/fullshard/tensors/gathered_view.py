@@ -1,0 +1,206 @@
+"""Views of sharded tensors for which the parts have to be gathered, such as one row.
+
+PyTorch gives ``w[i]`` of a DTensor that is cut into rows as a copy of that row on every rank. What
+is written to it is lost, in silence: ``w[padding_idx].fill_(0)`` is how ``nn.Embedding`` clears
+its padding row. Here it is a ``GatheredView``, whose writes go on into the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fullshard import _torch
+from fullshard.errors import UnsupportedError
+from fullshard.tensors.own_parts import gathered, is_partial, own_part_of, replicated
+from fullshard.tensors.random import RANDOM_FILLS
+
+__all__ = ["VIEW_HANDLERS", "GatheredView"]
+
+aten = torch.ops.aten
+
+
+class _Origin(NamedTuple):
+    """What a view is of.
+
+    Attributes:
+        parts: the sharded DTensor.
+        whole: the same, the whole of it, as it was when the view was made, or last written to.
+            Views are in its memory.
+    """
+
+    parts: DTensor
+    whole: Tensor
+
+
+class GatheredView(_torch.OwnDispatch):
+    """A view of a sharded DTensor that was gathered for it; all ranks of its mesh must do alike.
+
+    Operations that write to it write to the sharded tensor, too, and only to the elements in the
+    view. It does not follow what is written to the sharded tensor by other ways: take another view.
+    """
+
+    origin: _Origin
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = list(_written(op, args, kwargs))
+        if written:
+            return _write(op, written, args, kwargs)
+        result = op(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        if not (op._schema.arguments[0].alias_info and isinstance(args[0], GatheredView)):
+            return result
+        origin = args[0].origin
+        return tree_map(lambda view: _view_of(origin, view, op), result)
+
+    # A copy, in memory or on disk, is nobody's view.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return copy.deepcopy(_plain(self), memo)  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+def _plain(value: Any) -> Any:
+    """A GatheredView as an ordinary DTensor over the same memory."""
+    return _torch.dtensor_as(value, DTensor) if isinstance(value, GatheredView) else value
+
+
+def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
+    """``value`` as a GatheredView, if it is in the memory of ``origin``."""
+    if not isinstance(value, DTensor):
+        return value
+    local, memory = _torch.local_of(value), origin.whole
+    if not _is_around(memory, value):
+        return value
+    if local.dtype != memory.dtype:
+        raise UnsupportedError(
+            f"{op}: got a view as {local.dtype} of a sharded tensor of {memory.dtype}; "
+            "write to it inside of unshard_params(), or read it from full_tensor()"
+        )
+    view = _torch.dtensor_as(value, GatheredView)
+    view.origin = origin
+    return view
+
+
+def _is_around(memory: Tensor, view: DTensor) -> bool:
+    """Whether the local tensor of ``view`` is in that memory."""
+    return _torch.shares_storage(_torch.local_of(view), memory)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[GatheredView]:
+    """The views among the arguments that ``op`` writes to."""
+    for number, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(one, GatheredView):
+                yield one
+
+
+def _write(
+    op: Any, written: list[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do ``op`` on what was gathered, then hand on what it wrote."""
+    if op not in _OVERWRITES:
+        for parts, memory in (view.origin for view in written):
+            memory.copy_(gathered(parts))
+    shown = {id(view): _plain(view) for view in written}
+
+    def plain(value: Any) -> Any:
+        return shown.get(id(value), _plain(value))
+
+    result = op(*tree_map(plain, args), **tree_map(plain, kwargs))
+    for view in written:
+        _write_back(op, view)
+    views = {id(shown[id(view)]): view for view in written}
+    return tree_map(lambda value: views.get(id(value), value), result)
+
+
+def _write_back(op: Any, view: GatheredView) -> None:
+    parts, memory = view.origin
+    local = _torch.local_of(view)
+    is_written = torch.empty_strided(
+        memory.shape, memory.stride(), dtype=torch.bool, device=memory.device
+    ).zero_()
+    start = local.storage_offset() - memory.storage_offset()
+    is_written.as_strided(local.shape, local.stride(), start).fill_(True)
+    own, is_own = own_part_of(op, memory, parts), own_part_of(op, is_written, parts)
+    target = _torch.local_of(parts)
+    target.copy_(torch.where(is_own, own, target))
+
+
+_OVERWRITES = {
+    *RANDOM_FILLS,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.copy_.default,
+}
+"""What does not read what it writes to, so that this need not be up to date."""
+
+
+# operations that make views, and the dims that they look along
+
+
+def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
+    def view(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if is_partial(target) or _is_computed(target):
+            return _torch.default_dtensor_op(op, args, kwargs)
+        looked_along = {dim % target.dim() for dim in dims_of(*args, **kwargs)}
+        if looked_along.isdisjoint(map(_torch.sharded_dim, target.placements)):
+            views = _torch.default_dtensor_op(op, args, kwargs)
+            if all(_is_around(_torch.local_of(target), one) for one in tree_leaves(views)):
+                return views
+            # PyTorch gathers what has fewer rows than there are ranks, whatever is looked along.
+        origin = _Origin(target, _whole_of(target))
+        found = op(replicated(origin.whole, target.device_mesh), *args[1:], **kwargs)
+        return tree_map(lambda value: _view_of(origin, value, op), found)
+
+    return view
+
+
+def _whole_of(tensor: DTensor) -> Tensor:
+    """It gathered, in its strides: the order in which numbers are drawn depends on them."""
+    whole: Tensor = gathered(tensor)
+    if whole.stride() == tensor.stride():
+        return whole
+    strided = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device
+    )
+    return strided.copy_(whole)
+
+
+def _is_computed(tensor: DTensor) -> bool:
+    """Whether autograd knows of its own how it was made: it is no parameter, nor a view of one."""
+    base = tensor._base if tensor._is_view() else None
+    return not (tensor.is_leaf or (base is not None and base.is_leaf))
+
+
+def _of_slice(
+    tensor: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[int, ...]:
+    """A slice of everything needs nothing from other ranks."""
+    size = tensor.shape[dim]
+    return () if range(size)[start:end:step] == range(size) else (dim,)
+
+
+VIEW_HANDLERS = {
+    aten.select.int: _viewed(lambda _, dim, index: (dim,)),
+    aten.slice.Tensor: _viewed(_of_slice),
+    aten.split.Tensor: _viewed(lambda _, size, dim=0: (dim,)),
+    aten.split_with_sizes.default: _viewed(lambda _, sizes, dim=0: (dim,)),
+    aten.unbind.int: _viewed(lambda _, dim=0: (dim,)),
+    aten.diagonal.default: _viewed(lambda tensor, *_, **__: tuple(range(tensor.dim()))),
+}
