@@ -219,7 +219,7 @@ class Parallel(nn.Module):
         self.down = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
+        return self.down(torch.tanh(self.up(self.norm(x)))).clone()  # PyTorch warns of views
 
 
 def tensor_parallel(reduce: torch.dtype | None, passes: str) -> list[bool]:

@@ -14,13 +14,19 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fully_shard
 
 from fullshard import wrap
-from fullshard.engine import Engine, Unit
+from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.flat import FullyShardedDataParallel
 from fullshard.frontend import FSDPModule
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 
-__all__ = ["CustomPolicy", "flat_state_of", "get_cls_to_fsdp_cls", "state_of"]
+__all__ = [
+    "CustomPolicy",
+    "flat_state_of",
+    "get_cls_to_fsdp_cls",
+    "policy_for_param",
+    "state_of",
+]
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -69,6 +75,11 @@ class ParamGroup:
 
     def post_backward(self) -> None:
         """Leave it to the final callback."""
+
+
+def policy_for_param(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
+    """``policy._resolve_for_param(param)``, which PyTorch's own ``replicate`` asks from 2.15 on."""
+    return policy.for_param("of a module given to replicate", param)
 
 
 class CustomPolicy(wrap.CustomPolicy, torch_wrap._Policy):

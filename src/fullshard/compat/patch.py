@@ -12,8 +12,9 @@ from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 from fullshard.comm import Public, choose_wire
-from fullshard.compat.handles import state_of
+from fullshard.compat.handles import policy_for_param, state_of
 from fullshard.compat.names import OURS, is_ours, keeps_torchs
+from fullshard.engine import MixedPrecisionPolicy
 from fullshard.frontend import fully_shard
 
 __all__ = ["Patch", "patch_torch"]
@@ -96,11 +97,13 @@ class _Patched:
         ]
         for change in self._changes:
             change.namespace[change.name] = change.ours
+        MixedPrecisionPolicy._resolve_for_param = policy_for_param  # type: ignore[attr-defined]
         self._wire = choose_wire(Public)
 
     def undo(self) -> None:
         """Put everything back, also in modules that were imported meanwhile."""
         choose_wire(self._wire)
+        del MixedPrecisionPolicy._resolve_for_param  # type: ignore[attr-defined]
         for change in self._changes:
             change.undo()
         for module, space in _modules_but(is_ours):
