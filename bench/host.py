@@ -45,6 +45,8 @@ class PassThrough(dist.ProcessGroup):
     """A group whose collectives do nothing at all."""
 
     def _allgather_base(self, output: Tensor, source: Tensor, options: Any = None) -> dist.Work:
+        if source.dtype is torch.uint8:  # in the first step ranks compare what they are to gather
+            output.view(-1, source.numel()).copy_(source)
         return _Done()
 
     def _reduce_scatter_base(
