@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -157,13 +158,16 @@ def loads(fsdp: Any) -> Any:
     swapped = [a is b for a, b in zip(params, model.parameters(), strict=True)]
     model(batch()).sum().backward()
     plain = {name: value.full_tensor() for name, value in again.items()}
+    # On a mesh of its own, as whole tensors can be copied to DTensors on those that we shard over.
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(fsdp.__name__,))
+    other_model = shard(fsdp, make(), mesh=mesh)
     return [
         kept,
         loaded,
         swapped,
         full_parameters(model),
         grads(model),
-        raised(lambda: model.load_state_dict(plain)),
+        raised(lambda: other_model.load_state_dict(plain)),
     ]
 
 
