@@ -268,3 +268,19 @@ def hook_of_hybrid() -> bool:
 
 def test_a_hook_is_refused_on_copies_that_are_shared(pool: RankPool) -> None:
     assert all(pool.run(4, hook_of_hybrid))
+
+
+def tied_after_sharding() -> float:
+    """Rank 0 would send more of what is cut unevenly than the others expect, and go on."""
+    model = nn.Sequential(nn.Linear(5, 2), nn.Linear(5, 2))
+    model[1].weight = model[0].weight
+    FSDP(model[0])
+    with pytest.raises(errors.ConfigError, match="is tied to"):
+        FSDP(model[1], sync_module_states=True)
+    total = torch.tensor(1.0)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_ties_are_refused_before_anything_is_sent(pool: RankPool) -> None:
+    assert pool.run(3, tied_after_sharding) == [3.0] * 3

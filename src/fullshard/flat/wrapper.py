@@ -40,12 +40,13 @@ from fullshard.flat.prepare import (
 from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
+from fullshard.frontend.checks import check_not_sharded
 from fullshard.frontend.contexts import WRAPPED, unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit
-from fullshard.frontend.ownership import unit_of, units_below
+from fullshard.frontend.ownership import collect, unit_of, units_below
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
@@ -156,6 +157,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         self._given = Given.of(mesh, given)
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
+        check_not_sharded(collect([self], params))  # ranks have other sizes of what is sharded
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
             move(module, params, modules, device)

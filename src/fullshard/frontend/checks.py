@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -186,8 +186,8 @@ def checked_layout(layout: Any) -> LayoutStrategy:
     return cast("LayoutStrategy", layout)
 
 
-def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:
-    """Refuse parameters that cannot be cut."""
+def check_not_sharded(params: Iterable[OwnedParam]) -> None:
+    """Refuse parameters that another unit has already, or that are tied to such ones."""
     for owned in params:
         param, name = owned.param, owned.name
         owner = next(filter(None, map(owner_of, owned.places)), None)
@@ -204,6 +204,13 @@ def check_params(params: Iterable[OwnedParam], layout: LayoutStrategy) -> None:
                 "one unit: give both modules to one call, as a list, or pass the parameter in "
                 "ignored_params of that earlier call, so that this one shards it for both"
             )
+
+
+def check_params(params: Sequence[OwnedParam], layout: LayoutStrategy) -> None:
+    """Refuse parameters that cannot be cut."""
+    check_not_sharded(params)
+    for owned in params:
+        param, name = owned.param, owned.name
         if is_lazy(param):
             raise UnsupportedError(
                 f"fully_shard: parameter {name} is lazy and has no shape yet; run a forward "
