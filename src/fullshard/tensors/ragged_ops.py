@@ -171,6 +171,16 @@ _HANDLERS: dict[Any, Handler] = {
     **WHOLE_HANDLERS,
     aten.copy_.default: _copy,
     aten.index_put_.default: _masked_put,
+    # pointwise though not all tagged so; since PyTorch 2.15 ``x[mask] = value`` is one of them
+    **dict.fromkeys(
+        (
+            aten.masked_fill.Scalar,
+            aten.masked_fill.Tensor,
+            aten.masked_fill_.Scalar,
+            aten.masked_fill_.Tensor,
+        ),
+        _pointwise,
+    ),
     **dict.fromkeys(
         (
             aten.detach.default,
