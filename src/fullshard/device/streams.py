@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -65,7 +66,7 @@ class Lanes(Protocol):
     def waited_s(self) -> float:
         """Seconds that COMPUTE has waited for communication; a stream counts from the first call.
 
-        On a stream this waits until what was counted is done.
+        Of a stream, the waits that are over by now; the host waits for none.
         """
 
 
@@ -123,7 +124,7 @@ class StreamLanes:
             lane: accelerator.Stream(device=device, priority=-1)
             for lane in (Lane.GATHER, Lane.REDUCE)
         }
-        self._waits: list[tuple[Any, Any]] | None = None  # events around each, once asked for
+        self._waits: deque[tuple[Any, Any]] | None = None  # events around each, once asked for
         self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
@@ -144,6 +145,7 @@ class StreamLanes:
         stream.wait_event(event)
         after.record(stream)
         self._waits.append((before, after))
+        self._add_up()
 
     def wait(self, pending: Pending) -> None:
         """Let the current stream wait; the host goes on."""
@@ -173,11 +175,17 @@ class StreamLanes:
 
     def waited_s(self) -> float:
         """Between the events around each ``join`` of COMPUTE."""
-        waits, self._waits = self._waits or [], []
-        for before, after in waits:
-            after.synchronize()
-            self._waited_s += before.elapsed_time(after) / 1e3
+        if self._waits is None:
+            self._waits = deque()
+        self._add_up()
         return self._waited_s
+
+    def _add_up(self) -> None:
+        """Count what is over, and keep no more events than the device is behind the host."""
+        waits = self._waits
+        while waits and waits[0][1].query():
+            before, after = waits.popleft()
+            self._waited_s += before.elapsed_time(after) / 1e3
 
     def _stream(self, lane: Lane) -> Any:
         if lane is Lane.COMPUTE:
