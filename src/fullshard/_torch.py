@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -40,6 +40,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "apart_from_the_default_group",
     "apply",
     "backend_name",
     "broadcast",
@@ -56,6 +57,7 @@ __all__ = [
     "follows_grad_dtype",
     "grad_dtypes",
     "gradient_node",
+    "group_options",
     "handle_dtensor_op",
     "has_average",
     "has_peers",
@@ -225,6 +227,44 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
         return dist.constants.default_pg_timeout
     timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     return timeout
+
+
+def group_options(group: dist.ProcessGroup, device_type: str) -> Any:
+    """What NCCL's part of ``group`` was made with, for another group; None for other backends.
+
+    The time-out apart, which is an argument of its own, and what ``group`` was split from.
+    """
+    if is_of_python(group):
+        return None
+    backend = group._get_backend(torch.device(device_type))
+    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    if backend.name() != "nccl":
+        return None
+    given: Any = backend.options
+    options = type(given)(is_high_priority_stream=given.is_high_priority_stream)
+    options.config = given.config
+    options._timeout = given._timeout
+    return options
+
+
+@contextmanager
+def apart_from_the_default_group() -> Iterator[None]:
+    """A group that is made in the block is made by its own ranks alone.
+
+    Where the default group is bound to a device, PyTorch splits that one's communicator, in which
+    NCCL needs all ranks; a group of its own connects when it is used first.
+    """
+    world = dist.group.WORLD
+    device = getattr(world, "bound_device_id", None)
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
