@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions
 from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
@@ -139,42 +140,74 @@ if _VERSION < (2, 12):
 # written in Python, such as one whose ranks are threads, have those of their own version alone.
 
 
+#
+# A backend with streams has one of its own for each group, of the default priority, and its work
+# there is waited for; ``in_order`` asks it to take the stream that is current. Then nothing is left
+# to wait for, and it returns None. One that cannot returns its work as ever.
+
+
 def all_gather(
-    group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
-) -> dist.Work:
+    group: dist.ProcessGroup,
+    outputs: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    in_order: bool = False,
+) -> dist.Work | None:
     """Start the backend's all-gather of each 1-D source into its 1-D output, all in one call."""
     if is_of_python(group) and hasattr(group, "all_gather_single_coalesced"):
         return group.all_gather_single_coalesced(list(outputs), list(sources))
+    options = _gather_options(in_order)
     if len(outputs) == 1:
-        return group._allgather_base(outputs[0], sources[0])
-    return group.allgather_into_tensor_coalesced(list(outputs), list(sources))
-
-
-def reduce_scatter(
-    group: dist.ProcessGroup, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
-) -> dist.Work:
-    """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
-    if is_of_python(group) and hasattr(group, "reduce_scatter_single"):
-        return group.reduce_scatter_single(output, source, _reduce_options(op))
-    return group._reduce_scatter_base(output, source, _reduce_options(op))
+        return group._allgather_base(outputs[0], sources[0], options)
+    return group.allgather_into_tensor_coalesced(list(outputs), list(sources), options)
 
 
 @cache
-def _reduce_options(op: dist.ReduceOp.RedOpType) -> dist.ReduceScatterOptions:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]
+def _gather_options(in_order: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = not in_order
     return options
 
 
-def all_reduce(group: dist.ProcessGroup, values: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-    """Start the backend's all-reduce of ``values``, in place."""
-    return group.allreduce([values], _all_reduce_options(op))
+def reduce_scatter(
+    group: dist.ProcessGroup,
+    output: Tensor,
+    source: Tensor,
+    op: dist.ReduceOp.RedOpType,
+    *,
+    in_order: bool = False,
+) -> dist.Work | None:
+    """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
+    options = _reduce_options(op, in_order)
+    if is_of_python(group) and hasattr(group, "reduce_scatter_single"):
+        return group.reduce_scatter_single(output, source, options)
+    return group._reduce_scatter_base(output, source, options)
 
 
 @cache
-def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+def _reduce_options(op: dist.ReduceOp.RedOpType, in_order: bool) -> dist.ReduceScatterOptions:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = not in_order
+    return options
+
+
+def all_reduce(
+    group: dist.ProcessGroup,
+    values: Tensor,
+    op: dist.ReduceOp.RedOpType,
+    *,
+    in_order: bool = False,
+) -> dist.Work | None:
+    """Start the backend's all-reduce of ``values``, in place."""
+    return group.allreduce([values], _all_reduce_options(op, in_order))
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType, in_order: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = not in_order
     return options
 
 

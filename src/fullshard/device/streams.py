@@ -6,6 +6,9 @@
 
 Memory is handed between lanes by ``join`` alone, never by ``record_stream``, so that what is
 reused when does not depend on how fast the device happens to run.
+
+Collectives run beside the lane that starts them, on a stream for each process group (``wire``), so
+that a lane's copies wait for the collectives that they need, and not for later ones.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
-from fullshard.comm import Pending
+from fullshard.comm import Collectives, Pending
+from fullshard.device.wires import Beside
 
 __all__ = ["CpuLanes", "Lane", "Lanes", "Mark", "StreamLanes", "make_lanes"]
 
@@ -48,6 +53,9 @@ class Lanes(Protocol):
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """What is issued on ``waiter`` from now on waits for what was issued on ``awaited``."""
+
+    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
+        """``comm``, to be used on ``lane`` alone; what it starts runs beside the lane."""
 
     def wait(self, pending: Pending) -> None:
         """Make the result of a collective usable on the lane that is current."""
@@ -91,6 +99,10 @@ class CpuLanes:
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """Everything issued before is done already."""
 
+    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
+        """As it is."""
+        return comm
+
     def wait(self, pending: Pending) -> None:
         """Block."""
         start = time.perf_counter()
@@ -119,11 +131,8 @@ class StreamLanes:
     def __init__(self, accelerator: ModuleType, device: torch.device) -> None:
         self._accelerator = accelerator
         self._device = device
-        # High priority: communication that waits behind compute kernels overlaps with nothing.
-        self._streams = {
-            lane: accelerator.Stream(device=device, priority=-1)
-            for lane in (Lane.GATHER, Lane.REDUCE)
-        }
+        self._streams = {lane: self._new_stream() for lane in (Lane.GATHER, Lane.REDUCE)}
+        self._wires: WeakKeyDictionary[Any, dict[Lane, Any]] = WeakKeyDictionary()  # by group
         self._waits: deque[tuple[Any, Any]] | None = None  # events around each, once asked for
         self._waited_s = 0.0
 
@@ -146,6 +155,15 @@ class StreamLanes:
         after.record(stream)
         self._waits.append((before, after))
         self._add_up()
+
+    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
+        """On a stream for the group and the lane; of a group of one, as it is."""
+        if comm.group is None:
+            return comm
+        streams = self._wires.setdefault(comm.group, {})
+        if lane not in streams:
+            streams[lane] = self._new_stream()
+        return Beside(comm, self._accelerator, self._device, streams[lane])
 
     def wait(self, pending: Pending) -> None:
         """Let the current stream wait; the host goes on."""
@@ -186,6 +204,10 @@ class StreamLanes:
         while waits and waits[0][1].query():
             before, after = waits.popleft()
             self._waited_s += before.elapsed_time(after) / 1e3
+
+    def _new_stream(self) -> Any:
+        """High priority: communication that waits behind compute kernels overlaps with nothing."""
+        return self._accelerator.Stream(device=self._device, priority=-1)
 
     def _stream(self, lane: Lane) -> Any:
         if lane is Lane.COMPUTE:
