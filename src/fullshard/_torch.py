@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions
 from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
@@ -40,6 +41,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "apart_from_the_default_group",
     "apply",
     "backend_name",
     "broadcast",
@@ -56,6 +58,7 @@ __all__ = [
     "follows_grad_dtype",
     "grad_dtypes",
     "gradient_node",
+    "group_options",
     "handle_dtensor_op",
     "has_average",
     "has_peers",
@@ -137,42 +140,74 @@ if _VERSION < (2, 12):
 # written in Python, such as one whose ranks are threads, have those of their own version alone.
 
 
+#
+# A backend with streams has one of its own for each group, of the default priority, and its work
+# there is waited for; ``in_order`` asks it to take the stream that is current. Then nothing is left
+# to wait for, and it returns None. One that cannot returns its work as ever.
+
+
 def all_gather(
-    group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
-) -> dist.Work:
+    group: dist.ProcessGroup,
+    outputs: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    in_order: bool = False,
+) -> dist.Work | None:
     """Start the backend's all-gather of each 1-D source into its 1-D output, all in one call."""
     if is_of_python(group) and hasattr(group, "all_gather_single_coalesced"):
         return group.all_gather_single_coalesced(list(outputs), list(sources))
+    options = _gather_options(in_order)
     if len(outputs) == 1:
-        return group._allgather_base(outputs[0], sources[0])
-    return group.allgather_into_tensor_coalesced(list(outputs), list(sources))
-
-
-def reduce_scatter(
-    group: dist.ProcessGroup, output: Tensor, source: Tensor, op: dist.ReduceOp.RedOpType
-) -> dist.Work:
-    """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
-    if is_of_python(group) and hasattr(group, "reduce_scatter_single"):
-        return group.reduce_scatter_single(output, source, _reduce_options(op))
-    return group._reduce_scatter_base(output, source, _reduce_options(op))
+        return group._allgather_base(outputs[0], sources[0], options)
+    return group.allgather_into_tensor_coalesced(list(outputs), list(sources), options)
 
 
 @cache
-def _reduce_options(op: dist.ReduceOp.RedOpType) -> dist.ReduceScatterOptions:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]
+def _gather_options(in_order: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = not in_order
     return options
 
 
-def all_reduce(group: dist.ProcessGroup, values: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-    """Start the backend's all-reduce of ``values``, in place."""
-    return group.allreduce([values], _all_reduce_options(op))
+def reduce_scatter(
+    group: dist.ProcessGroup,
+    output: Tensor,
+    source: Tensor,
+    op: dist.ReduceOp.RedOpType,
+    *,
+    in_order: bool = False,
+) -> dist.Work | None:
+    """Start the backend's reduce-scatter of 1-D ``source`` into 1-D ``output``."""
+    options = _reduce_options(op, in_order)
+    if is_of_python(group) and hasattr(group, "reduce_scatter_single"):
+        return group.reduce_scatter_single(output, source, options)
+    return group._reduce_scatter_base(output, source, options)
 
 
 @cache
-def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+def _reduce_options(op: dist.ReduceOp.RedOpType, in_order: bool) -> dist.ReduceScatterOptions:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = not in_order
+    return options
+
+
+def all_reduce(
+    group: dist.ProcessGroup,
+    values: Tensor,
+    op: dist.ReduceOp.RedOpType,
+    *,
+    in_order: bool = False,
+) -> dist.Work | None:
+    """Start the backend's all-reduce of ``values``, in place."""
+    return group.allreduce([values], _all_reduce_options(op, in_order))
+
+
+@cache
+def _all_reduce_options(op: dist.ReduceOp.RedOpType, in_order: bool) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = not in_order
     return options
 
 
@@ -225,6 +260,44 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
         return dist.constants.default_pg_timeout
     timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     return timeout
+
+
+def group_options(group: dist.ProcessGroup, device_type: str) -> Any:
+    """What NCCL's part of ``group`` was made with, for another group; None for other backends.
+
+    The time-out apart, which is an argument of its own, and what ``group`` was split from.
+    """
+    if is_of_python(group):
+        return None
+    backend = group._get_backend(torch.device(device_type))
+    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    if backend.name() != "nccl":
+        return None
+    given: Any = backend.options
+    options = type(given)(is_high_priority_stream=given.is_high_priority_stream)
+    options.config = given.config
+    options._timeout = given._timeout
+    return options
+
+
+@contextmanager
+def apart_from_the_default_group() -> Iterator[None]:
+    """A group that is made in the block is made by its own ranks alone.
+
+    Where the default group is bound to a device, PyTorch splits that one's communicator, in which
+    NCCL needs all ranks; a group of its own connects when it is used first.
+    """
+    world = dist.group.WORLD
+    device = getattr(world, "bound_device_id", None)
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def has_average(group: dist.ProcessGroup, device_type: str) -> bool:

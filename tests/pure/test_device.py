@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.comm import Done, Label, Pending
+from fullshard.comm import Alone, Done, Label, Pending
+from fullshard.comm.native import Native
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec, offload
@@ -25,11 +27,14 @@ class FakeAccelerator:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.priorities: list[int] = []
         self._numbers = count()
-        self._names = iter(["gather", "reduce"])
+        self._names = iter(["gather", "reduce", "gather wire", "reduce wire"])  # as they are made
         self.current = "compute"
+        self.done = -1  # the number of the last event that the device has come to
 
     def Stream(self, *, device: torch.device, priority: int) -> Any:
+        self.priorities.append(priority)
         return self._stream(next(self._names))
 
     def _stream(self, name: str) -> Any:
@@ -42,6 +47,7 @@ class FakeAccelerator:
     def Event(self, enable_timing: bool = False) -> Any:
         event = SimpleNamespace(number=next(self._numbers))
         event.synchronize = lambda: self.notes.append(f"host waits {event.number}")
+        event.query = lambda: event.number <= self.done
         if enable_timing:
             event.elapsed_time = lambda later: 1000.0 * (later.number - event.number)  # ms
         event.record = lambda stream: self.notes.append(f"{stream.name} records {event.number}")
@@ -57,6 +63,10 @@ class FakeAccelerator:
         self.current = before
 
 
+class Group:
+    """Stands for a process group, which is asked for nothing."""
+
+
 class FakeWire:
     """A world of two whose other rank has the same shard; notes the lane of each collective."""
 
@@ -66,6 +76,7 @@ class FakeWire:
     def __init__(self, accelerator: FakeAccelerator, world: int = 2) -> None:
         self._accelerator = accelerator
         self.world = world
+        self.group: Any = Group()
 
     def labelled(self, label: Label) -> FakeWire:
         return self
@@ -100,6 +111,14 @@ def bucket_on(cuda: FakeAccelerator, layout: Any, **more: Any) -> Bucket:
     return Bucket(spec, params)
 
 
+def beside(collective: str, lane: str, number: int) -> list[str]:
+    """The notes of a collective that comes after what is on ``lane``, without being on it."""
+    return [
+        f"{lane} records {number}", f"{lane} wire waits {number}",
+        f"{collective} on {lane} wire", f"{lane} wire records {number + 1}",
+    ]  # fmt: skip
+
+
 def test_join_records_on_the_awaited_and_waits_on_the_waiter(cuda: FakeAccelerator) -> None:
     lanes = lanes_of(cuda)
     lanes.join(Lane.COMPUTE, Lane.GATHER)
@@ -119,8 +138,23 @@ def test_waits_of_compute_are_timed_from_the_first_question_on(cuda: FakeAcceler
     assert cuda.notes == [
         "gather records 2", "compute records 3", "compute waits 2", "compute records 4",
     ]  # fmt: skip
+    assert lanes.waited_s() == 0
+    cuda.done = 4
     assert (lanes.waited_s(), lanes.waited_s()) == (1.0, 1.0)
-    assert cuda.notes[-1] == "host waits 4"
+    assert not any(note.startswith("host waits") for note in cuda.notes)
+
+
+def test_counting_waits_keeps_no_more_events_than_the_device_is_behind(
+    cuda: FakeAccelerator,
+) -> None:
+    lanes = lanes_of(cuda)
+    assert lanes.waited_s() == 0
+    for _ in range(100):
+        lanes.join(Lane.COMPUTE, Lane.GATHER)
+        cuda.done = next(cuda._numbers) - 7  # three joins take seven numbers or more
+    assert len(lanes._waits) <= 3  # type: ignore[attr-defined]
+    cuda.done = next(cuda._numbers)
+    assert lanes.waited_s() == 100
 
 
 def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) -> None:
@@ -140,13 +174,13 @@ def test_unsharding_gathers_beside_compute_and_frees_after_it(
     whole = bucket_on(cuda, layout).materialize(lanes_of(cuda), StorageMeter())
     cuda.notes.clear()
     whole.start()
-    assert cuda.notes == ["all_gather on gather"]
+    assert cuda.notes == beside("all_gather", "gather", 0)
     cuda.notes.clear()
     whole.finish()
-    assert cuda.notes == ["gather records 0", "compute waits 0"]
+    assert cuda.notes == ["gather waits 1", "gather records 2", "compute waits 2"]
     cuda.notes.clear()
     whole.free()
-    assert cuda.notes == ["compute records 1", "gather waits 1"]
+    assert cuda.notes == ["compute records 3", "gather waits 3"]
 
 
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()])
@@ -161,11 +195,113 @@ def test_reducing_waits_for_compute_and_compute_for_it(cuda: FakeAccelerator, la
         param.grad = torch.ones_like(param)
     cuda.notes.clear()
     bucket.gradients.start()
-    assert cuda.notes == ["compute records 1", "reduce waits 1", "reduce_scatter on reduce"]
+    assert cuda.notes == [
+        "compute records 3", "reduce waits 3", *beside("reduce_scatter", "reduce", 4),
+    ]  # fmt: skip
     cuda.notes.clear()
     bucket.gradients.finish()
-    assert cuda.notes == ["reduce records 2", "compute waits 2"]
+    assert cuda.notes == ["reduce waits 5", "reduce records 6", "compute waits 6"]
     assert all(param.grad is not None for param in bucket.sharded_params)
+
+
+def awaited_by_compute(notes: list[str]) -> set[str]:
+    """The collectives that the compute stream has waited for, one way or another."""
+    done: dict[str, set[str]] = {}  # by stream
+    at: dict[str, set[str]] = {}  # by event
+    numbered: Counter[str] = Counter()
+    for note in notes:
+        if " records " in note:
+            stream, event = note.split(" records ")
+            at[event] = set(done.get(stream, ()))
+        elif " waits " in note:
+            stream, event = note.split(" waits ")
+            done.setdefault(stream, set()).update(at[event])
+        else:
+            collective, stream = note.split(" on ")
+            done.setdefault(stream, set()).add(f"{collective} {numbered[collective]}")
+            numbered[collective] += 1
+    return done.get("compute", set())
+
+
+def test_who_waits_for_one_collective_does_not_wait_for_the_next(cuda: FakeAccelerator) -> None:
+    """On a stream, as lanes are, it would."""
+    lanes = lanes_of(cuda)
+    group = Group()
+    buckets = [bucket_on(cuda, PerParameter()) for _ in range(2)]
+    for bucket in buckets:
+        bucket.spec.comm.group = group  # type: ignore[misc]
+    wholes = [bucket.materialize(lanes, StorageMeter()) for bucket in buckets]
+    cuda.notes.clear()
+    for whole in wholes:
+        whole.start()
+    wholes[0].finish()
+    assert awaited_by_compute(cuda.notes) == {"all_gather 0"}
+    wholes[1].finish()
+    assert awaited_by_compute(cuda.notes) == {"all_gather 0", "all_gather 1"}
+
+    cuda.notes.clear()
+    for bucket, whole in zip(buckets, wholes, strict=True):
+        for param in whole.params:
+            param.requires_grad_(True)
+            param.grad = torch.ones_like(param)
+        assert bucket.gradients is not None
+        bucket.gradients.start()
+    assert buckets[0].gradients is not None and buckets[1].gradients is not None
+    buckets[0].gradients.finish()
+    assert awaited_by_compute(cuda.notes) == {"reduce_scatter 0"}
+    buckets[1].gradients.finish()
+    assert awaited_by_compute(cuda.notes) == {"reduce_scatter 0", "reduce_scatter 1"}
+
+
+def test_collectives_that_overlap_compute_have_a_high_priority(cuda: FakeAccelerator) -> None:
+    lanes = lanes_of(cuda)
+    lanes.wire(Lane.GATHER, FakeWire(cuda))  # type: ignore[arg-type]
+    assert cuda.priorities == [-1, -1, -1]
+
+
+def test_a_group_has_one_stream_on_a_lane_and_one_of_one_rank_has_none(
+    cuda: FakeAccelerator,
+) -> None:
+    lanes, wire = lanes_of(cuda), FakeWire(cuda)
+    ours: Any = [lanes.wire(Lane.GATHER, wire) for _ in range(2)]  # type: ignore[arg-type]
+    assert ours[0].stream is ours[1].stream
+    alone = Alone()
+    assert lanes.wire(Lane.GATHER, alone) is alone
+
+
+def asked(averages: bool, device_type: str) -> list[bool]:
+    """Whether a backend is asked to let each collective run beside the current stream."""
+    seen: list[bool] = []
+
+    def note(*given: Any) -> None:
+        seen.append(given[-1].asyncOp)
+
+    group: Any = SimpleNamespace(
+        _device_types=[torch.device(device_type)],
+        _allgather_base=note,
+        allgather_into_tensor_coalesced=note,
+        _reduce_scatter_base=note,
+        allreduce=note,
+        size=lambda: 2,
+    )
+    native = Native(device_type, averages=averages)
+    one, two = torch.ones(1), torch.ones(2)
+    started = [
+        native.all_gather(group, [two], [one], ""),
+        native.all_gather(group, [two, two], [one, one], ""),
+        native.reduce_scatter_mean(group, one, two, ""),
+        native.all_reduce_mean(group, one, ""),
+    ]
+    for pending in started:
+        pending.wait()  # the backend returned None
+    return seen
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_backends_with_streams_take_the_one_that_is_current(averages: bool) -> None:
+    """On a stream of its own, of the default priority, NCCL would wait behind compute kernels."""
+    assert asked(averages, "cuda") == [False] * 4
+    assert asked(averages, "cpu") == [True] * 4
 
 
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()])
@@ -181,13 +317,15 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     whole = bucket.materialize(lanes_of(cuda), StorageMeter())
     cuda.notes.clear()
     whole.start()
-    assert cuda.notes == ["gather records 0", "all_gather on gather"]
+    assert cuda.notes == ["gather records 0", *beside("all_gather", "gather", 1)]
     whole.finish()
     whole.free()
     bucket.shard.mul_(2)  # the copy may still be on its way: it reads other memory
     cuda.notes.clear()
     whole.start()
-    assert cuda.notes == ["host waits 0", "gather records 3", "all_gather on gather"]
+    assert cuda.notes == [
+        "host waits 0", "gather records 5", *beside("all_gather", "gather", 6),
+    ]  # fmt: skip
     whole.finish()
     expected = torch.arange(8.0).view(4, 2)[:2].repeat(2, 1) * 2  # both ranks have the same shard
     if isinstance(layout, PerParameter):
@@ -200,7 +338,10 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     bucket.gradients.start()
     cuda.notes.clear()
     bucket.gradients.finish()
-    assert cuda.notes == ["reduce records 6", "host waits 6", "reduce records 7", "compute waits 7"]
+    assert cuda.notes == [
+        "reduce waits 11", "reduce records 12", "host waits 12",
+        "reduce records 13", "compute waits 13",
+    ]  # fmt: skip
     assert all(param.grad is not None for param in bucket.sharded_params)
 
 

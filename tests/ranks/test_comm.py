@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.comm import C10d
+from fullshard.comm import C10d, collectives_of, collectives_of_twin
 from fullshard.comm.c10d import Transport
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool, every_world
@@ -117,3 +120,31 @@ def test_all_reduce_has_the_same_bits_on_all_ranks(
     assert max(worst for worst, _ in results) <= allowed
     for _, values in results[1:]:
         assert all(map(torch.equal, values, results[0][1]))
+
+
+def of_one_stage() -> tuple[list[int], bool]:
+    """Ranks 0 and 1 alone make a group, where the default one is bound to a device."""
+    world = dist.group.WORLD
+    assert world is not None
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    device = torch.device("cuda", 0)
+    split: list[Any] = []
+    original = dist.distributed_c10d._get_split_source
+    dist.distributed_c10d._get_split_source = lambda *args: split.append(args)
+    world.bound_device_id = device
+    try:
+        heard = torch.zeros(2)
+        if dist.get_rank() < 2:
+            twin = collectives_of_twin(collectives_of(mesh, 1), "cpu")
+            twin.all_gather([heard], [torch.full((1,), dist.get_rank() + 1.0)]).wait()
+        is_bound = world.bound_device_id == device
+    finally:
+        world.bound_device_id = None
+        dist.distributed_c10d._get_split_source = original
+    assert not split, "the default group's communicator would be split, by all its ranks"
+    return heard.int().tolist(), is_bound
+
+
+def test_a_group_is_made_by_its_own_ranks(pool: RankPool) -> None:
+    alone = ([0, 0], True)
+    assert pool.run(4, of_one_stage) == [([1, 2], True), ([1, 2], True), alone, alone]

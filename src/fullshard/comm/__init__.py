@@ -31,13 +31,14 @@ from fullshard.comm.mesh import (
     mesh_of_nodes,
     wrapped,
 )
-from fullshard.comm.protocol import Alone, Collectives, Done, Label, Pending
+from fullshard.comm.protocol import Alone, Around, Collectives, Done, Label, Pending
 from fullshard.comm.public import Public
 from fullshard.comm.recording import CollectiveCall, Recording
 
 __all__ = [
     "AllGather",
     "Alone",
+    "Around",
     "C10d",
     "CollectiveCall",
     "Collectives",

@@ -76,7 +76,7 @@ class Custom(Around):
         gathers = []
         for output, source in zip(outputs, sources, strict=True):
             flat = _allocated(self.gather, output)
-            work = self.gather(flat, source, group, async_op=True)
+            work = self.gather(flat, source, group, async_op=_is_async(source))
             gathers.append(_Gathered(work, output, flat))
         return Together(gathers)
 
@@ -88,8 +88,13 @@ class Custom(Around):
         sent = _allocated(self.reduce, source).copy_(source)
         size = (source.numel() // self.world,)
         received = self.reduce.allocate(size, dtype=source.dtype, device=source.device)
-        work = self.reduce(received, sent, group, dist.ReduceOp.SUM, async_op=True)
+        work = self.reduce(received, sent, group, dist.ReduceOp.SUM, async_op=_is_async(source))
         return _Reduced(work, output, received, sent, self.world)
+
+
+def _is_async(values: Tensor) -> bool:
+    """Where there are streams, the current one is beside computation as it is."""
+    return values.device.type == "cpu"
 
 
 def _allocated(comm: Comm, like: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ class Compared:
             heard = said.new_empty(group.size() * _SAID_NBYTES)
         if _torch.is_fake(said):
             return
-        _torch.all_gather(group, [heard], [said]).wait()
+        work = _torch.all_gather(group, [heard], [said])
+        if work is not None:
+            work.wait()
         for rank, row in enumerate(heard.view(group.size(), -1).tolist()):
             if bytes(row) != own:
                 theirs = bytes(row[_DIGEST_NBYTES:]).rstrip(b"\0").decode(errors="replace")

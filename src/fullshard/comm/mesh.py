@@ -89,13 +89,18 @@ def collectives_of_twin(collectives: Collectives, device_type: str) -> Collectiv
 
 
 def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """A group of ``ranks``, by the backend and with the time-out of ``like``."""
-    group: dist.ProcessGroup = dist.new_group(
-        ranks,
-        timeout=_torch.timeout_of(like, device_type),
-        backend=dist.get_backend_config(like),
-        use_local_synchronization=True,
-    )
+    """A group of ``ranks``, by the backend and with the time-out and options of ``like``.
+
+    No other rank need take part: other pipeline stages may not want one.
+    """
+    with _torch.apart_from_the_default_group():
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            timeout=_torch.timeout_of(like, device_type),
+            backend=dist.get_backend_config(like),
+            pg_options=_torch.group_options(like, device_type),
+            use_local_synchronization=True,
+        )
     return group
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.labels import Compared
 from fullshard.comm.means import Divided
-from fullshard.comm.protocol import Pending
+from fullshard.comm.protocol import Done, Pending
 
 __all__ = ["Native"]
 
@@ -23,6 +23,7 @@ class Native:
     def __init__(self, device_type: str, *, averages: bool) -> None:
         """``averages``: means are the backend's, not made from sums."""
         self._averages = averages
+        self._in_order = device_type != "cpu"
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._compared = Compared(device_type)
 
@@ -35,7 +36,8 @@ class Native:
     ) -> Pending:
         """See ``Collectives.all_gather``."""
         self._compared.compare(group, label)
-        return _torch.all_gather(group, outputs, sources)
+        work = _torch.all_gather(group, outputs, sources, in_order=self._in_order)
+        return work or Done()
 
     def reduce_scatter_mean(
         self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
@@ -43,15 +45,18 @@ class Native:
         """See ``Collectives.reduce_scatter_mean``."""
         self._compared.compare(group, label)
         result = output if output.dtype == source.dtype else source.new_empty(output.shape)
-        work = _torch.reduce_scatter(group, result, source, self._op)
-        pending = work if self._averages else Divided(work, result, group.size())
-        return _Put(pending, output, result, source)
+        work = _torch.reduce_scatter(group, result, source, self._op, in_order=self._in_order)
+        return _Put(self._mean(work, result, group), output, result, source)
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
         self._compared.compare(group, label)
-        work = _torch.all_reduce(group, values, self._op)
-        return work if self._averages else Divided(work, values, group.size())
+        work = _torch.all_reduce(group, values, self._op, in_order=self._in_order)
+        return self._mean(work, values, group)
+
+    def _mean(self, work: dist.Work | None, values: Tensor, group: dist.ProcessGroup) -> Pending:
+        pending = work or Done()
+        return pending if self._averages else Divided(pending, values, group.size())
 
 
 class _Put:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.labels import Compared
 from fullshard.comm.means import Divided, put_mean
-from fullshard.comm.protocol import Pending, Together, put
+from fullshard.comm.protocol import Done, Pending, Together, put
 
 __all__ = ["Pairs"]
 
@@ -80,7 +80,8 @@ class Pairs:
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``; gloo's own has the same bits on all ranks."""
         self._compared.compare(group, label)
-        return Divided(_torch.all_reduce(group, values, dist.ReduceOp.SUM), values, group.size())
+        work = _torch.all_reduce(group, values, dist.ReduceOp.SUM) or Done()
+        return Divided(work, values, group.size())
 
     def _exchange(
         self, group: dist.ProcessGroup, sources: Sequence[Tensor], targets: Sequence[Tensor]

@@ -27,12 +27,13 @@ class Public(C10d):
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         super().__init__(group, device_type, Transport.NATIVE)
         self._averages = True
+        self._is_async = device_type == "cpu"  # else on the stream that is current, in its order
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
         gather, _ = _torch.public_collectives()
         works = [
-            gather(output, source, group=self.group, async_op=True)
+            gather(output, source, group=self.group, async_op=self._is_async)
             for output, source in zip(outputs, sources, strict=True)
         ]
         return Together([work for work in works if work is not None])
@@ -43,13 +44,13 @@ class Public(C10d):
         same = output.dtype == source.dtype
         result = output if same else source.new_empty(output.shape)
         _, reduce = _torch.public_collectives()
-        work = reduce(output=result, input=source, op=op, group=self.group, async_op=True)
+        work = reduce(output=result, input=source, op=op, group=self.group, async_op=self._is_async)
         return _Scaled(work, result, after, output)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
         op, after = self._prepared(values)
-        work = dist.all_reduce(values, op, group=self.group, async_op=True)
+        work = dist.all_reduce(values, op, group=self.group, async_op=self._is_async)
         return _Scaled(work, values, after, values)
 
     def _prepared(self, values: Tensor) -> tuple[dist.ReduceOp.RedOpType, float]:

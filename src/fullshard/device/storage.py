@@ -65,8 +65,9 @@ class Buffer:
 
     ``tensor`` and views of it stay valid objects all the time, and valid memory only while
     ``allocated``: reading them in between kills the process. It starts allocated, because views
-    can only be made of memory; make them, then ``free``. Allocation and freeing belong to the
-    stream that is current, as with any tensor.
+    can only be made of memory; make them, then ``free``. Memory belongs to the stream that is
+    current when it is allocated: freed, it goes back there, whatever stream is current then, and
+    what has to be over is what the next allocation on that stream comes after.
     """
 
     def __init__(

@@ -6,20 +6,26 @@
 
 Memory is handed between lanes by ``join`` alone, never by ``record_stream``, so that what is
 reused when does not depend on how fast the device happens to run.
+
+Collectives run beside the lane that starts them, on a stream for each process group (``wire``), so
+that a lane's copies wait for the collectives that they need, and not for later ones.
 """
 
 from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
-from fullshard.comm import Pending
+from fullshard.comm import Collectives, Pending
+from fullshard.device.wires import Beside
 
 __all__ = ["CpuLanes", "Lane", "Lanes", "Mark", "StreamLanes", "make_lanes"]
 
@@ -48,6 +54,9 @@ class Lanes(Protocol):
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """What is issued on ``waiter`` from now on waits for what was issued on ``awaited``."""
 
+    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
+        """``comm``, to be used on ``lane`` alone; what it starts runs beside the lane."""
+
     def wait(self, pending: Pending) -> None:
         """Make the result of a collective usable on the lane that is current."""
 
@@ -65,7 +74,7 @@ class Lanes(Protocol):
     def waited_s(self) -> float:
         """Seconds that COMPUTE has waited for communication; a stream counts from the first call.
 
-        On a stream this waits until what was counted is done.
+        Of a stream, the waits that are over by now; the host waits for none.
         """
 
 
@@ -89,6 +98,10 @@ class CpuLanes:
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """Everything issued before is done already."""
+
+    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
+        """As it is."""
+        return comm
 
     def wait(self, pending: Pending) -> None:
         """Block."""
@@ -118,12 +131,9 @@ class StreamLanes:
     def __init__(self, accelerator: ModuleType, device: torch.device) -> None:
         self._accelerator = accelerator
         self._device = device
-        # High priority: communication that waits behind compute kernels overlaps with nothing.
-        self._streams = {
-            lane: accelerator.Stream(device=device, priority=-1)
-            for lane in (Lane.GATHER, Lane.REDUCE)
-        }
-        self._waits: list[tuple[Any, Any]] | None = None  # events around each, once asked for
+        self._streams = {lane: self._new_stream() for lane in (Lane.GATHER, Lane.REDUCE)}
+        self._wires: WeakKeyDictionary[Any, dict[Lane, Any]] = WeakKeyDictionary()  # by group
+        self._waits: deque[tuple[Any, Any]] | None = None  # events around each, once asked for
         self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
@@ -144,6 +154,16 @@ class StreamLanes:
         stream.wait_event(event)
         after.record(stream)
         self._waits.append((before, after))
+        self._add_up()
+
+    def wire(self, lane: Lane, comm: Collectives) -> Collectives:
+        """On a stream for the group and the lane; of a group of one, as it is."""
+        if comm.group is None:
+            return comm
+        streams = self._wires.setdefault(comm.group, {})
+        if lane not in streams:
+            streams[lane] = self._new_stream()
+        return Beside(comm, self._accelerator, self._device, streams[lane])
 
     def wait(self, pending: Pending) -> None:
         """Let the current stream wait; the host goes on."""
@@ -173,11 +193,21 @@ class StreamLanes:
 
     def waited_s(self) -> float:
         """Between the events around each ``join`` of COMPUTE."""
-        waits, self._waits = self._waits or [], []
-        for before, after in waits:
-            after.synchronize()
-            self._waited_s += before.elapsed_time(after) / 1e3
+        if self._waits is None:
+            self._waits = deque()
+        self._add_up()
         return self._waited_s
+
+    def _add_up(self) -> None:
+        """Count what is over, and keep no more events than the device is behind the host."""
+        waits = self._waits
+        while waits and waits[0][1].query():
+            before, after = waits.popleft()
+            self._waited_s += before.elapsed_time(after) / 1e3
+
+    def _new_stream(self) -> Any:
+        """High priority: communication that waits behind compute kernels overlaps with nothing."""
+        return self._accelerator.Stream(device=self._device, priority=-1)
 
     def _stream(self, lane: Lane) -> Any:
         if lane is Lane.COMPUTE:

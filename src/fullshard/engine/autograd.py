@@ -186,6 +186,8 @@ class Use:
     """For each running call, innermost last: the number of the first autograd node it makes."""
     _inputs: list[Tensor] = field(default_factory=list)
     """Only while the forward runs, and has them anyway."""
+    _input_nodes: list[Node] = field(default_factory=list)
+    """Those that made the inputs and what they are views of, for as long."""
     _sides: tuple[AnyUnsharded | None, ...] = ()
     """What the forward read."""
 
@@ -197,7 +199,11 @@ class Use:
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """The forward begins."""
         self._first_nodes.append(_torch.sequence_number())
-        self._inputs.extend(inputs)
+        for tensor in inputs:
+            self._inputs.append(tensor)
+            for node in (tensor.grad_fn, _base(tensor).grad_fn):
+                if node is not None:
+                    self._input_nodes.append(node)
         self._sides = self.unit.sides()
 
     def end(self, outputs: Iterable[Tensor], last_use: int) -> Follows:
@@ -205,11 +211,13 @@ class Use:
 
         Tells whether all ways back are seen. Backward runs younger nodes first, so what the
         outputs do not show is safe if it is older than the youngest of them, and unseen if not.
+        Nodes of the inputs are told by themselves: each thread numbers its own, and a checkpoint
+        runs again in the thread of backward.
         """
         first, made = self._first_nodes.pop(), _torch.sequence_number()
-        inputs = self._inputs
+        inputs, given = self._inputs, set(map(id, self._input_nodes))
         if not self._first_nodes:
-            self._inputs = []
+            self._inputs, self._input_nodes = [], []
 
         def is_new(base: Tensor) -> bool:
             return all(_base(tensor) is not base for tensor in inputs)
@@ -227,9 +235,9 @@ class Use:
                 outside = outside or is_new(base)
             elif base.grad_fn is None:
                 continue
-            elif _torch.node_number(base.grad_fn) >= first:
+            elif _torch.node_number(base.grad_fn) >= first and id(base.grad_fn) not in given:
                 nodes[id(base.grad_fn)] = base.grad_fn
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
                 newest = max(newest, _torch.node_number(tensor.grad_fn))
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))

@@ -122,6 +122,11 @@ class Bucket:
         return [param.name for param in self.spec.layout.params]
 
     @property
+    def stepped_params(self) -> Sequence[nn.Parameter]:
+        """What modules show when it is sharded, and optimizers hold."""
+        return self.sharded_params if self.front is None else [self.front.param]
+
+    @property
     def trainable(self) -> bool:
         """Whether there is anything to reduce; the same on all ranks."""
         return any(param.requires_grad for param in self.sharded_params)

@@ -75,7 +75,7 @@ class Engine:
         self.scheduler.policy = machine or MachinePolicy()
         self.meter = StorageMeter()
         self.recorder: Recorder | None = None
-        self.thread = threading.get_ident()  # in which it ran last
+        self.thread = threading.get_ident()  # in which it ran forward last, outside of backward
         self.post_optim_event: Any = None  # what the next fence waits for, not all of compute
         self._backward = Backward(self.trigger)
         self._lanes: Lanes | None = None
@@ -200,7 +200,7 @@ class Engine:
             id(param) in stepped
             for unit in self.units
             for bucket in unit.buckets
-            for param in bucket.sharded_params
+            for param in bucket.stepped_params
         )
 
     def trigger(self, trigger: Trigger) -> None:
@@ -301,7 +301,8 @@ class Engine:
         unit.check_not_lent("a forward")
         self.check_awaited("a forward")
         task = self._backward.task()
-        self.thread = threading.get_ident()
+        if task == NO_TASK:  # else it is a thread of autograd's, in which no optimizer steps
+            self.thread = threading.get_ident()
         if self.scheduler.idle:
             self.look_after(self.units)
         self.trigger(when.ForwardEnter(unit.key, member, task))

@@ -43,6 +43,7 @@ class ExtendedUnsharded:
         self.shards = shards
         self._spec = spec
         self._lanes = lanes
+        self._comm = lanes.wire(Lane.GATHER, spec.comm)
         self._in_flight: Pending | None = None
         self._is_whole = True
         self._parts = [_Part(spec, i, meter) for i in range(len(spec.layout.params))]
@@ -107,7 +108,7 @@ class ExtendedUnsharded:
 
     def _send(self) -> None:
         outputs, sources = self._outputs, self._sources
-        self._in_flight = self._spec.comm.all_gather(outputs, sources) if outputs else Done()
+        self._in_flight = self._comm.all_gather(outputs, sources) if outputs else Done()
 
     def _receive(self) -> None:
         assert self._in_flight is not None

@@ -103,6 +103,8 @@ class Gradients:
         self._spec = spec
         self._dtypes = dtypes
         self._lanes = lanes
+        self._comm = lanes.wire(Lane.REDUCE, spec.reducing)
+        self._replicas = spec.replicas and lanes.wire(Lane.REDUCE, spec.replicas)
         self._in_flight: _Reduction | None = None
         self._last: GradShard | None = None
         self._partial: Partial | None = None
@@ -130,7 +132,7 @@ class Gradients:
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
             shown, row = self._result_for(reduced, buffer.row, source.device)
-            pending = self._spec.reducing.reduce_scatter_mean(row, source)
+            pending = self._comm.reduce_scatter_mean(row, source)
         present = [grad is not None for grad in grads]
         self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, owed)
         self._owed = frozenset()
@@ -195,7 +197,7 @@ class Gradients:
 
     def all_reduce(self) -> None:
         """Go on to the replicas, with what was kept partial; or reduce just that."""
-        replicas = self._spec.replicas
+        replicas = self._replicas
         if replicas is None or (self._in_flight is None and self._partial is None):
             return
         with self._lanes.on(Lane.REDUCE):

@@ -63,7 +63,8 @@ class Unsharded:
             if self._buffer is not None:
                 self._gather = _Gather(spec, self._buffer, lanes, meter)
                 if spec.secondary is not None:
-                    self._secondary = _Secondary(spec.secondary, self._buffer, meter)
+                    comm = lanes.wire(Lane.GATHER, spec.secondary)
+                    self._secondary = _Secondary(comm, self._buffer, meter)
                 self._buffer.free()
 
     def owns(self, param: nn.Parameter) -> bool:
@@ -175,7 +176,7 @@ class _Gather:
         layout = spec.layout
         flat, world = buffer.tensor, layout.world
         plan = gather_plan(layout, flat.itemsize)
-        self._comm = spec.comm
+        self._comm = lanes.wire(Lane.GATHER, spec.comm)
         self._meter = meter
         self._shard: Tensor | None = None  # which these are slices of
         self._sources: list[Tensor] = []

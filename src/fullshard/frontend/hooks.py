@@ -73,7 +73,8 @@ class _ForwardHooks:
         return None if dtype is None or failed else map_tensors(_Cast(dtype), output)
 
     def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.unit.device, non_blocking=True)
+        # Blocking: a loader may refill a pinned batch as soon as the call is over.
+        return tensor.to(self.unit.device)
 
 
 def forward_interrupted(module: nn.Module) -> None:

@@ -285,7 +285,8 @@ class FSDPModule(CommunicationControls):
 
         Take the difference of two calls. On CPU the host waits (and adds up what it received,
         which is part of a reduction there); on an accelerator the compute stream does, measured
-        from the first call on, which each call waits for. No PyTorch counterpart.
+        from the first call on. What the device has not come to is not in it: synchronize before,
+        or take it as a gauge that is late. No PyTorch counterpart.
         """
         return unit_and_engine(self)[1].lanes.waited_s()
 

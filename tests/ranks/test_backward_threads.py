@@ -1,0 +1,144 @@
+"""Backward in another thread than forward, as autograd runs it where the device is no CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from fullshard.frontend.ownership import unit_of
+from fullshard.schedule.record import Transcript
+from tests.ranks.autograd import DIM, Tower, engine_of, loss_of
+from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.pool import RankPool
+
+
+def elsewhere(function: Callable[[], object]) -> None:
+    """Call ``function`` in a thread of its own, whose autograd nodes count from 0."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def here(function: Callable[[], object]) -> None:
+    function()
+
+
+class Checkpointed(Tower):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.run: Any = partial(checkpoint, use_reentrant=reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.ones_like(x, requires_grad=True)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+
+def sharded(*, reentrant: bool) -> Any:
+    model = fill(Checkpointed(reentrant=reentrant).double())
+    for block in model.blocks:  # type: ignore[union-attr]
+        fullshard.fully_shard(block)
+    return fullshard.fully_shard(model)
+
+
+def batch(number: int) -> Tensor:
+    return noise(4, DIM, seed=number)
+
+
+def stepped_by_copies(*, reentrant: bool) -> tuple[float, float]:
+    """Losses of a second forward, the optimizer having stepped what only shares the memory."""
+    losses = []
+    for back in (here, elsewhere):
+        model = sharded(reentrant=reentrant)
+        model.set_reshard_after_backward(False)  # units stay, and are stale after the step
+        sharded_params = list(model.parameters())
+        masters = [nn.Parameter(p.to_local().data) for p in sharded_params]
+        optimizer = torch.optim.SGD(masters, lr=0.5, foreach=True)
+        back(loss_of(model(batch(0))).backward)
+        for master, param in zip(masters, sharded_params, strict=True):
+            master.grad = param.grad.to_local()
+        optimizer.step()
+        losses.append(loss_of(model(batch(1))).item())
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_elsewhere_leaves_the_thread_whose_optimizers_count(
+    pool: RankPool, reentrant: bool
+) -> None:
+    for expected, found in pool.run(2, stepped_by_copies, reentrant=reentrant):
+        assert found == expected
+
+
+def knows_the_flat_parameter() -> bool:
+    """Of an optimizer that steps in another thread nothing else is known."""
+    model = fullshard.FullyShardedDataParallel(
+        fill(Tower().double()), device_id=torch.device("cpu"), use_orig_params=False
+    )
+    unit = unit_of(model)
+    assert unit is not None and unit.engine is not None
+    return unit.engine.shares_params(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_of_flat_parameters_is_known_in_any_thread(pool: RankPool) -> None:
+    assert all(pool.run(2, knows_the_flat_parameter))
+
+
+def transcripts(*, reentrant: bool) -> tuple[str, str, float]:
+    """What the machine decided in two steps, by the thread of backward; how far apart they end."""
+    told, ends = [], []
+    for back in (here, elsewhere):
+        model = sharded(reentrant=reentrant)
+        transcript = Transcript()
+        engine_of(model).recorder = transcript
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            loss = loss_of(model(batch(number)))
+            back(loss.backward)
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(_without_tasks(transcript))
+        ends.append(full_parameters(model))
+    apart = max((ends[0][n] - ends[1][n]).abs().max().item() for n in ends[0])
+    return told[0], told[1], apart
+
+
+def _without_tasks(transcript: Transcript) -> str:
+    """The text, with tasks by the order in which they came."""
+    numbers: dict[int, int] = {-1: -1}
+    lines = []
+    for trigger, actions in transcript.events:
+        task = getattr(trigger, "task", -1)
+        number = numbers.setdefault(task, len(numbers) - 1)
+        if "task" in getattr(trigger, "_fields", ()):
+            trigger = trigger._replace(task=number)  # type: ignore[attr-defined]
+        lines.append(f"{trigger} -> {', '.join(map(str, actions))}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_machine_is_told_the_same_whatever_thread_runs_backward(
+    pool: RankPool, reentrant: bool
+) -> None:
+    for expected, found, apart in pool.run(2, transcripts, reentrant=reentrant):
+        assert apart <= 1e-12
+        assert found == expected
