@@ -199,3 +199,28 @@ def test_gradients_are_clipped_while_no_sync_keeps_parameters_whole(pool: RankPo
         for before, after in pool.run(2, clipped_beside_no_sync, original):
             assert before > 0.01
             assert after == pytest.approx(1e-3)
+
+
+def edited_beside_no_sync(original: bool) -> tuple[float, float]:
+    """How far a forward is from one with the edited weights, and from one with the old ones."""
+    strategy = ours.ShardingStrategy.SHARD_GRAD_OP
+    model = wrap(ours, make(FP64), "nested", sharding_strategy=strategy, use_orig_params=original)
+    shards = list(model.parameters())
+    with model.no_sync():
+        model(batch(0, FP64)).square().mean().backward()
+    old = make(FP64)
+    new = copy.deepcopy(old)
+    with torch.no_grad():
+        for param in (*shards, *new.parameters()):
+            param.mul_(0.5)
+    found = model(batch(1, FP64))
+    new_out, old_out = new(batch(1, FP64)), old(batch(1, FP64))
+    return (found - new_out).abs().max().item(), (found - old_out).abs().max().item()
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_edited_shards_are_seen_where_no_sync_kept_parameters_whole(
+    pool: RankPool, original: bool
+) -> None:
+    for from_new, from_old in pool.run(2, edited_beside_no_sync, original):
+        assert from_new < EXACT < from_old

@@ -296,8 +296,12 @@ class Bucket:
         return all(map(self.spec.form.stands_for, self.sharded_params, self.shards.locals))
 
     def version(self) -> int:
-        """Grows when a sharded parameter is visibly written, as a whole or by its local tensor."""
-        return _torch.versions(self.sharded_params) + _torch.versions(self.shards.locals)
+        """Grows when a sharded parameter is visibly written, as a whole or by its local tensor.
+
+        A flat parameter is another tensor over the same memory, whose writes it counts itself.
+        """
+        found = _torch.versions(self.sharded_params) + _torch.versions(self.shards.locals)
+        return found if self.front is None else found + _torch.versions([self.front.param])
 
     def replace(self, index: int, param: nn.Parameter) -> None:
         """Take ``param``, which lies as ours does, for parameter ``index``; ``adopt`` it later."""
