@@ -20,7 +20,7 @@ from tests.lanes.clocks import Access, Block, Flight, RaceError, Timeline, Trace
 from tests.lanes.fake import Accelerator
 from tests.lanes.places import BEFORE, Place, here
 
-__all__ = ["Booking"]
+__all__ = ["Booking", "is_plain"]
 
 _SHAPES_ONLY = frozenset(
     "empty empty_strided empty_like zeros_like ones_like full_like rand_like randn_like"
@@ -99,7 +99,7 @@ class Booking(TorchDispatchMode):
         is_fake = any(issubclass(cls, FakeTensor) for cls in types)
         if self._suspended or is_fake or not isinstance(op, torch._ops.OpOverload):
             return op(*args, **kwargs)
-        if any(cls is not Tensor for cls in types):
+        if not all(map(is_plain, types)):
             return NotImplemented  # the class comes first; what it does with parts comes here
         plan = _plan_of(op)
         if not plan.reads and not plan.makes:
@@ -184,9 +184,14 @@ class Booking(TorchDispatchMode):
             self.touch(tensor, lane, tick, place, writes=True)
 
 
+def is_plain(cls: type) -> bool:
+    """Whether tensors of the class have memory themselves, and not others inside of them."""
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
 def _has_memory(tensor: Tensor) -> bool:
     return (
-        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # else its parts have
+        is_plain(type(tensor))
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and not torch._is_functional_tensor(tensor)

@@ -23,7 +23,7 @@ from fullshard import comm
 from fullshard.device import Lane, Lanes
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import executor, offload, shard
-from tests.lanes.booking import Booking
+from tests.lanes.booking import Booking, is_plain
 from tests.lanes.clocks import RaceError, Timeline, Trace
 from tests.lanes.fake import Accelerator
 from tests.lanes.places import here
@@ -105,8 +105,12 @@ class Checker:
         return TracedWire(inner, self, self._wires[group])
 
     def on_host(self, tensor: Tensor) -> None:
-        """``tensor`` lies in memory of the host."""
-        if tensor.numel() and not tensor.is_meta:
+        """``tensor`` lies in memory of the host, or the tensors inside of it do."""
+        if not is_plain(type(tensor)):
+            for value in vars(tensor).values():
+                if isinstance(value, Tensor):
+                    self.on_host(value)
+        elif tensor.numel() and not tensor.is_meta:
             self.booking.block_of(tensor).on_host = True
 
     def _host_tensor(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -98,7 +98,8 @@ class Access:
     def conflicts(self, other: Access) -> bool:
         """Whether it matters in which order they happen."""
         overlap = self.start < other.stop and other.start < self.stop
-        return overlap and (self.writes or other.writes)
+        is_same = self.flight is not None and self.flight is other.flight  # a gather in place
+        return overlap and (self.writes or other.writes) and not is_same
 
     def __str__(self) -> str:
         what = "written" if self.writes else "read"
