@@ -1,4 +1,4 @@
-"""Runs the programs in one process until one fails; for ``mutations``, and to look at one program.
+"""Runs programs in one process, which plays rank 0, under the checker.
 
 python -m tests.lanes.run [NAME ...]
 """
@@ -15,27 +15,31 @@ from tests.lanes.clocks import RaceError
 from tests.lanes.programs import PROGRAMS
 from tests.lanes.solo import solo
 
+__all__ = ["first_failure"]
 
-def main(names: list[str]) -> int:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+
+def first_failure() -> str:
+    """The first program that fails, and how; empty: none."""
     for program in PROGRAMS:
-        if names and program.name not in names:
-            continue
         try:
             with solo(program.world):
-                figures = checked(program.run).figures
-        except RaceError as error:
-            kind = "a race" if not isinstance(error.__cause__, Exception) else "an error"
-            print(f"CAUGHT {program.name}: {kind}\n{error}")
-            return 1
+                checked(program.run)
+        except RaceError:
+            return program.name
         except Exception as error:
-            print(f"CAUGHT {program.name}: {type(error).__name__}\n{error}")
-            return 1
-        if names:
-            print(program.name, dict(figures))
-    return 0
+            return f"{program.name} ({type(error).__name__})"
+    return ""
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for program in PROGRAMS:
+        if not names or program.name in names:
+            with warnings.catch_warnings(action="ignore"), solo(program.world):
+                figures = checked(program.run).figures
+            said = ", ".join(f"{number:,} {what}" for what, number in sorted(figures.items()))
+            print(f"{program.name}: {said}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

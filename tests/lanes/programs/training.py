@@ -1,78 +1,26 @@
-"""Small programs that between them use every join, wait, mark and event of the engine.
-
-Each trains a model sharded and unsharded, on batches that are the same on all ranks, and returns
-how far apart the parameters end.
-"""
+"""Ways to train with ``fully_shard``."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    PerParameter,
-    Ragged,
-    ShardingStrategy,
-    fully_shard,
-    share_comm_ctx,
-    unshard_params,
-)
-from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
-from tests.lanes.checker import current_checker
-from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
+from tests.lanes.programs.base import LAYOUTS, both_layouts, program, steps
+from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard
 from tests.ranks.test_extensions import Halves, wrapped
 
-__all__ = ["PROGRAMS", "Program"]
-
-LAYOUTS = (PerParameter(), Ragged())
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Program(NamedTuple):
-    """A program, on how many ranks, and how far apart it may end."""
-
-    name: str
-    run: Callable[[], float]
-    world: int = 2
-    tolerance: float = 1e-10
-
-
-PROGRAMS: list[Program] = []
-
-
-def program(world: int = 2, tolerance: float = 1e-10) -> Callable[[Callable[[], float]], Any]:
-    def add(run: Callable[[], float]) -> Callable[[], float]:
-        PROGRAMS.append(Program(run.__name__, run, world, tolerance))
-        return run
-
-    return add
-
-
-def steps(model: nn.Module, num: int = 3) -> None:
-    optimizer = optimizer_of(model)
-    for number in range(num):
-        step(model, optimizer, number)
-
-
-def both_layouts(script: Callable[[nn.Module], None], **options: Any) -> float:
-    return max(train_both(script, layout=layout, **options) for layout in LAYOUTS)
-
-
-def units_of(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @program()
@@ -207,49 +155,6 @@ def extensions() -> float:
 
 
 @program()
-def hooks_on_streams() -> float:
-    """The user's streams and events."""
-
-    def script(model: Any) -> None:
-        accelerator = current_checker().accelerator
-        theirs = accelerator.Stream()
-
-        def doubled(row: Tensor) -> None:
-            with accelerator.stream(accelerator.current_stream()):
-                row.mul_(2)
-
-        units = units_of(model)
-        for unit in units:
-            unit.set_all_reduce_hook(doubled, stream=theirs)
-            unit.set_gradient_divide_factor(4)  # of 2 ranks, so 1/2 of the mean
-        optimizer = optimizer_of(model)
-        for number in range(3):
-            step(model, optimizer, number)
-            if units:
-                event = accelerator.Event()
-                event.record(accelerator.current_stream())
-                model.set_post_optim_event(event)
-
-    return both_layouts(script)
-
-
-@program()
-def loans() -> float:
-    """Full parameters, written and read between steps."""
-
-    def script(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for number in range(3):
-            step(model, optimizer, number)
-            lent = isinstance(model, FSDPModule)
-            with unshard_params(model) if lent else nullcontext(), torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(1.01)
-
-    return both_layouts(script) + both_layouts(script, offload_policy=CPUOffloadPolicy())
-
-
-@program()
 def finalized_by_hand() -> float:
     """Reductions that are under way when backward has ended."""
 
@@ -293,22 +198,6 @@ def orders_that_change() -> float:
 
 
 @program()
-def separate_groups_and_shared_lanes() -> float:
-    def script(model: Any) -> None:
-        if isinstance(model, FSDPModule):
-            model.set_separate_reduce_scatter_group()
-            model.set_reduce_scatter_max_input_buffers(4)
-            other = fully_shard(make())
-            share_comm_ctx([model, other])
-            optimizer = optimizer_of(other)
-            for number in range(2):
-                step(other, optimizer, number)
-        steps(model)
-
-    return both_layouts(script)
-
-
-@program()
 def frozen_later() -> float:
     def script(model: Any) -> None:
         optimizer = optimizer_of(model)
@@ -320,39 +209,3 @@ def frozen_later() -> float:
             optimizer.zero_grad()
 
     return both_layouts(script)
-
-
-@program(world=4)
-def flat_parameters() -> float:
-    """The other face."""
-    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-    return max(
-        flat(strategy, use_orig_params=original, **more)
-        for strategy in strategies
-        for original, more in ((True, {}), (False, {}), (False, {"cpu_offload": True}))
-    )
-
-
-def flat(strategy: ShardingStrategy, **options: Any) -> float:
-    from fullshard import CPUOffload
-
-    if options.pop("cpu_offload", False):
-        options["cpu_offload"] = CPUOffload(offload_params=True)
-    if strategy is ShardingStrategy.HYBRID_SHARD:
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
-    plain = make()
-    inner = copy.deepcopy(plain)
-    for number, block in enumerate(inner.blocks):
-        inner.blocks[number] = FSDP(block, sharding_strategy=strategy, **options)
-    model = FSDP(inner, sharding_strategy=strategy, **options)
-    optimizers = [optimizer_of(plain), optimizer_of(model)]
-    for number in range(3):
-        for one, optimizer in zip((plain, model), optimizers, strict=True):
-            with model.no_sync() if one is model else nullcontext():
-                one(batch(number)).square().mean().backward()
-            one(batch(number + 1)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    with FSDP.summon_full_params(model):
-        ours = [value.detach().clone() for value in model.parameters()]
-    return max((a - b).abs().max().item() for a, b in zip(ours, plain.parameters(), strict=True))
