@@ -93,7 +93,8 @@ class Checker:
         self._num_lanes += 1
         suffix = "" if self._num_lanes == 1 else f" {self._num_lanes}"
         for lane in (Lane.GATHER, Lane.REDUCE):
-            lanes._streams[lane].timeline.name = lane.value + suffix
+            timeline = lanes._streams[lane].timeline
+            timeline.name, timeline.computes = lane.value + suffix, False
         return lanes
 
     def _wrap(self, inner: comm.Collectives) -> comm.Collectives:

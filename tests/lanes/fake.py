@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.autograd.graph import Node
+
 from tests.lanes.clocks import Clock, Timeline, Trace
+from tests.lanes.nodes import Backward, current_node
 
 __all__ = ["Accelerator", "Event", "Stream"]
 
@@ -15,7 +18,7 @@ class Stream:
     """A stream of the fake accelerator; its work is done when it is issued."""
 
     def __init__(self, trace: Trace, name: str) -> None:
-        self.timeline = Timeline(name)
+        self.timeline = Timeline(name, computes=True)
         self._trace = trace
 
     def wait_event(self, event: Event) -> None:
@@ -64,7 +67,8 @@ class Accelerator:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.default = Stream(trace, "compute")
-        self._stack = [self.default]
+        self.backward = Backward(self.default)
+        self._stack: list[tuple[Stream, Node | None]] = [(self.default, None)]
         self._num_streams = 0
 
     def Stream(self, device: Any = None, priority: int = 0) -> Stream:
@@ -77,16 +81,24 @@ class Accelerator:
         return Event(self.trace)
 
     def current_stream(self, device: Any = None) -> Stream:
-        """The stream that work is issued on."""
-        return self._stack[-1]
+        """The stream that work is issued on; in backward that of the node, unless set there."""
+        node = current_node()
+        stream, where = self._stack[-1]
+        of_node = self.backward.runs(node, stream)
+        if where is not node and of_node is not None:
+            stream = of_node
+        self.backward.made_on(stream)
+        return stream
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         """Issue the work of the block on ``stream``."""
-        self._stack.append(stream)
+        self.current_stream()
+        self._stack.append((stream, current_node()))
         try:
             yield
         finally:
+            self.current_stream()
             self._stack.pop()
 
     @property

@@ -16,7 +16,7 @@ __all__ = ["BEFORE", "Place", "here"]
 _SOURCE = str(Path(fullshard.__file__).parent) + "/"
 _TESTS = str(Path(__file__).parents[1]) + "/"
 _OURS = {str(Path(__file__).parent / f"{name}.py") for name in (
-    "booking", "checked", "checker", "clocks", "fake", "places", "wire",
+    "booking", "checked", "checker", "clocks", "fake", "nodes", "places", "wire",
 )}  # fmt: skip
 _roles: dict[CodeType, str] = {}  # how a place calls the file; "": of no interest
 
