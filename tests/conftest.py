@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,9 @@ torch.set_num_threads(1)
 settings.register_profile("fullshard", derandomize=True, deadline=None)
 settings.load_profile("fullshard")
 
+FIGURES = pytest.StashKey[Counter[str]]()
+"""What the checker of lanes looked at."""
+
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
@@ -25,7 +29,9 @@ def pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 
     Jobs run under the same warning filters as the tests, so that a warning on a rank fails too.
     """
-    with RankPool(warning_filters=pytestconfig.getini("filterwarnings")) as ranks:
+    lanes = pytestconfig.stash[FIGURES] if pytestconfig.getoption("--lanes") else None
+    filters = pytestconfig.getini("filterwarnings")
+    with RankPool(warning_filters=filters, lanes=lanes) as ranks:
         yield ranks
 
 
@@ -33,6 +39,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="every variant of every test, see tests/selection.py"
     )
+    parser.addoption(
+        "--lanes", action="store_true", help="look for races in jobs on ranks, see tests/lanes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = Counter()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What the checker looked at, on all ranks."""
+    figures = config.stash[FIGURES]
+    if figures:
+        said = ", ".join(f"{number:,} {what}" for what, number in sorted(figures.items()))
+        terminalreporter.write_line(f"under the checker of lanes: {said}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

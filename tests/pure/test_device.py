@@ -22,6 +22,18 @@ from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.tensors import DTensorForm, PlainForm
 
 
+class FakeStream:
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name = name
+        self._notes = notes
+
+    def wait_event(self, event: Any) -> None:
+        self._notes.append(f"{self.name} waits {event.number}")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._notes.append(f"{self.name} waits for {other.name}")
+
+
 class FakeAccelerator:
     """Stands for ``torch.cuda``: what is recorded, waited for and issued, in order."""
 
@@ -29,6 +41,7 @@ class FakeAccelerator:
         self.notes: list[str] = []
         self.priorities: list[int] = []
         self._numbers = count()
+        self._made: dict[str, FakeStream] = {}
         self._names = iter(["gather", "reduce", "gather wire", "reduce wire"])  # as they are made
         self.current = "compute"
         self.done = -1  # the number of the last event that the device has come to
@@ -37,12 +50,10 @@ class FakeAccelerator:
         self.priorities.append(priority)
         return self._stream(next(self._names))
 
-    def _stream(self, name: str) -> Any:
-        return SimpleNamespace(
-            name=name,
-            wait_event=lambda event: self.notes.append(f"{name} waits {event.number}"),
-            wait_stream=lambda other: self.notes.append(f"{name} waits for {other.name}"),
-        )
+    def _stream(self, name: str) -> FakeStream:
+        if name not in self._made:
+            self._made[name] = FakeStream(name, self.notes)
+        return self._made[name]
 
     def Event(self, enable_timing: bool = False) -> Any:
         event = SimpleNamespace(number=next(self._numbers))
@@ -126,6 +137,29 @@ def test_join_records_on_the_awaited_and_waits_on_the_waiter(cuda: FakeAccelerat
     assert cuda.notes == [
         "gather records 0", "compute waits 0", "compute records 1", "reduce waits 1",
     ]  # fmt: skip
+
+
+def test_compute_is_all_streams_that_were_seen_since_it_rested(cuda: FakeAccelerator) -> None:
+    lanes = lanes_of(cuda)
+    lanes.join(Lane.COMPUTE, Lane.COMPUTE)
+    assert cuda.notes == []
+    with cuda.stream(cuda._stream("branch")):
+        lanes.see()
+    with lanes.on(Lane.REDUCE):
+        lanes.see()  # ours are none
+    lanes.join(Lane.GATHER, Lane.COMPUTE)
+    assert cuda.notes == [
+        "compute records 0", "branch records 1", "gather waits 0", "gather waits 1",
+    ]  # fmt: skip
+    cuda.notes.clear()
+    lanes.join(Lane.COMPUTE, Lane.COMPUTE)
+    assert sorted(cuda.notes[-4:]) == [
+        "branch waits 2", "branch waits 3", "compute waits 2", "compute waits 3",
+    ]  # fmt: skip
+    lanes.rest()
+    cuda.notes.clear()
+    lanes.join(Lane.COMPUTE, Lane.REDUCE)
+    assert cuda.notes == ["reduce records 4", "compute waits 4"]
 
 
 def test_waits_of_compute_are_timed_from_the_first_question_on(cuda: FakeAccelerator) -> None:

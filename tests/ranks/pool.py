@@ -20,6 +20,7 @@ import os
 import pickle
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -31,6 +32,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.lanes.checked import checked
 from tests.ranks import worker
 
 MAX_WORLD = 8
@@ -95,8 +97,12 @@ class Outcome:
 class RankPool:
     """Up to ``MAX_WORLD`` processes, started when a job first needs them."""
 
-    def __init__(self, warning_filters: Sequence[str] = ()) -> None:
+    def __init__(
+        self, warning_filters: Sequence[str] = (), lanes: Counter[str] | None = None
+    ) -> None:
+        """``lanes``: run every job under the checker of ``tests/lanes``, and add its figures."""
         self._warning_filters = tuple(warning_filters)
+        self._lanes = lanes
         self._ranks: list[Rank] = []
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -127,8 +133,9 @@ class RankPool:
         if "<locals>" in getattr(fn, "__qualname__", "") or "<lambda>" in str(fn):
             raise TypeError(f"{fn} must stand at the top of a module: ranks import it by name")
         name = f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', fn)}"
+        call = (fn, args, kwargs) if self._lanes is None else (checked, (fn, *args), kwargs)
         job = worker.Job(
-            call=pickle.dumps((fn, args, kwargs)),
+            call=pickle.dumps(call),
             world=world,
             group=self._choose_group(world if process_group else None),
         )
@@ -138,7 +145,12 @@ class RankPool:
             self._round(settle, f"the barrier after {name}", SETTLE_TIMEOUT_S)
         if not all(reply.same_group for reply in replies):
             self._group_world = None
-        return [pickle.loads(reply.result) for reply in replies]
+        results = [pickle.loads(reply.result) for reply in replies]
+        if self._lanes is None:
+            return results
+        for result in results:
+            self._lanes.update(result.figures)
+        return [result.result for result in results]
 
     def close(self) -> None:
         """End the processes; a later ``run`` starts new ones."""

@@ -1,6 +1,7 @@
 """Lanes: the three streams of work on a device, and how one waits for another.
 
-    COMPUTE   what the user runs; always the stream that is current
+    COMPUTE   what the user runs: as a rule one stream, the one that is current. All streams that
+              units were seen on since the last ``rest`` together, where a model has several
     GATHER    casts, all-gathers and copies that make unsharded parameters; owns their memory
     REDUCE    reduce-scatters and what follows them; owns the memory of the sharded gradients
 
@@ -51,8 +52,17 @@ class Lanes(Protocol):
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Issue the work of the ``with`` block on ``lane`` (not COMPUTE)."""
 
+    def see(self) -> None:
+        """Computation runs on the stream that is current: from now on that is of COMPUTE."""
+
+    def rest(self) -> None:
+        """Nothing is left of computation that COMPUTE has to answer for but on this stream."""
+
     def join(self, waiter: Lane, awaited: Lane) -> None:
-        """What is issued on ``waiter`` from now on waits for what was issued on ``awaited``."""
+        """What is issued on ``waiter`` from now on waits for what was issued on ``awaited``.
+
+        The streams of COMPUTE wait for each other if it is both.
+        """
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
         """``comm``, to be used on ``lane`` alone; what it starts runs beside the lane."""
@@ -96,6 +106,12 @@ class CpuLanes:
         """Stay here."""
         return self._here
 
+    def see(self) -> None:
+        """There is only one."""
+
+    def rest(self) -> None:
+        """There is only one."""
+
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """Everything issued before is done already."""
 
@@ -132,6 +148,7 @@ class StreamLanes:
         self._accelerator = accelerator
         self._device = device
         self._streams = {lane: self._new_stream() for lane in (Lane.GATHER, Lane.REDUCE)}
+        self._computing: dict[Any, None] = {}  # the streams of COMPUTE, as they were seen
         self._wires: WeakKeyDictionary[Any, dict[Lane, Any]] = WeakKeyDictionary()  # by group
         self._waits: deque[tuple[Any, Any]] | None = None  # events around each, once asked for
         self._waited_s = 0.0
@@ -141,17 +158,39 @@ class StreamLanes:
         stream: AbstractContextManager[Any] = self._accelerator.stream(self._streams[lane])
         return stream
 
+    def see(self) -> None:
+        """Remember the current stream, unless it is one of ours."""
+        stream = self._current()
+        if stream not in self._streams.values():
+            self._computing[stream] = None
+
+    def rest(self) -> None:
+        """Forget all but the current stream."""
+        self._computing.clear()
+        self.see()
+
     def join(self, waiter: Lane, awaited: Lane) -> None:
-        """Record an event on ``awaited``, let ``waiter`` wait for it."""
-        event = self._accelerator.Event()
-        event.record(self._stream(awaited))
-        stream = self._stream(waiter)
-        if self._waits is None or waiter is not Lane.COMPUTE:
-            stream.wait_event(event)
+        """Record an event on each stream of ``awaited``, let each of ``waiter`` wait for it."""
+        waiting, behind = self._streams_of(waiter), self._streams_of(awaited)
+        if waiting == behind and len(behind) == 1:
             return
+        events = []
+        for stream in behind:
+            event = self._accelerator.Event()
+            event.record(stream)
+            events.append(event)
+        timed = waiter is Lane.COMPUTE and awaited is not Lane.COMPUTE and self._waits is not None
+        for stream in waiting:
+            with self._timing(stream) if timed else nullcontext():
+                for event in events:
+                    stream.wait_event(event)
+
+    @contextmanager
+    def _timing(self, stream: Any) -> Iterator[None]:
+        assert self._waits is not None
         before, after = (self._accelerator.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
-        stream.wait_event(event)
+        yield
         after.record(stream)
         self._waits.append((before, after))
         self._add_up()
@@ -175,7 +214,7 @@ class StreamLanes:
         if stream is None:
             yield
             return
-        here = self._stream(Lane.COMPUTE)  # whichever is current
+        here = self._current()
         stream.wait_stream(here)
         with self._accelerator.stream(stream):
             yield
@@ -183,12 +222,13 @@ class StreamLanes:
 
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Let the lane's stream wait."""
-        self._stream(lane).wait_event(event)
+        for stream in self._streams_of(lane):
+            stream.wait_event(event)
 
     def mark(self) -> Mark:
         """An event."""
         event: Mark = self._accelerator.Event()
-        event.record(self._stream(Lane.COMPUTE))  # type: ignore[attr-defined]
+        event.record(self._current())  # type: ignore[attr-defined]
         return event
 
     def waited_s(self) -> float:
@@ -209,10 +249,14 @@ class StreamLanes:
         """High priority: communication that waits behind compute kernels overlaps with nothing."""
         return self._accelerator.Stream(device=self._device, priority=-1)
 
-    def _stream(self, lane: Lane) -> Any:
-        if lane is Lane.COMPUTE:
-            return self._accelerator.current_stream(self._device)
-        return self._streams[lane]
+    def _current(self) -> Any:
+        return self._accelerator.current_stream(self._device)
+
+    def _streams_of(self, lane: Lane) -> list[Any]:
+        if lane is not Lane.COMPUTE:
+            return [self._streams[lane]]
+        self.see()
+        return list(dict.fromkeys([*self._computing, self._current()]))
 
 
 def make_lanes(device: torch.device) -> Lanes:

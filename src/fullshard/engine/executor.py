@@ -205,6 +205,8 @@ class Engine:
 
     def trigger(self, trigger: Trigger) -> None:
         """Let the scheduler decide, then act."""
+        if self._lanes is not None:
+            self._lanes.see()
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
@@ -260,6 +262,8 @@ class Engine:
             self.lanes.join(Lane.GATHER, Lane.COMPUTE)
         else:
             self.lanes.wait_event(Lane.GATHER, event)
+        if not len(self.scheduler.reductions):  # whose memory may belong to a stream of before
+            self.lanes.rest()
 
     def share_lanes(self, other: Engine) -> None:
         """Issue communication on the lanes of ``other``, so that both take turns on them."""

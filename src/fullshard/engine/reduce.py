@@ -129,6 +129,7 @@ class Gradients:
         dtype = self._wire_dtype(grads, has_pending=has_pending)
         buffer = reduced.input(dtype, self.params[0].device, self._meter)
         source = buffer.fill(grads)
+        self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
             shown, row = self._result_for(reduced, buffer.row, source.device)
@@ -299,6 +300,7 @@ class Gradients:
         dtype = torch.promote_types(self._dtypes.computed, self._dtypes.reduced)
         taken = self._take()
         self.pending = [None if grad is None else grad.detach().to(dtype) for grad in taken]
+        self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         self._has_pending = True
         self._owed |= self._trainable()
 
@@ -333,7 +335,12 @@ class Gradients:
         self._owed = waiting.owed
 
     def _take(self) -> list[Tensor | None]:
-        """Take off each parameter's gradient, with what is pending for it added."""
+        """Take off each parameter's gradient, with what is pending for it added.
+
+        Where the model computes on several streams, gradients are of any of them; they must all
+        wait before these are read, and again before their memory is given back to one of them.
+        """
+        self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         grads = [param.grad for param in self.params]
         self.discard()
         if self._spec.parallel:

@@ -1,0 +1,150 @@
+"""Takes away each join, wait, mark and event of the source in turn: the checker must notice.
+
+    python -m tests.lanes.mutations                 # every one; minutes
+    python -m tests.lanes.mutations engine/unshard  # those of files whose path has this in it
+    python -m tests.lanes.mutations --markdown      # as a table
+
+A line that nobody misses is a line too much, or a program that is missing in ``programs.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest  # noqa: F401 - these take the longest to import, and are the same for all
+import torch.distributed.tensor
+import torch.testing._internal.distributed.fake_pg
+import torch.utils.checkpoint  # noqa: F401
+
+_TIMEOUT_S = 600.0
+SOURCE = Path(__file__).parents[2] / "src" / "fullshard"
+FOLDERS = ("device", "comm", "engine", "optim", "frontend")
+NAMES = frozenset("join wait wait_event wait_stream mark record synchronize".split())
+TRANSPORTS = frozenset(
+    f"comm/{name}.py"
+    for name in "c10d labels means meeting native neighbours pairs protocol public shared".split()
+)
+"""What carries bytes; the checker looks at what is asked of it."""
+EXEMPT = {
+    ("CpuLanes.wait", "pending.wait()"): "on a CPU",
+    ("StreamLanes.join", "before.record(stream)"): "takes the time",
+    ("StreamLanes.join", "after.record(stream)"): "takes the time",
+    ("StreamLanes.waited_s", "after.synchronize()"): "takes the time",
+    ("Engine.trigger", "self.recorder.record(Event(trigger, actions))"): "records for people",
+}
+
+
+class Mutation(NamedTuple):
+    """A statement, and what is put in its place."""
+
+    path: str  # relative to the package
+    line: int
+    where: str  # class and function
+    text: str
+    source: str  # of the whole file, mutated
+
+
+def mutations() -> Iterator[Mutation]:
+    """All there are, file by file."""
+    for folder in FOLDERS:
+        for file in sorted((SOURCE / folder).rglob("*.py")):
+            path = file.relative_to(SOURCE).as_posix()
+            if path not in TRANSPORTS:
+                yield from _of_file(path, file.read_text("utf-8"))
+
+
+def _of_file(path: str, source: str) -> Iterator[Mutation]:
+    for where, statement in _statements(ast.parse(source), ()):
+        left = _without(statement)
+        if left is None:
+            continue
+        text = ast.unparse(statement)
+        if (where, text) in EXEMPT:
+            continue
+        lines = source.splitlines(keepends=True)
+        first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+        indent = " " * statement.col_offset
+        lines[first:last] = [indent + left + "\n"]
+        yield Mutation(path, statement.lineno, where, text, "".join(lines))
+
+
+def _statements(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[str, ast.stmt]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield from _statements(child, (*names, child.name))
+            continue
+        if isinstance(child, (ast.Expr, ast.Assign)):
+            yield ".".join(names), child
+        yield from _statements(child, names)
+
+
+def _without(statement: ast.stmt) -> str | None:
+    """What is left of a statement that waits for something, or lets others wait."""
+    # ``Engine.join`` and the like are methods of classes.
+    call = statement.value if isinstance(statement, (ast.Expr, ast.Assign)) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return None
+    of = call.func.value
+    is_class = isinstance(of, ast.Name) and of.id[:1].isupper()
+    if call.func.attr not in NAMES or is_class:
+        return None
+    if isinstance(statement, ast.Assign):
+        return "pass" if call.func.attr == "mark" else None
+    starts = isinstance(of, ast.Call) and call.func.attr == "wait"
+    return ast.unparse(of) if starts else "pass"  # a collective is started all the same
+
+
+def caught_by(mutation: Mutation) -> str:
+    """The program that fails without the statement, and how; empty: none does."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-mutation-") as folder:
+        copy = Path(folder) / "fullshard"
+        shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / mutation.path).write_text(mutation.source, "utf-8")
+        ours, theirs = Pipe()
+        child = get_context("fork").Process(target=_run, args=(folder, theirs))
+        child.start()  # with PyTorch imported, and fullshard not
+        caught: str = ours.recv() if ours.poll(_TIMEOUT_S) else "a hang"
+        child.kill()
+        child.join()
+    return caught
+
+
+def _run(folder: str, pipe: Connection) -> None:
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    from tests.lanes.run import first_failure
+
+    pipe.send(first_failure())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", nargs="?", default="", help="only files with this in their path")
+    parser.add_argument("--markdown", action="store_true", help="print a table")
+    parser.add_argument("--list", action="store_true", help="only list what would be taken away")
+    options = parser.parse_args()
+    missed = 0
+    for mutation in mutations():
+        if options.path not in mutation.path:
+            continue
+        caught = "" if options.list else caught_by(mutation)
+        missed += not caught
+        if options.markdown:
+            place = f"`{mutation.path}` `{mutation.where}`"
+            print(f"| {place} | `{mutation.text}` | {caught or 'NOBODY'} |", flush=True)
+        else:
+            print(f"{mutation.path}:{mutation.line}  {mutation.text}  -> {caught}", flush=True)
+    return int(missed > 0 and not options.list)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

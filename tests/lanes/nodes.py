@@ -1,0 +1,130 @@
+"""On which streams autograd runs backward, as it does on CUDA.
+
+A node runs, hooks and all, on the stream that was current when it was made in forward; one that
+accumulates into a leaf, here, on that of a node before it. A node's stream waits for those of the
+nodes that it gets gradients from, the first one for that of the caller, and the caller's at last
+for those of the leaves. A CPU knows no streams, so this is told by the numbers of nodes: what was
+made between two switches of streams belongs to the stream of that time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import Node
+
+from tests.lanes.clocks import Clock
+
+if TYPE_CHECKING:
+    from tests.lanes.fake import Stream
+
+__all__ = ["Backward", "current_node"]
+
+
+def current_node() -> Node | None:
+    """The node that autograd runs in this thread; None: no backward, or its end."""
+    node: Node | None = torch._C._current_autograd_node()
+    return node
+
+
+@dataclass
+class _Task:
+    """One call of backward."""
+
+    caller: Stream
+    outer: Node | None
+    """The node that called it."""
+    arriving: dict[int, tuple[Node, Clock]] = field(default_factory=dict)
+    """What nodes that have yet to run wait for, by their address."""
+    leaves: dict[int, Stream] = field(default_factory=dict)
+
+
+class Backward:
+    """Knows the streams of nodes, and orders these as autograd does."""
+
+    def __init__(self, default: Stream) -> None:
+        self._firsts: list[int] = [0]
+        self._streams = [default]  # of the nodes from that number on
+        self._seen = 0
+        self._tasks: dict[int, _Task] = {}
+        self._node: Node | None = None
+        self._task = -1
+
+    def made_on(self, stream: Stream) -> None:
+        """Nodes that were made since this was called last were made on ``stream``."""
+        now = torch._C._autograd._get_sequence_nr()
+        if now > self._seen:
+            if self._streams[-1] is not stream:
+                self._firsts.append(self._seen)
+                self._streams.append(stream)
+            self._seen = now
+
+    def runs(self, node: Node | None, caller: Stream) -> Stream | None:
+        """The stream of ``node``, once it waits as it should; None: that of the caller.
+
+        With one stream there is nothing to order.
+        """
+        if len(self._streams) == 1:
+            return None
+        number = torch._C._current_graph_task_id()
+        if (node, number) != (self._node, self._task):
+            self._leave()
+            if number >= 0 and number not in self._tasks:
+                outer = self._node
+                self._tasks[number] = _Task(
+                    caller if outer is None else self._stream_of(outer), outer
+                )
+            self._close(keep=number)
+            task = self._tasks.get(number)
+            if task is not None and node is not None and node is not task.outer:
+                self._enter(node, task)
+            elif task is not None:
+                self._end(task)
+            self._node, self._task = node, number
+        return None if node is None else self._stream_of(node)
+
+    def _stream_of(self, node: Node) -> Stream:
+        for task in self._tasks.values():
+            if id(node) in task.leaves:
+                return task.leaves[id(node)]
+        return self._streams[bisect.bisect(self._firsts, node._sequence_nr()) - 1]
+
+    def _enter(self, node: Node, task: _Task) -> None:
+        stream = self._stream_of(node).timeline
+        _, clock = task.arriving.get(id(node), (node, None))
+        # A root of the graph: its gradient is the caller's.
+        stream.join(task.caller.timeline.clock if clock is None else clock)
+
+    def _leave(self) -> None:
+        """All nodes behind the one that ran come after it, also those that we never see run."""
+        task, node = self._tasks.get(self._task), self._node
+        if task is None or node is None or node is task.outer:
+            return
+        stream = self._stream_of(node)
+        clock = dict(stream.timeline.clock)
+        ahead = [following for following, _ in node.next_functions]
+        while ahead:
+            following: Any = ahead.pop()
+            if following is None:
+                continue
+            _, known = task.arriving.setdefault(id(following), (following, {}))
+            if all(known.get(timeline, -1) >= tick for timeline, tick in clock.items()):
+                continue
+            for timeline, tick in clock.items():
+                known[timeline] = max(known.get(timeline, 0), tick)
+            if not following.next_functions:
+                task.leaves.setdefault(id(following), stream)
+            ahead += [one for one, _ in following.next_functions]
+
+    def _end(self, task: _Task) -> None:
+        for number, stream in task.leaves.items():
+            task.caller.timeline.join(task.arriving[number][1])
+            task.caller.timeline.join(stream.timeline.clock)
+
+    def _close(self, keep: int) -> None:
+        """Tasks that are over; of nested ones the outer goes on."""
+        for number in [n for n in self._tasks if n > keep]:
+            self._end(self._tasks.pop(number))

@@ -1,0 +1,234 @@
+"""The user's streams and collectives, full parameters, and the other face."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import (
+    AllGather,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    ReduceScatter,
+    ShardingStrategy,
+    _torch,
+    fully_shard,
+    iter_full_params,
+    share_comm_ctx,
+    unshard_params,
+)
+from fullshard import FullyShardedDataParallel as FSDP
+from tests.lanes.checker import current_checker
+from tests.lanes.fake import Stream
+from tests.lanes.programs.base import both_layouts, program, steps, units_of
+from tests.ranks.net import batch, make, optimizer_of, step
+
+
+@program()
+def hooks_on_streams() -> float:
+    """The user's streams and events."""
+
+    def script(model: Any) -> None:
+        accelerator = current_checker().accelerator
+        theirs = accelerator.Stream()
+
+        def doubled(row: Tensor) -> None:
+            with accelerator.stream(accelerator.current_stream()):
+                row.mul_(2)
+
+        units = units_of(model)
+        for unit in units:
+            unit.set_all_reduce_hook(doubled, stream=theirs)
+            unit.set_gradient_divide_factor(4)  # of 2 ranks, so 1/2 of the mean
+        optimizer = optimizer_of(model)
+        for number in range(3):
+            step(model, optimizer, number)
+            if units:
+                event = accelerator.Event()
+                event.record(accelerator.current_stream())
+                model.set_post_optim_event(event)
+
+    return both_layouts(script)
+
+
+@program()
+def separate_groups_and_shared_lanes() -> float:
+    def script(model: Any) -> None:
+        if isinstance(model, FSDPModule):
+            model.set_separate_reduce_scatter_group()
+            model.set_reduce_scatter_max_input_buffers(4)
+            other = fully_shard(make())
+            share_comm_ctx([model, other])
+            optimizer = optimizer_of(other)
+            for number in range(2):
+                step(other, optimizer, number)
+        steps(model)
+
+    return both_layouts(script)
+
+
+@program()
+def loans() -> float:
+    """Full parameters, written and read between steps."""
+
+    def script(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for terms in ({}, {"rank0_only": True}, {"check": True}, {"with_grads": True}):
+            model(batch()).square().mean().backward()
+            lent = isinstance(model, FSDPModule)
+            with unshard_params(model, **terms) if lent else nullcontext(), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.01)
+            if lent:
+                sum(value.sum() for _, value in iter_full_params(model))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return both_layouts(script) + both_layouts(script, offload_policy=CPUOffloadPolicy())
+
+
+@program(world=4)
+def loans_of_replicas() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+
+    def script(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for number in range(2):
+            step(model, optimizer, number)
+            lent = unshard_params(model, rank0_only=True)
+            with lent if isinstance(model, FSDPModule) else nullcontext(), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.01)
+
+    return both_layouts(script, mesh=mesh)
+
+
+class Work:
+    """What runs on a stream of the user's own, until somebody waits for it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        current_checker().accelerator.current_stream().wait_stream(self._stream)
+
+
+class OwnComm:
+    """A collective on a stream of its own."""
+
+    def __init__(self) -> None:
+        self._stream = current_checker().accelerator.Stream()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of the stream that is current."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def run(self, start: Any) -> Work:
+        """Start the collective there."""
+        accelerator = current_checker().accelerator
+        self._stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(self._stream):
+            start()
+        return Work(self._stream)
+
+
+class OwnGather(OwnComm, AllGather):
+    def __call__(self, output: Any, source: Any, group: Any, async_op: bool = False) -> Any:
+        return self.run(lambda: _torch.all_gather(group, [output], [source]).wait())
+
+
+class OwnReduce(OwnComm, ReduceScatter):
+    def __call__(
+        self, output: Any, source: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        return self.run(lambda: _torch.reduce_scatter(group, output, source, op).wait())
+
+
+@program()
+def custom_collectives() -> float:
+    def script(model: Any) -> None:
+        for unit in units_of(model):
+            unit.set_custom_all_gather(OwnGather())
+            unit.set_custom_reduce_scatter(OwnReduce())
+        steps(model)
+
+    return both_layouts(script)
+
+
+@program()
+def times_waited() -> float:
+    def script(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for number in range(3):
+            step(model, optimizer, number)
+            if isinstance(model, FSDPModule):
+                model.waited_s()
+
+    return both_layouts(script)
+
+
+@program(world=4)
+def flat_parameters() -> float:
+    """The other face."""
+    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+    return max(
+        flat(strategy, use_orig_params=original, **more)
+        for strategy in strategies
+        for original, more in ((True, {}), (False, {}), (False, {"cpu_offload": True}))
+    )
+
+
+def flat(strategy: ShardingStrategy, **options: Any) -> float:
+
+    if options.pop("cpu_offload", False):
+        options["cpu_offload"] = CPUOffload(offload_params=True)
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    plain = make()
+    inner = copy.deepcopy(plain)
+    for number, block in enumerate(inner.blocks):
+        inner.blocks[number] = FSDP(block, sharding_strategy=strategy, **options)
+    model = FSDP(inner, sharding_strategy=strategy, **options)
+    optimizers = [optimizer_of(plain), optimizer_of(model)]
+    for number in range(3):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            with model.no_sync() if one is model else nullcontext():
+                one(batch(number)).square().mean().backward()
+            one(batch(number + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with FSDP.summon_full_params(model):
+        ours = [value.detach().clone() for value in model.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(ours, plain.parameters(), strict=True))
+
+
+@program(world=4)
+def hooks_that_reduce() -> float:
+    """``register_comm_hook``, where all ranks have the same batch."""
+    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
+    return max(map(hooked, strategies))
+
+
+def hooked(strategy: ShardingStrategy) -> float:
+    plain = make()
+    model = FSDP(copy.deepcopy(plain), sharding_strategy=strategy)
+
+    def cut(state: object, grads: Tensor, own: Tensor) -> None:
+        own.copy_(grads.view(4, -1)[torch.distributed.get_rank()])
+
+    def keep(state: object, grads: Tensor) -> None:
+        grads.mul_(1)
+
+    model.register_comm_hook(None, keep if strategy is ShardingStrategy.NO_SHARD else cut)
+    for one in (plain, model):
+        steps(one)
+    with FSDP.summon_full_params(model):
+        ours = [value.detach().clone() for value in model.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(ours, plain.parameters(), strict=True))

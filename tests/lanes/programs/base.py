@@ -1,0 +1,59 @@
+"""What programs have in common.
+
+Each trains a model sharded and unsharded, on batches that are the same on all ranks, and returns
+how far apart the parameters end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fullshard import FSDPModule, PerParameter, Ragged
+from tests.ranks.net import optimizer_of, step, train_both
+
+__all__ = ["LAYOUTS", "PROGRAMS", "Program", "both_layouts", "program", "steps", "units_of"]
+
+LAYOUTS = (PerParameter(), Ragged())
+
+
+class Program(NamedTuple):
+    """A program, on how many ranks, and how far apart it may end."""
+
+    name: str
+    run: Callable[[], float]
+    world: int = 2
+    tolerance: float = 1e-10
+
+
+PROGRAMS: list[Program] = []
+"""All of them, once the modules beside this one are imported."""
+
+
+def program(world: int = 2, tolerance: float = 1e-10) -> Callable[[Callable[[], float]], Any]:
+    """Enter a function in ``PROGRAMS``."""
+
+    def add(run: Callable[[], float]) -> Callable[[], float]:
+        PROGRAMS.append(Program(run.__name__, run, world, tolerance))
+        return run
+
+    return add
+
+
+def steps(model: nn.Module, num: int = 3) -> None:
+    """Train a few steps."""
+    optimizer = optimizer_of(model)
+    for number in range(num):
+        step(model, optimizer, number)
+
+
+def both_layouts(script: Callable[[nn.Module], None], **options: Any) -> float:
+    """Run ``script`` on the unsharded model, and on one sharded in each layout."""
+    return max(train_both(script, layout=layout, **options) for layout in LAYOUTS)
+
+
+def units_of(model: Any) -> list[Any]:
+    """The sharded modules; none, if this is the unsharded model."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,211 @@
+"""Ways to train with ``fully_shard``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from fullshard.optim import ShardedOptimizer, clip_grad_norm_
+from fullshard.tensors import local_part
+from tests.lanes.programs.base import LAYOUTS, both_layouts, program, steps
+from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard
+from tests.ranks.test_extensions import Halves, wrapped
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@program()
+def plain_steps() -> float:
+    return both_layouts(steps)
+
+
+@program()
+def kept_after_forward() -> float:
+    return both_layouts(steps, reshard_after_forward=False)
+
+
+@program(tolerance=1.0)
+def mixed_precision() -> float:
+    return both_layouts(steps, mp_policy=LOW)
+
+
+@program()
+def memory_that_is_kept() -> float:
+    def script(model: Any) -> None:
+        if isinstance(model, FSDPModule):
+            model.set_keep_unsharded_storage(True)
+        steps(model)
+        if isinstance(model, FSDPModule):
+            model.set_keep_unsharded_storage(False)
+            model.set_reshard_after_backward(False)
+        steps(model)
+
+    return both_layouts(script)
+
+
+@program()
+def written_while_unsharded() -> float:
+    """Accumulated with and without reductions, clipped; the shards are written while gathered."""
+
+    def script(model: Any) -> None:
+        is_ours = isinstance(model, FSDPModule)
+        if is_ours:
+            optimizer: Any = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        else:
+            optimizer = optimizer_of(model)
+        for number in range(2):
+            model(batch(number)).square().mean().backward()
+            if is_ours:
+                model.set_requires_gradient_sync(False)
+            model(batch(number + 1)).square().mean().backward()
+            if is_ours:
+                model.set_requires_gradient_sync(True)
+            model(batch(number + 2)).square().mean().backward()
+            clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            with unsharded(model) as params, torch.no_grad():
+                for param in params:
+                    param.mul_(1.01)
+
+    return both_layouts(script)
+
+
+@contextmanager
+def unsharded(model: Any) -> Iterator[list[Tensor]]:
+    params = [local_part(param) for param in model.parameters()]
+    handle = model.unshard(async_op=True) if isinstance(model, FSDPModule) else None
+    if handle is not None:
+        handle.wait()
+    yield params
+    if handle is not None:
+        model.reshard()
+
+
+@program()
+def checkpoints() -> float:
+    def script(reentrant: bool, model: Any) -> None:
+        for block in model.blocks:
+            forward = block.forward
+            block.forward = partial(checkpoint, forward, use_reentrant=reentrant)
+        optimizer = optimizer_of(model)
+        for number in range(2):
+            x = batch(number).requires_grad_()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return max(both_layouts(partial(script, reentrant)) for reentrant in (True, False))
+
+
+@program(world=4)
+def replicas() -> float:
+    """Reduced over shards at once, over replicas later."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+
+    def script(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for number in range(3):
+            for last in (False, True):
+                if isinstance(model, FSDPModule):
+                    model.set_requires_all_reduce(last)
+                model(batch(number + last)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return both_layouts(script, mesh=mesh) + both_layouts(steps, mesh=mesh)
+
+
+@program(world=4)
+def secondary_shards() -> float:
+    return both_layouts(steps, reshard_after_forward=2)
+
+
+@program()
+def offload() -> float:
+    policies = [CPUOffloadPolicy(pin_memory=pinned) for pinned in (True, False)]
+    return max(both_layouts(steps, offload_policy=policy) for policy in policies)
+
+
+@program(tolerance=1.0)
+def offload_in_mixed_precision() -> float:
+    return both_layouts(steps, offload_policy=CPUOffloadPolicy(), mp_policy=LOW)
+
+
+@program()
+def extensions() -> float:
+    """Tensors that decide themselves what travels."""
+
+    def run(**options: Any) -> float:
+        plain, model = make(), shard(wrapped(Halves), **options)
+        steps(plain)
+        steps(model)
+        return apart(model, plain)
+
+    return max(run(), run(reshard_after_forward=False), run(offload_policy=CPUOffloadPolicy()))
+
+
+@program()
+def finalized_by_hand() -> float:
+    """Reductions that are under way when backward has ended."""
+
+    def script(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for number in range(3):
+            if isinstance(model, FSDPModule):
+                model.set_manual_backward_finalization(True)
+            model(batch(number)).square().mean().backward()
+            if isinstance(model, FSDPModule):
+                model.finalize_backward(async_op=True).wait()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return both_layouts(script)
+
+
+class Switching(Net):
+    """Another order in each forward, a module used twice, a parameter without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn = not getattr(self, "turn", False)
+        blocks = list(self.blocks)
+        for block in blocks if self.turn else reversed([*blocks, blocks[0]]):
+            x = torch.tanh(block(x) if self.turn else block(x * self.scale))
+        return self.head(self.plain(x))
+
+
+@program()
+def orders_that_change() -> float:
+    def run(**options: Any) -> float:
+        plain = make()
+        plain.__class__ = Switching
+        model = shard(copy.deepcopy(plain), **options)
+        model.set_prefetch_budget(None)
+        steps(plain, 6)
+        steps(model, 6)
+        return apart(model, plain)
+
+    return max(run(layout=layout) for layout in LAYOUTS)
+
+
+@program()
+def frozen_later() -> float:
+    def script(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for number in range(4):
+            model.blocks[0].weight.requires_grad_(number % 2 == 0)
+            model.scale.requires_grad_(number != 1)
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return both_layouts(script)

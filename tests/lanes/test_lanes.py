@@ -1,0 +1,258 @@
+"""The checker finds what is planted, and finds nothing in programs of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch, comm
+from fullshard.device import Buffer, Kind, Lane, StorageMeter, host_tensor
+from fullshard.device.streams import StreamLanes
+from fullshard.engine import offload
+from tests.lanes.checked import checked
+from tests.lanes.checker import Checker
+from tests.lanes.clocks import RaceError
+from tests.lanes.programs import PROGRAMS
+from tests.lanes.solo import Echo, solo
+from tests.ranks.pool import RankPool
+
+WITH_NUMBERS = (
+    "mixed_precision",
+    "written_while_unsharded",
+    "offload",
+    "replicas",
+    "flat_parameters",
+)
+
+
+@contextmanager
+def watched(*expected: str) -> Iterator[Checker]:
+    """The block has one race, which is told with these words; or none."""
+    checker = Checker()
+    with checker.attached():
+        yield checker
+    races = checker.trace.races
+    assert len(races) == bool(expected), races
+    for words in expected:
+        assert words in races[0]
+
+
+# Planted races, rule by rule, each beside what mends it.
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_race_of_two_streams(joined: bool) -> None:
+    told = () if joined else ("written on compute at tests/lanes/test_lanes.py", "read on stream 1")
+    with watched(*told) as checker:
+        other = checker.accelerator.Stream()
+        x = torch.zeros(8).add_(1)
+        if joined:
+            other.wait_stream(checker.accelerator.current_stream())
+        with checker.accelerator.stream(other):
+            x.sum()
+
+
+def test_reads_do_not_race_and_parts_are_told_apart() -> None:
+    with watched() as checker:
+        other = checker.accelerator.Stream()
+        x = torch.zeros(8)
+        other.wait_stream(checker.accelerator.current_stream())
+        x.sum()
+        x[4:].add_(1)
+        with checker.accelerator.stream(other):
+            x[:4].sum()
+
+
+def test_parts_with_a_storage_of_their_own_are_the_same_memory() -> None:
+    with watched("written on compute", "read on stream 1") as checker:
+        other = checker.accelerator.Stream()
+        x = torch.zeros(8)
+        part = _torch.own_part(x, 4, (4,))
+        other.wait_stream(checker.accelerator.current_stream())
+        part.add_(1)
+        with checker.accelerator.stream(other):
+            x.sum()
+
+
+def test_an_event_that_was_not_recorded_orders_nothing() -> None:
+    with watched("read on stream 1") as checker:
+        other, event = checker.accelerator.Stream(), checker.accelerator.Event()
+        x = torch.zeros(8)
+        other.wait_event(event)
+        with checker.accelerator.stream(other):
+            x.sum()
+
+
+def test_what_is_issued_after_a_record_is_not_waited_for() -> None:
+    with watched("written on compute", "read on stream 1") as checker:
+        other, x = checker.accelerator.Stream(), torch.zeros(8)
+        event = checker.accelerator.current_stream().record_event()
+        x.add_(1)
+        other.wait_event(event)
+        with checker.accelerator.stream(other):
+            x.sum()
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_memory_is_given_again_while_another_stream_reads_it(joined: bool) -> None:
+    """The join may come after it was freed, if it comes before the next allocation."""
+    told = () if joined else ("freed, and given to compute again", "read on stream 1")
+    with watched(*told) as checker:
+        other = checker.accelerator.Stream()
+        x = torch.zeros(8)
+        other.wait_stream(checker.accelerator.current_stream())
+        with checker.accelerator.stream(other):
+            x.sum()
+        del x
+        if joined:
+            checker.accelerator.current_stream().wait_stream(other)
+        torch.zeros(3)
+
+
+def test_memory_that_a_buffer_gave_back_is_its_own_streams() -> None:
+    with watched("freed, and given to stream 1 again", "read on compute") as checker:
+        accelerator = checker.accelerator
+        gather, compute = accelerator.Stream(), accelerator.current_stream()
+        with accelerator.stream(gather):
+            buffer = new_buffer()
+            buffer.tensor.zero_()
+        compute.wait_stream(gather)
+        buffer.tensor.sum()
+        buffer.free()
+        with accelerator.stream(gather):
+            buffer.allocate()
+
+
+def test_memory_that_is_not_there() -> None:
+    with watched() as checker, pytest.raises(RaceError, match="while its memory is freed"):
+        buffer = new_buffer()
+        buffer.free()
+        assert checker.trace.races == []
+        buffer.tensor.sum()
+
+
+def new_buffer() -> Buffer:
+    device = torch.device("cpu")
+    return Buffer(8, torch.float32, device, kind=Kind.UNSHARDED, meter=StorageMeter())
+
+
+def written(output: Tensor, source: Tensor) -> None:
+    source.zero_()
+
+
+def read(output: Tensor, source: Tensor) -> None:
+    output.sum()
+
+
+@pytest.mark.parametrize("touch", [written, read])
+@pytest.mark.parametrize("waited", [True, False])
+def test_memory_of_a_collective_in_flight(touch: Any, waited: bool) -> None:
+    told = () if waited else ("by a collective on wire 1", "Nobody has waited for the collective")
+    with watched(*told) as checker, solo(2):
+        wire = checker._wrap(Echo(dist.group.WORLD, "cpu"))
+        output, source = torch.empty(8), torch.zeros(4)
+        pending = wire.all_gather([output], [source])
+        source.sum()  # who only reads what is only read does no harm
+        if waited:
+            pending.wait()
+        touch(output, source)
+        pending.wait()
+
+
+def test_memory_of_a_collective_is_freed_in_flight() -> None:
+    with watched("freed while in flight") as checker, solo(2):
+        wire = checker._wrap(Echo(dist.group.WORLD, "cpu"))
+        pending = wire.all_reduce_mean(torch.zeros(4))
+        torch.zeros(4)
+        pending.wait()
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_the_host_writes_what_a_copy_still_reads(waited: bool) -> None:
+    told = () if waited else ("read on compute", "written on host")
+    with watched(*told) as checker:
+        host, device = offload.host_tensor(8, torch.float32, pinned=True), torch.zeros(8)
+        host.zero_()
+        device.copy_(host, non_blocking=True)
+        if waited:
+            checker.accelerator.current_stream().record_event().synchronize()
+        host.zero_()
+
+
+def test_what_the_host_waited_for_everybody_has_waited_for() -> None:
+    with watched() as checker:
+        other, x = checker.accelerator.Stream(), torch.zeros(8)
+        x.sum().item()
+        with checker.accelerator.stream(other):
+            x.add_(1)
+
+
+def test_nothing_stays_patched() -> None:
+    before = (torch.UntypedStorage.resize_, Tensor.tolist, offload.host_tensor)
+    with watched():
+        pass
+    assert before == (torch.UntypedStorage.resize_, Tensor.tolist, host_tensor)
+
+
+# The engine without one kind of joins.
+
+
+@pytest.mark.parametrize(
+    "waiter,awaited",
+    [
+        (Lane.GATHER, Lane.COMPUTE),
+        (Lane.COMPUTE, Lane.GATHER),
+        (Lane.REDUCE, Lane.COMPUTE),
+        (Lane.COMPUTE, Lane.REDUCE),
+    ],
+)
+def test_joins_are_missed(waiter: Lane, awaited: Lane) -> None:
+    join = StreamLanes.join
+
+    def without(lanes: StreamLanes, *pair: Lane) -> None:
+        if pair != (waiter, awaited):
+            join(lanes, *pair)
+
+    (program,) = (one for one in PROGRAMS if one.name == "plain_steps")
+    with (
+        patch.object(StreamLanes, "join", without),
+        solo(program.world),
+        pytest.raises(RaceError, match=f"makes .* wait for ({awaited}|wire 1)"),
+    ):
+        checked(program.run)
+
+
+# Programs without races.
+
+
+@pytest.mark.parametrize("name", [program.name for program in PROGRAMS])
+def test_programs_have_no_races(name: str) -> None:
+    (program,) = (one for one in PROGRAMS if one.name == name)
+    with solo(program.world):
+        figures = checked(program.run).figures
+    assert figures["lanes"] >= 4 and figures["accesses"] > 1000
+
+
+def with_numbers(name: str) -> float:
+    (program,) = (one for one in PROGRAMS if one.name == name)
+    return checked(program.run).result
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_programs_train_as_without_the_checker(pool: RankPool, name: str) -> None:
+    """On several ranks, with real values: what is checked is what the other tests check."""
+    (program,) = (one for one in PROGRAMS if one.name == name)
+    assert max(pool.run(program.world, with_numbers, name)) < program.tolerance
+
+
+def test_nothing_is_wrapped_afterwards() -> None:
+    with solo(2):
+        mesh = dist.init_device_mesh("cpu", (2,))
+        assert isinstance(comm.collectives_of(mesh), Echo)
