@@ -8,11 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.means import begun
 from fullshard.device import StorageMeter
 from fullshard.engine.reduce_input import Reduced, ReduceInput
 from fullshard.layout import ParamSpec, PerParameter, Ragged, even_from, in_rows, plan_slots, subset
@@ -129,3 +131,19 @@ def test_gradients_are_laid_out_as_on_a_cpu(
     with mock.patch.object(_torch, "fuses_copies", lambda device: True):
         assert torch.equal(filled(layout, grads, numbers, torch.float32), expected)
     assert expected.any()
+
+
+@pytest.mark.parametrize("world", [2, 8, 1024, 1500])
+@pytest.mark.parametrize("averages", [True, False])
+def test_means_in_fp16_lose_no_small_numbers(world: int, averages: bool) -> None:
+    """NCCL's own mean divides first: 1e-5 over 1,024 ranks is less than fp16 has."""
+    values = torch.full((4,), 1e-5, dtype=torch.float16)
+    expected = values.float()
+    op, divisor = begun(values, world, averages=averages)
+    assert op == dist.ReduceOp.SUM
+    together = (values.float() * world).half().float() / divisor
+    assert torch.allclose(together, expected, rtol=0.15)
+    wide = torch.ones(4)
+    assert begun(wide, world, averages=True) == (dist.ReduceOp.AVG, 1)
+    assert begun(wide, world, averages=False) == (dist.ReduceOp.SUM, world)
+    assert wide.eq(1).all()

@@ -34,20 +34,15 @@ def kernels_of(layer: str, world: int) -> dict[str, int]:
     return {name: passes.kernels - own.kernels for name, (passes, _) in counts.items()}
 
 
-@pytest.mark.parametrize("world", [8, 256])
-@pytest.mark.parametrize("layer", ["Llama-3-8B", "OLMoE-1B-7B"])
+@pytest.mark.parametrize("world", [8, 32])
+@pytest.mark.parametrize("layer", ["small", "small experts"])
 def test_a_layer_takes_no_more_kernels_than_in_fsdp2(
     pool: RankPool, layer: str, world: int
 ) -> None:
+    """On 32 ranks half of the ranks have no expert."""
     (found,) = pool.run(1, kernels_of, layer, world, process_group=False, timeout_s=300)
-    assert found[PER_PARAMETER] <= found[FSDP2]
-    assert found[RAGGED] <= found[FSDP2]
-
-
-def test_a_small_ragged_layer_takes_half_the_kernels(pool: RankPool) -> None:
-    (found,) = pool.run(1, kernels_of, "small", 8, process_group=False, timeout_s=120)
     assert found[PER_PARAMETER] <= found[FSDP2] == 7
-    assert found[RAGGED] <= found[FSDP2] / 2
+    assert found[RAGGED] <= found[FSDP2] / (2 if world == 8 else 1)
 
 
 class Odd(nn.Module):
@@ -91,17 +86,23 @@ def grads_of(
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-@every_world
-@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, FP32), (BF16, FP64)])
-@pytest.mark.parametrize("used", [9, 4])
-@pytest.mark.parametrize("layout", ["per-parameter", "other dim", "ragged"])
-def test_copies_for_a_device_are_exact(
-    pool: RankPool, world: int, layout: str, used: int, dtypes: Any
-) -> None:
+def differing(layout: str) -> list[str]:
+    """Cases in which copies for a device give other gradients."""
     chosen = fullshard.Ragged() if layout == "ragged" else fullshard.PerParameter()
-    dim = int(layout == "other dim")
-    expected = pool.run(world, grads_of, chosen, dtypes, used, False, dim)
-    assert pool.run(world, grads_of, chosen, dtypes, used, True, dim) == expected
+    found = []
+    for dtypes in ((BF16, FP32), (FP32, FP32), (BF16, FP64)):
+        for used in (9, 4):
+            case = (chosen, dtypes, used)
+            dim = int(layout == "other dim")
+            if grads_of(*case, False, dim) != grads_of(*case, True, dim):
+                found.append(f"{dtypes}, {used} used")
+    return found
+
+
+@every_world
+@pytest.mark.parametrize("layout", ["per-parameter", "other dim", "ragged"])
+def test_copies_for_a_device_are_exact(pool: RankPool, world: int, layout: str) -> None:
+    assert pool.run(world, differing, layout, timeout_s=120) == [[]] * world
 
 
 @contextmanager

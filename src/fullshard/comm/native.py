@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.labels import Compared
-from fullshard.comm.means import Divided
+from fullshard.comm.means import Divided, begun
 from fullshard.comm.protocol import Pending
 
 __all__ = ["Native"]
@@ -23,7 +23,6 @@ class Native:
     def __init__(self, device_type: str, *, averages: bool) -> None:
         """``averages``: means are the backend's, not made from sums."""
         self._averages = averages
-        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._compared = Compared(device_type)
 
     def all_gather(
@@ -43,15 +42,17 @@ class Native:
         """See ``Collectives.reduce_scatter_mean``."""
         self._compared.compare(group, label)
         result = output if output.dtype == source.dtype else source.new_empty(output.shape)
-        work = _torch.reduce_scatter(group, result, source, self._op)
-        pending = work if self._averages else Divided(work, result, group.size())
+        op, divisor = begun(source, group.size(), averages=self._averages)
+        work = _torch.reduce_scatter(group, result, source, op)
+        pending = work if divisor == 1 else Divided(work, result, divisor)
         return _Put(pending, output, result, source)
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
         self._compared.compare(group, label)
-        work = _torch.all_reduce(group, values, self._op)
-        return work if self._averages else Divided(work, values, group.size())
+        op, divisor = begun(values, group.size(), averages=self._averages)
+        work = _torch.all_reduce(group, values, op)
+        return work if divisor == 1 else Divided(work, values, divisor)
 
 
 class _Put:

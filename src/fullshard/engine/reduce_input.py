@@ -66,7 +66,8 @@ class Reduced:
     def flags(self, row: Tensor) -> Tensor:
         """How many ranks, on average, have a gradient for each parameter, in a reduced row."""
         start = self.spec.layout.shard_numel
-        return row[start : start + len(self.names)]
+        flags = row[start : start + len(self.names)]
+        return flags.real if flags.is_complex() else flags
 
     def present(self, flags: Sequence[float]) -> list[bool]:
         """Which of these parameters some rank has a gradient for, by the flags of a reduced row.
