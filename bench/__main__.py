@@ -15,7 +15,18 @@ from typing import Any
 
 import torch
 
-from bench import copies, gpu, host, memory, optimizer, padding, schedule, step, transport
+from bench import (
+    copies,
+    gpu,
+    host,
+    launches,
+    memory,
+    optimizer,
+    padding,
+    schedule,
+    step,
+    transport,
+)
 from bench.machine import Loaded
 
 BENCHES: dict[str, ModuleType] = {
@@ -23,6 +34,7 @@ BENCHES: dict[str, ModuleType] = {
     "host": host,
     "optimizer": optimizer,
     "copies": copies,
+    "launches": launches,
     "padding": padding,
     "memory": memory,
     "schedule": schedule,

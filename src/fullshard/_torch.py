@@ -305,6 +305,33 @@ def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
     return backend_name(group, device_type) == "nccl"
 
 
+# Copies of many tensors in one kernel.
+
+
+def fuses_copies(device: torch.device) -> bool:
+    """Whether ``chunk_cat`` and ``split_with_sizes_copy`` are one kernel each on ``device``."""
+    return device.type == "cuda"
+
+
+def chunk_cat(sources: Sequence[Tensor], out: Tensor) -> None:
+    """Write to row r of ``out`` (2-D) the r-th of ``len(out)`` chunks of dim 0 of each source.
+
+    A chunk has its share of rows, rounded up; where there are fewer, zeros. The sources are
+    contiguous, as a kernel reads them so in any case, and of one dtype.
+    """
+    torch._chunk_cat(list(sources), 0, len(out), out=out)
+
+
+def split_copy(source: Tensor, places: Sequence[Tensor]) -> None:
+    """Copy ``source`` (2-D) to ``places``, which lie side by side in it; all are contiguous."""
+    torch.split_with_sizes_copy(source, [p.shape[1] for p in places], dim=1, out=list(places))
+
+
+def casts_in_chunk_cat(source: torch.dtype, out: torch.dtype) -> bool:
+    """Whether ``chunk_cat`` is one kernel for these."""
+    return source == out or (source, out) == (torch.bfloat16, torch.float32)
+
+
 # Autograd.
 
 

@@ -148,3 +148,44 @@ def of_one_stage() -> tuple[list[int], bool]:
 def test_a_group_is_made_by_its_own_ranks(pool: RankPool) -> None:
     alone = ([0, 0], True)
     assert pool.run(4, of_one_stage) == [([1, 2], True), ([1, 2], True), alone, alone]
+
+
+def complex_numbers(transport: Transport) -> list[bool]:
+    """Gathered, reduced to a part, reduced: as numpy would."""
+    wires, rank, world = wire(transport), dist.get_rank(), dist.get_world_size()
+    parts = [torch.complex(noise(6 * world, seed=r), noise(6 * world, seed=-r)) for r in range(9)]
+    parts = parts[:world]
+    gathered = torch.empty(6 * world * world, dtype=parts[0].dtype)
+    wires.all_gather([gathered], [parts[rank]]).wait()
+    part = torch.empty(6, dtype=parts[0].dtype)
+    wires.reduce_scatter_mean(part, parts[rank].clone()).wait()
+    whole = parts[rank].clone()
+    wires.all_reduce_mean(whole).wait()
+    mean = torch.stack(parts).mean(0)
+    return [
+        torch.equal(gathered, torch.cat(parts)),
+        torch.allclose(part, mean.view(world, 6)[rank]),
+        torch.allclose(whole, mean),
+    ]
+
+
+@pytest.mark.parametrize("transport", list(Transport))
+def test_complex_numbers_travel(pool: RankPool, transport: Transport) -> None:
+    assert pool.run(2, complex_numbers, transport) == [[True] * 3] * 2
+
+
+def large_fp16(whole: bool) -> float:
+    """The mean of numbers of which two add up to more than fp16 has."""
+    wires, world = wire(Transport.NATIVE), dist.get_world_size()
+    values = torch.full((world * 8,), 40_000.0, dtype=torch.float16)
+    if whole:
+        wires.all_reduce_mean(values).wait()
+        return values.max().item()
+    part = torch.empty(8, dtype=torch.float16)
+    wires.reduce_scatter_mean(part, values).wait()
+    return part.max().item()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_means_in_fp16_do_not_overflow(pool: RankPool, whole: bool) -> None:
+    assert pool.run(2, large_fp16, whole) == [40_000.0] * 2

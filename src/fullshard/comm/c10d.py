@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
 from fullshard.comm.pairs import Pairs
-from fullshard.comm.protocol import Label, Pending
+from fullshard.comm.protocol import Label, Pending, as_real
 from fullshard.comm.shared import Shared
 from fullshard.errors import ProtocolError
 
@@ -183,18 +183,22 @@ class C10d:
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
         group = self.group
+        if outputs[0].is_complex():
+            outputs, sources = list(map(as_real, outputs)), list(map(as_real, sources))
         return self._ways(group).gathers.all_gather(group, outputs, sources, self._label.text)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
         group = self.group
         way = self._ways(group).reduces
+        output, source = as_real(output), as_real(source)
         return way.reduce_scatter_mean(group, output, source, self._label.text)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
         group = self.group
-        return self._ways(group).reduces.all_reduce_mean(group, values, self._label.text)
+        way = self._ways(group).reduces
+        return way.all_reduce_mean(group, as_real(values), self._label.text)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``; as bytes, since gloo does not carry every dtype."""

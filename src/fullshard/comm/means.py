@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.comm.protocol import Pending
 
-__all__ = ["Divided", "put_mean"]
+__all__ = ["Divided", "begun", "put_mean"]
+
+
+def begun(values: Tensor, world: int, *, averages: bool) -> tuple[dist.ReduceOp.RedOpType, float]:
+    """How a backend is to reduce ``values``, and what the result is to be divided by then.
+
+    ``averages``: it knows a mean of this dtype. A sum of many fp16 numbers overflows, and a mean,
+    for which NCCL divides first, loses the small ones: these are divided, here and in place, by
+    about the square root of the number of ranks, and by the rest afterwards.
+    """
+    if values.dtype is torch.float16:
+        before = 1 << (world.bit_length() // 2)
+        values.div_(before)
+        return dist.ReduceOp.SUM, world / before
+    return (dist.ReduceOp.AVG, 1) if averages else (dist.ReduceOp.SUM, world)
 
 
 def put_mean(output: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
@@ -31,12 +46,12 @@ def put_mean(output: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
 class Divided:
     """A sum on its way, to be made a mean."""
 
-    def __init__(self, pending: Pending, values: Tensor, world: int) -> None:
+    def __init__(self, pending: Pending, values: Tensor, divisor: float) -> None:
         self._pending = pending
         self._values = values
-        self._world = world
+        self._divisor = divisor
 
     def wait(self) -> None:
         """Make the mean usable."""
         self._pending.wait()
-        self._values.div_(self._world)
+        self._values.div_(self._divisor)

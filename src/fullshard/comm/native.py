@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.labels import Compared
-from fullshard.comm.means import Divided
+from fullshard.comm.means import Divided, begun
 from fullshard.comm.protocol import Done, Pending
 
 __all__ = ["Native"]
@@ -24,7 +24,6 @@ class Native:
         """``averages``: means are the backend's, not made from sums."""
         self._averages = averages
         self._in_order = device_type != "cpu"
-        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._compared = Compared(device_type)
 
     def all_gather(
@@ -45,18 +44,21 @@ class Native:
         """See ``Collectives.reduce_scatter_mean``."""
         self._compared.compare(group, label)
         result = output if output.dtype == source.dtype else source.new_empty(output.shape)
-        work = _torch.reduce_scatter(group, result, source, self._op, in_order=self._in_order)
-        return _Put(self._mean(work, result, group), output, result, source)
+        op, divisor = begun(source, group.size(), averages=self._averages)
+        work = _torch.reduce_scatter(group, result, source, op, in_order=self._in_order)
+        return _Put(_divided(work, result, divisor), output, result, source)
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
         self._compared.compare(group, label)
-        work = _torch.all_reduce(group, values, self._op, in_order=self._in_order)
-        return self._mean(work, values, group)
+        op, divisor = begun(values, group.size(), averages=self._averages)
+        work = _torch.all_reduce(group, values, op, in_order=self._in_order)
+        return _divided(work, values, divisor)
 
-    def _mean(self, work: dist.Work | None, values: Tensor, group: dist.ProcessGroup) -> Pending:
-        pending = work or Done()
-        return pending if self._averages else Divided(pending, values, group.size())
+
+def _divided(work: dist.Work | None, values: Tensor, divisor: float) -> Pending:
+    pending = work or Done()
+    return pending if divisor == 1 else Divided(pending, values, divisor)
 
 
 class _Put:

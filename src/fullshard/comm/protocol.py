@@ -6,10 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Alone", "Around", "Collectives", "Done", "Label", "Pending", "Together", "put"]
+__all__ = [
+    "Alone",
+    "Around",
+    "Collectives",
+    "Done",
+    "Label",
+    "Pending",
+    "Together",
+    "as_real",
+    "put",
+]
 
 
 class Pending(Protocol):
@@ -187,3 +198,8 @@ def put(source: Tensor, place: Tensor) -> None:
     """Copy ``source`` to its place, unless it is there."""
     if source.data_ptr() != place.data_ptr():
         place.copy_(source)
+
+
+def as_real(values: Tensor) -> Tensor:
+    """``values``, 1-D; complex ones as twice as many real numbers, as no backend carries others."""
+    return torch.view_as_real(values).view(-1) if values.is_complex() else values

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.c10d import C10d, Transport
-from fullshard.comm.protocol import Pending, Together
+from fullshard.comm.means import begun
+from fullshard.comm.protocol import Pending, Together, as_real
 
 __all__ = ["Public"]
 
@@ -34,13 +35,14 @@ class Public(C10d):
         gather, _ = _torch.public_collectives()
         works = [
             gather(output, source, group=self.group, async_op=self._is_async)
-            for output, source in zip(outputs, sources, strict=True)
+            for output, source in zip(map(as_real, outputs), map(as_real, sources), strict=True)
         ]
         return Together([work for work in works if work is not None])
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
-        op, after = self._prepared(source)
+        output, source = as_real(output), as_real(source)
+        op, after = self._begun(source)
         same = output.dtype == source.dtype
         result = output if same else source.new_empty(output.shape)
         _, reduce = _torch.public_collectives()
@@ -49,23 +51,14 @@ class Public(C10d):
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
-        op, after = self._prepared(values)
+        values = as_real(values)
+        op, after = self._begun(values)
         work = dist.all_reduce(values, op, group=self.group, async_op=self._is_async)
         return _Scaled(work, values, after, values)
 
-    def _prepared(self, values: Tensor) -> tuple[dist.ReduceOp.RedOpType, float]:
-        """How to reduce ``values``, and what to divide the result by.
-
-        Sums in fp16 overflow, means of small numbers underflow: it is divided by about the square
-        root of the number of ranks before, and by the rest after.
-        """
-        if self._averages and values.dtype in _AVERAGED:
-            return dist.ReduceOp.AVG, 1
-        if values.dtype is not torch.float16:
-            return dist.ReduceOp.SUM, self.world
-        before = 1 << (self.world.bit_length() // 2)
-        values.div_(before)
-        return dist.ReduceOp.SUM, self.world / before
+    def _begun(self, values: Tensor) -> tuple[dist.ReduceOp.RedOpType, float]:
+        averages = self._averages and values.dtype in _AVERAGED
+        return begun(values, self.world, averages=averages)
 
 
 class _Scaled:

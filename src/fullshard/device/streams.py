@@ -17,13 +17,14 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from fullshard.comm import Collectives, Pending
 from fullshard.device.wires import Beside
@@ -81,6 +82,12 @@ class Lanes(Protocol):
     def mark(self) -> Mark:
         """Where the lane that is current has got to."""
 
+    def read(self, values: Sequence[Tensor]) -> list[list[float]]:
+        """The numbers in each of ``values`` (1-D), written on the lane that is current.
+
+        The host waits for them, once.
+        """
+
     def waited_s(self) -> float:
         """Seconds that COMPUTE has waited for communication; a stream counts from the first call.
 
@@ -135,6 +142,10 @@ class CpuLanes:
     def mark(self) -> Mark:
         """Everything issued before is done already."""
         return _Past()
+
+    def read(self, values: Sequence[Tensor]) -> list[list[float]]:
+        """They are there."""
+        return [one.tolist() for one in values]
 
     def waited_s(self) -> float:
         """Seconds in ``wait``."""
@@ -230,6 +241,12 @@ class StreamLanes:
         event: Mark = self._accelerator.Event()
         event.record(self._current())  # type: ignore[attr-defined]
         return event
+
+    def read(self, values: Sequence[Tensor]) -> list[list[float]]:
+        """Bring what is on the device to the host in one copy, which is waited for."""
+        there = [one.float() for one in values if one.device.type != "cpu"]
+        read = iter(torch.cat(there).cpu().split([len(one) for one in there]) if there else ())
+        return [(one if one.device.type == "cpu" else next(read)).tolist() for one in values]
 
     def waited_s(self) -> float:
         """Between the events around each ``join`` of COMPUTE."""

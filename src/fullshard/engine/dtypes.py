@@ -40,6 +40,8 @@ class GradDtypes:
         """
         wanted = _torch.grad_dtypes(params)
         reduced = spec.reduce_dtype or computed
+        if computed.is_complex:  # real and imaginary parts in no fewer bits than those of both
+            reduced = torch.promote_types(computed, reduced)
         if spec.reduce_dtype is None and spec.follows_grad_dtype:
             reduced = reduce(torch.promote_types, [dtype or computed for dtype in wanted])
         shown = tuple(spec.grad_dtype or dtype or reduced for dtype in wanted)

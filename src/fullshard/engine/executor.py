@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from fullshard import _torch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
+from fullshard.engine.reduce import Gradients, settle
 from fullshard.engine.unit import Unit
 from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import (
@@ -81,6 +82,7 @@ class Engine:
         self._lanes: Lanes | None = None
         self._uses: dict[int, Use] = {}  # the last of each unit
         self._told_hidden: set[int] = set()
+        self._asking: list[Gradients] = []  # which of them are there, when backward has ended
         for key, (unit, policy) in enumerate(zip(units, policies, strict=True)):
             unit.key = key
             unit.engine = self
@@ -217,6 +219,7 @@ class Engine:
                 else:
                     for action in actions:
                         self._act(action)
+                    self._settle()
 
     def _act_to_the_end(self, actions: Sequence[Action]) -> None:
         """Act; what fails keeps nothing else from being finished and freed, and is raised then.
@@ -233,8 +236,16 @@ class Engine:
                 self._act(action)
             except Exception as error:
                 failure = failure or error
+        if failure is None or isinstance(failure, ProtocolError):
+            self._settle()
         if failure is not None:
             raise failure
+
+    def _settle(self) -> None:
+        """Once backward has ended, ask which gradients are there where that is not known."""
+        if self._asking and not self.scheduler.in_backward:
+            asking, self._asking = self._asking, []
+            settle(dict.fromkeys(asking), self.lanes)
 
     def _act(self, action: Action) -> None:
         if action.unit is None:
@@ -254,6 +265,8 @@ class Engine:
         _ACTS[op](unit)
         if op in _TAKES_GRADIENTS:
             self._backward.reduced(unit)
+        elif op in _GIVES_GRADIENTS:
+            self._asking += unit.asking()
 
     def _fence(self) -> None:
         """Gathers see what the optimizer wrote."""
@@ -409,5 +422,7 @@ _BY_ITSELF = frozenset({Op.CONCEAL, Op.RESHARD, Op.DISCARD, Op.FORGET})
 """What communicates nothing."""
 
 _ENDS = frozenset({when.TaskEnd, when.TaskDied})
+
+_GIVES_GRADIENTS = frozenset({Op.FINISH_REDUCE, Op.KEEP_PARTIAL})
 
 _TAKES_GRADIENTS = frozenset({Op.REDUCE_SCATTER, Op.ACCUMULATE, Op.DISCARD, Op.FORGET})

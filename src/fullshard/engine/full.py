@@ -18,6 +18,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import broadcast_pieces
 from fullshard.device import Kind, StorageMeter
+from fullshard.engine.copies import copy_all
 from fullshard.engine.shard import cut_into
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.views import gather_plan, places_of_copies, written_in_place
@@ -53,7 +54,7 @@ def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Ten
         outputs.append(staging)
     with meter.holding(Kind.FULL, full.nbytes + staging.nbytes):
         spec.comm.all_gather(outputs, sources).wait()
-        _copy(*places_of_copies(plan.copies, full, staging, layout.unsharded_offsets))
+        copy_all(*places_of_copies(plan.copies, full, staging, layout.unsharded_offsets))
     places = zip(layout.unsharded_offsets, layout.params, strict=True)
     return [
         _torch.own_storage(full.narrow(0, offset, param.numel).view(param.shape))
@@ -81,13 +82,8 @@ def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: Storage
             return _torch.own_storage(staging[: param.numel].view(param.shape))
         full = source.new_empty(param.numel)
         with meter.holding(Kind.FULL, full.nbytes):
-            _copy(*places_of_copies(plan.copies, full, staging, {index: 0}))
+            copy_all(*places_of_copies(plan.copies, full, staging, {index: 0}))
     return full.view(param.shape)
-
-
-def _copy(to: list[Tensor], of: list[Tensor]) -> None:
-    if to:
-        torch._foreach_copy_(to, of)
 
 
 def is_first(spec: BucketSpec) -> bool:

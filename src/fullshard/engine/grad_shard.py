@@ -50,6 +50,11 @@ class GradShard:
         """Whether it is worth keeping for the next step."""
         return self.flat.nbytes <= _KEPT_NBYTES * len(self.shown)
 
+    @property
+    def flags(self) -> Tensor:
+        """See ``Reduced.flags``."""
+        return self.reduced.flags(self.flat)
+
     def is_free(self) -> bool:
         """Whether no one else refers to the gradients or to their memory."""
         return self._counted() == self._unheld

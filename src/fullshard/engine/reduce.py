@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,12 +18,13 @@ from fullshard.engine.offload import bring_home
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import Reduced, ReduceInput
 from fullshard.engine.spec import BucketSpec
+from fullshard.errors import ProtocolError
 from fullshard.tensors import local_gradients, plain
 
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
 
-__all__ = ["Front", "Gradients", "Partial", "Waiting"]
+__all__ = ["Front", "Gradients", "Partial", "Waiting", "settle"]
 
 _MOST_SETS = 16  # of parameters to reduce, for which a layout is kept
 
@@ -46,6 +47,15 @@ class Partial(NamedTuple):
 
     reduced: Reduced
     row: Tensor
+    present: list[bool]
+    """Which of these parameters had a gradient on this rank, in some pass."""
+
+
+class Unsure(NamedTuple):
+    """A result that waits for its flags to be read, as this rank had not all gradients."""
+
+    shown: GradShard
+    owed: frozenset[int]
 
 
 class Waiting(NamedTuple):
@@ -108,6 +118,7 @@ class Gradients:
         self._in_flight: _Reduction | None = None
         self._last: GradShard | None = None
         self._partial: Partial | None = None
+        self._unsure: Unsure | None = None
         self._owed: frozenset[int] = frozenset()
         self._reduced = Reduced.of(spec, tuple(range(len(params))))
         self._sets = {self._reduced.numbers: self._reduced}
@@ -122,6 +133,7 @@ class Gradients:
         numbers = self._numbers()
         if not numbers:
             return
+        settle([self], self._lanes)  # the same memory may be reduced to
         reduced = self._reduced_of(numbers)
         has_pending, owed = self._has_pending, self._owed
         taken = self._take()
@@ -134,7 +146,11 @@ class Gradients:
         with self._lanes.on(Lane.REDUCE):
             shown, row = self._result_for(reduced, buffer.row, source.device)
             pending = self._comm.reduce_scatter_mean(row, source)
-        present = [grad is not None for grad in grads]
+        # What is frozen by now and owed nothing is not asked after.
+        present = [
+            grad is not None or not (self.sharded_params[number].requires_grad or number in owed)
+            for number, grad in zip(numbers, grads, strict=True)
+        ]
         self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, owed)
         self._owed = frozenset()
 
@@ -202,12 +218,12 @@ class Gradients:
         if replicas is None or (self._in_flight is None and self._partial is None):
             return
         with self._lanes.on(Lane.REDUCE):
-            reduced, row = self._end_first_half()
+            reduced, row, present = self._end_first_half()
             if self._in_flight is None:
-                present = [False] * len(reduced.numbers)
                 owed, self._owed = self._owed, frozenset()
                 self._in_flight = _Reduction(Done(), reduced, row, None, present, None, owed)
             self._in_flight.row = row
+            self._in_flight.present = present
             self._in_flight.pending = replicas.all_reduce_mean(row)
 
     def keep_partial(self) -> None:
@@ -233,22 +249,27 @@ class Gradients:
             assert partial is not None
             return partial
         self._lanes.wait(reduction.pending)
-        now = Partial(reduction.reduced, reduction.row)
+        now = Partial(reduction.reduced, reduction.row, reduction.present)
         if partial is None:
             return now
         numbers = partial.reduced.numbers
+        before = dict(zip(numbers, partial.present, strict=True))
+        present = [
+            here or before.get(number, False)
+            for number, here in zip(now.reduced.numbers, now.present, strict=True)
+        ]
         if numbers == now.reduced.numbers:
-            return Partial(now.reduced, partial.row.add_(now.row))
+            return Partial(now.reduced, partial.row.add_(now.row), present)
         torch._foreach_add_(
             now.reduced.parts(now.row, numbers), partial.reduced.parts(partial.row, numbers)
         )
-        return now
+        return now._replace(present=present)
 
     def finish(self) -> None:
-        """Put the reduced gradients on the sharded parameters.
+        """Put the reduced gradients on the sharded parameters; or leave that to ``settle``.
 
-        Raises:
-            ProtocolError: ranks have frozen different parameters; no gradient was changed.
+        It is left where a device would have to be asked which of them some other rank has, so that
+        the host waits for it once, for all buckets, and not before backward has ended.
         """
         if self._in_flight is None:
             return
@@ -260,8 +281,11 @@ class Gradients:
                 shown = reduction.shown
                 if shown is None:
                     shown = self._at_home(reduction.reduced, reduction.row)
-                present = self._present_anywhere(reduction.present, shown)
-                self._assign(shown, present, reduction.owed)
+                present = reduction.present
+                if shown.reduced.is_agreed and (self.policy.fill_absent or all(present)):
+                    self._assign(shown, [True] * len(present), reduction.owed)
+                else:
+                    self._unsure = Unsure(shown, reduction.owed)
         finally:
             self._end(reduction)
 
@@ -330,8 +354,8 @@ class Gradients:
             self.pending = [None if g is None else g.to(device) for g in waiting.pending]
             self._has_pending = True
         if waiting.partial is not None:
-            reduced, row = waiting.partial
-            self._partial = Partial(reduced, row.to(device, self._dtypes.reduced))
+            row = waiting.partial.row.to(device, self._dtypes.reduced)
+            self._partial = waiting.partial._replace(row=row)
         self._owed = waiting.owed
 
     def _take(self) -> list[Tensor | None]:
@@ -361,13 +385,23 @@ class Gradients:
             torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
         return [grads[i] if waited is None else waited for i, waited in enumerate(pending)]
 
-    def _present_anywhere(self, present: list[bool], result: GradShard) -> list[bool]:
-        """Which parameters some rank has a gradient for."""
-        reduced = result.reduced
-        if reduced.is_agreed and (self.policy.fill_absent or all(present)):
-            return [True] * len(present)  # no need to ask the device, which would wait for it
-        flags = reduced.flags(result.flat)
-        return [True] * len(present) if self.policy.fill_absent else flags
+    @property
+    def asked(self) -> Tensor | None:
+        """The flags that ``settle`` waits for, if it does."""
+        return None if self._unsure is None else self._unsure.shown.flags
+
+    def answer(self, flags: Sequence[float]) -> None:
+        """Go on with what was asked for.
+
+        Raises:
+            ProtocolError: ranks have frozen different parameters; no gradient was changed.
+        """
+        assert self._unsure is not None
+        (shown, owed), self._unsure = self._unsure, None
+        present = shown.reduced.present(flags)
+        if self.policy.fill_absent:
+            present = [True] * len(present)
+        self._assign(shown, present, owed)
 
     def _assign(self, result: GradShard, present: Sequence[bool], owed: frozenset[int]) -> None:
         """Put gradients on the parameters, or add them to those there; then tell who asked.
@@ -399,3 +433,25 @@ class Gradients:
         seen = [param for _, param in wanted] if self.front is None else [self.front.param]
         for param, hook in _torch.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would have called it; an optimizer may step in one
+
+
+def settle(asking: Iterable[Gradients], lanes: Lanes) -> None:
+    """Read which gradients some rank has, once for all of ``asking``, and put them in place.
+
+    Raises:
+        ProtocolError: see ``Gradients.answer``; the others have been done.
+    """
+    asked = [(one, flags) for one in asking if (flags := one.asked) is not None]
+    if not asked:
+        return
+    failure: ProtocolError | None = None
+    with lanes.on(Lane.REDUCE):
+        numbers = lanes.read([flags for _, flags in asked])
+        for (one, _), read in zip(asked, numbers, strict=True):
+            try:
+                one.answer(read)
+            except ProtocolError as error:
+                failure = failure or error
+    lanes.join(Lane.COMPUTE, Lane.REDUCE)
+    if failure is not None:
+        raise failure

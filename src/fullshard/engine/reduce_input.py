@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from fullshard import _torch
 from fullshard.device import Buffer, Kind, StorageMeter
+from fullshard.engine.copies import MOST_DENSE, copy_all
 from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ProtocolError
-from fullshard.layout import Layout, StridedCopy, round_up, subset
+from fullshard.layout import Layout, Slot, StridedCopy, in_rows, plan_slots, round_up, subset
 
 __all__ = ["ReduceInput", "Reduced"]
 
@@ -61,23 +63,27 @@ class Reduced:
             buffer = self.inputs[dtype] = ReduceInput(self, dtype, device, meter)
         return buffer
 
-    def flags(self, row: Tensor) -> list[bool]:
-        """Which of these parameters some rank has a gradient for, as read from a reduced row.
+    def flags(self, row: Tensor) -> Tensor:
+        """How many ranks, on average, have a gradient for each parameter, in a reduced row."""
+        start = self.spec.layout.shard_numel
+        flags = row[start : start + len(self.names)]
+        return flags.real if flags.is_complex() else flags
+
+    def present(self, flags: Sequence[float]) -> list[bool]:
+        """Which of these parameters some rank has a gradient for, by the flags of a reduced row.
 
         Raises:
             ProtocolError: a rank has one for a parameter that is frozen here.
         """
-        start = self.spec.layout.shard_numel
-        flags = [flag > 0 for flag in row[start : start + len(self.names)].tolist()]
         known = set(self.numbers)
-        unknown = [name for i, name in enumerate(self.names) if flags[i] and i not in known]
+        unknown = [name for i, name in enumerate(self.names) if flags[i] > 0 and i not in known]
         if unknown:
             raise ProtocolError(
                 f"gradients of {', '.join(unknown)} came from other ranks, and this one reduces "
                 "none for them: parameters have to be frozen and unfrozen on all ranks alike"
             )
         self.is_agreed = True
-        return [flags[number] for number in self.numbers]
+        return [flags[number] > 0 for number in self.numbers]
 
     def parts(self, row: Tensor, numbers: Sequence[int]) -> list[Tensor]:
         """This rank's pieces in ``row`` of some parameters, by their numbers; then all flags."""
@@ -98,11 +104,9 @@ class ReduceInput:
     ) -> None:
         spec, layout = reduced.spec, reduced.spec.layout
         self.row = reduced.row
-        self._numbers = reduced.numbers
-        self._frozen = sorted(set(range(len(reduced.names))).difference(reduced.numbers))
-        self._spec = spec
+        self._reduced = reduced
         self._meter = meter
-        self._numel = sum(param.numel for param in layout.params)
+        self._ones: dict[torch.dtype, Tensor] = {}
         self._boxes: list[list[StridedCopy] | None] = [[] for _ in layout.params]
         self._targets: list[list[Tensor]] = [[] for _ in layout.params]
         with torch.inference_mode(False):
@@ -110,9 +114,17 @@ class ReduceInput:
                 layout.world * self.row, dtype, device, kind=Kind.REDUCE_INPUT, meter=meter
             )
             flat = self._buffer.tensor
-            self._flags = flat.view(layout.world, self.row)[:, layout.shard_numel :]
-            self._flag_of = self._flags.unbind(1)
-            for box in layout.copies(row=self.row):
+            rows = flat.view(layout.world, self.row)
+            self._flags = rows[:, layout.shard_numel :]
+            self._flag_rows: tuple[Tensor, ...] = ()
+            self._cat: _ChunkCat | None = None
+            copies = layout.copies(row=self.row)
+            if _torch.fuses_copies(device):
+                self._cat = _ChunkCat.of(layout, rows)
+                copies = tuple(in_rows(copies, most=MOST_DENSE))
+                if len(copies) + layout.world <= MOST_DENSE:
+                    self._flag_rows = self._flags.unbind()
+            for box in copies:
                 view = flat.as_strided(box.sizes, box.staging_strides, box.staging_offset)
                 param, boxes = layout.params[box.param], self._boxes[box.param]
                 if box.sizes == (param.numel,):  # it lies in one slice: copied as it is
@@ -128,30 +140,55 @@ class ReduceInput:
     def fill(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Copy ``grads``, whole, of any dtypes; zeros for those that are None."""
         self._buffer.allocate()
+        given = [
+            grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+            for grad in grads
+        ]
+        missing = [number for number, grad in enumerate(given) if grad is None]
+        if self._cat is None or missing or not self._cat.fill(given, self._presence):
+            self._copy(given, missing)
+        params = self._reduced.spec.layout.params
+        numel = sum(param.numel for param in params)
+        left_out = sum(params[number].numel for number in missing)
+        self._meter.copied((numel - left_out) * self._buffer.tensor.itemsize)
+        return self._buffer.tensor
+
+    def _copy(self, grads: Sequence[Tensor | None], missing: Sequence[int]) -> None:
+        """Copy box by box."""
         if self._padding:
             torch._foreach_zero_(self._padding)
         sources: list[Tensor] = []
-        missing: list[int] = []
-        for number, (grad, boxes) in enumerate(zip(grads, self._boxes, strict=True)):
+        for grad, boxes in zip(grads, self._boxes, strict=True):
             if grad is None:
-                missing.append(number)
                 continue
-            if grad.layout is not torch.strided:
-                grad = grad.to_dense()
             if boxes is None:
                 sources.append(grad)
             else:
                 sources.extend(_pieces(grad, boxes))
         targets = self._without(missing) if missing else self._all_targets
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        self._flags.fill_(1)
-        unset = [*self._frozen, *(self._numbers[number] for number in missing)]
-        if unset:  # not by a list of indices, which an accelerator would wait for
-            torch._foreach_zero_([self._flag_of[number] for number in unset])
-        left_out = sum(self._spec.layout.params[number].numel for number in missing)
-        self._meter.copied((self._numel - left_out) * self._buffer.tensor.itemsize)
-        return self._buffer.tensor
+        if self._flag_rows and sources:
+            copy_all(
+                [*targets, *self._flag_rows],
+                sources + [self._presence(sources[0].dtype)] * len(self._flag_rows),
+            )
+        else:
+            copy_all(targets, sources)
+            self._flags.copy_(self._presence(self._flags.dtype))
+        # Not by a list of indices, which a device would make the host wait for.
+        for start, stop in _runs([self._reduced.numbers[number] for number in missing]):
+            self._flags[:, start:stop].zero_()
+
+    def _presence(self, dtype: torch.dtype) -> Tensor:
+        """The flags where no gradient is missing: of frozen parameters there is none."""
+        ones = self._ones.get(dtype)
+        if ones is None:
+            with torch.inference_mode(False):
+                ones = torch.ones(self._flags.shape[1], dtype=dtype, device=self._flags.device)
+            frozen = set(range(len(self._reduced.names))).difference(self._reduced.numbers)
+            for start, stop in _runs(sorted(frozen)):
+                ones[start:stop].zero_()
+            self._ones[dtype] = ones
+        return ones
 
     def _without(self, missing: Sequence[int]) -> list[Tensor]:
         """The targets of the other parameters; zeros for these."""
@@ -165,6 +202,56 @@ class ReduceInput:
     def free(self) -> None:
         """Give the memory back."""
         self._buffer.free()
+
+
+class _ChunkCat:
+    """All of it in one kernel: slots, what is between them, and the flags, slice after slice."""
+
+    def __init__(self, layout: Layout, slots: Sequence[Slot], rows: Tensor) -> None:
+        self._slots = slots
+        self._rows = rows
+        starts = [*(slot.offset for slot in slots), layout.shard_numel]
+        ends = [0, *(slot.offset + slot.chunk for slot in slots)]
+        self._gaps = [start - end for start, end in zip(starts, ends, strict=True)]
+        self._constants: dict[torch.dtype, list[Tensor]] = {}
+
+    @classmethod
+    def of(cls, layout: Layout, rows: Tensor) -> _ChunkCat | None:
+        """None if the parameters are cut otherwise. ``rows`` are the slices, with their flags."""
+        slots = plan_slots(layout) if layout.world > 1 else None
+        return None if slots is None else cls(layout, slots, rows)
+
+    def fill(
+        self, grads: Sequence[Tensor | None], presence: Callable[[torch.dtype], Tensor]
+    ) -> bool:
+        """Whether these gradients, of which none is missing, have dtypes that go in one kernel.
+
+        ``presence`` gives the flags, in the dtype of the gradients.
+        """
+        dtypes = {grad.dtype for grad in grads if grad is not None}
+        dtype = dtypes.pop()
+        if dtypes or not _torch.casts_in_chunk_cat(dtype, self._rows.dtype):
+            return False
+        constants = self._constants.get(dtype)
+        if constants is None:
+            constants = self._constants[dtype] = self._between(presence(dtype))
+        sources = []
+        for slot, gap in zip(self._slots, constants, strict=False):
+            grad = grads[slot.param]
+            assert grad is not None
+            sources += [gap, grad.contiguous().view(-1, slot.unit)]
+        _torch.chunk_cat([part for part in (*sources, *constants[-2:]) if part.numel()], self._rows)
+        return True
+
+    def _between(self, flags: Tensor) -> list[Tensor]:
+        """What is before each slot and behind the last, for all ranks; then the flags."""
+        world = len(self._rows)
+        with torch.inference_mode(False):
+            zeros = flags.new_zeros(world * max(self._gaps))
+            gaps = [
+                zeros[: world * gap].view(world, -1) if gap else zeros[:0] for gap in self._gaps
+            ]
+            return [*gaps, flags.expand(world, -1).contiguous()]
 
 
 def _padding(layout: Layout, row: int, flat: Tensor) -> list[Tensor]:
@@ -183,6 +270,17 @@ def _padding(layout: Layout, row: int, flat: Tensor) -> list[Tensor]:
             found.append(flat.narrow(0, rank * row + within, start - done))
         done = max(done, stop)
     return found
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """First and one past the last of neighbours among ascending ``numbers``."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:

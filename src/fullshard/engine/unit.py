@@ -198,9 +198,13 @@ class Unit:
             gradients.keep_partial()
 
     def finish_reduce(self) -> None:
-        """Put reduced gradients where the optimizer looks."""
+        """Put reduced gradients where the optimizer looks, or leave that to ``settle``."""
         for gradients in self._gradients():
             gradients.finish()
+
+    def asking(self) -> list[Gradients]:
+        """Gradients that ``settle`` is to put where the optimizer looks."""
+        return [gradients for gradients in self._gradients() if gradients.asked is not None]
 
     def accumulate(self) -> None:
         """Keep gradients whole."""

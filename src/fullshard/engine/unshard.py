@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard import _torch
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.engine.copies import copy_all
 from fullshard.engine.offload import Outbound
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.views import gather_plan, places_of_copies, written_in_place
-from fullshard.layout import GatherPlan, round_up
+from fullshard.layout import GatherPlan, StridedCopy, even_from, round_up
 from fullshard.tensors import local_part
 
 __all__ = ["Unsharded"]
@@ -183,11 +187,13 @@ class _Gather:
         self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
         self._outputs = written_in_place(plan, world, flat)
         self._written = [buffer] if plan.direct else []  # what the gathers write
-        self._staging = _Staging(spec, plan, buffer, meter) if plan.staged_numel else None
-        if self._staging is not None:
-            self._slices.append((0, plan.staged_numel))
-            self._outputs.append(self._staging.buffer.tensor)
-            self._written.append(self._staging.buffer)
+        self._stagings = [
+            _Staging(spec, start, stop, buffer, meter) for start, stop in _staged(plan, spec)
+        ]
+        for staging in self._stagings:
+            self._slices.append((staging.start, staging.numel))
+            self._outputs.append(staging.buffer.tensor)
+            self._written.append(staging.buffer)
         # Our own slices of what is gathered.
         self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
         self._landing: Buffer | None = None  # for a shard that comes from the host
@@ -201,8 +207,8 @@ class _Gather:
                 target = self._landing.tensor
                 self._landing.free()
             self._outbound = Outbound(spec.offload, target, lanes)
-        if self._staging is not None:
-            self._staging.buffer.free()
+        for staging in self._stagings:
+            staging.buffer.free()
 
     def start(self, shard: Tensor) -> Pending:
         """Allocate, and start to gather what all ranks have of ``shard``.
@@ -218,7 +224,7 @@ class _Gather:
             self._sources = [shard.narrow(0, start, numel) for start, numel in self._slices]
         sources = self._sources
         if shard.dtype != self._own[0].dtype:
-            torch._foreach_copy_(self._own, sources)
+            copy_all(self._own, sources)
             self._meter.copied(sum(own.nbytes for own in self._own))
             sources = self._own
         return self._comm.all_gather(self._outputs, sources)
@@ -237,29 +243,73 @@ class _Gather:
         """Copy what was staged."""
         if self._landing is not None:
             self._landing.free()
-        if self._staging is not None:
-            self._staging.empty()
+        for staging in self._stagings:
+            staging.empty()
+
+
+def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
+    """Bounds, in each shard, of what is gathered to a staging buffer of its own.
+
+    As a rule that is one; what a device copies out of it in one kernel is not mixed with the rest.
+    """
+    stop = plan.staged_numel
+    even = even_from(spec.layout, stop) if _torch.fuses_copies(spec.device) else stop
+    return [(start, end) for start, end in ((0, even), (even, stop)) if start < end]
 
 
 class _Staging:
-    """The staging buffer, and the copies out of it."""
+    """A staging buffer, and the copies out of it."""
 
     def __init__(
-        self, spec: BucketSpec, plan: GatherPlan, target: Buffer, meter: StorageMeter
+        self, spec: BucketSpec, start: int, stop: int, target: Buffer, meter: StorageMeter
     ) -> None:
+        """For elements ``start`` to ``stop`` of each shard, which come to lie in ``target``."""
         layout, flat = spec.layout, target.tensor
-        numel = layout.world * plan.staged_numel
+        self.start, self.numel = start, stop - start
+        numel = layout.world * self.numel
         self.buffer = Buffer(numel, flat.dtype, flat.device, kind=Kind.GATHER_OUTPUT, meter=meter)
         self._target = target
         self._meter = meter
+        copies = layout.copies(self.numel, above=start, below=stop)
         self._to, self._from = places_of_copies(
-            plan.copies, flat, self.buffer.tensor, layout.unsharded_offsets
+            copies, flat, self.buffer.tensor, layout.unsharded_offsets
         )
         self._nbytes = sum(view.nbytes for view in self._to)
+        self._side_by_side: list[Tensor] = []
+        self._rows = self.buffer.tensor.view(layout.world, self.numel)
+        if _torch.fuses_copies(spec.device):
+            self._split_up(copies, layout.world)
+
+    def _split_up(self, copies: Sequence[StridedCopy], world: int) -> None:
+        """Let one kernel copy, if the same ranks have pieces of all parameters, of one size each.
+
+        What is between them goes where nobody reads it.
+        """
+        ranks = {copy.sizes[0] for copy in copies}
+        pieces = [copy.sizes[-1] for copy in copies]
+        ends = [copy.staging_offset + copy.sizes[-1] for copy in copies]
+        in_one = len(ranks) == 1 and all(len(copy.sizes) == 2 for copy in copies)
+        if not in_one or len(copies) < 2 or self.numel - sum(pieces) > 16 * len(copies):
+            return
+        (num_ranks,) = ranks
+        self._rows = self._rows[:num_ranks]
+        order = sorted(range(len(copies)), key=ends.__getitem__)
+        at = 0
+        for number in order:
+            self._side_by_side += self._unread(ends[number] - pieces[number] - at)
+            self._side_by_side.append(self._to[number])
+            at = ends[number]
+        self._side_by_side += self._unread(self.numel - at)
+
+    def _unread(self, numel: int) -> list[Tensor]:
+        return [self._rows.new_empty(len(self._rows), numel)] if numel else []
 
     def empty(self) -> None:
         """Copy what was gathered to where it belongs, in one batch, and give the memory back."""
         self._target.allocate()
-        torch._foreach_copy_(self._to, self._from)
+        if self._side_by_side:
+            _torch.split_copy(self._rows, self._side_by_side)
+        else:
+            copy_all(self._to, self._from)
         self._meter.copied(self._nbytes)
         self.buffer.free()

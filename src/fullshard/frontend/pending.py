@@ -62,9 +62,9 @@ def _partial_pieces(bucket: Bucket, partial: Partial | None) -> list[Tensor | No
     found: list[Tensor | None] = [None] * len(bucket.sharded_params)
     if partial is None:
         return found
-    reduced, row = partial
-    flags = reduced.flags(row)
-    for number, piece, flag in zip(reduced.numbers, reduced.spec.pieces, flags, strict=True):
-        if flag:
+    reduced, row = partial.reduced, partial.row
+    present = reduced.present(reduced.flags(row).tolist())
+    for number, piece, is_there in zip(reduced.numbers, reduced.spec.pieces, present, strict=True):
+        if is_there:
             found[number] = row.narrow(0, piece.offset, piece.numel).view(piece.shape)
     return found

@@ -29,6 +29,7 @@ four steps: `packing` states the problem, `bound` proves how short shards can be
 shards of a given length, `planner` finds the length.
 """
 
+from fullshard.layout.fused import Slot, even_from, in_rows, plan_slots
 from fullshard.layout.gather import (
     Direct,
     GatherPlan,
@@ -58,9 +59,13 @@ __all__ = [
     "Ragged",
     "Run",
     "Segment",
+    "Slot",
     "StridedCopy",
+    "even_from",
+    "in_rows",
     "plan_gather",
     "plan_param_gather",
+    "plan_slots",
     "remap",
     "round_up",
     "subset",

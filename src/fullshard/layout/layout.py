@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -102,7 +102,9 @@ class Layout:
         """The elements of parameter `param` in their order, as runs in the shards of the ranks."""
         return runs(self.bands[param])
 
-    def copies(self, row: int, *, below: int | None = None) -> tuple[StridedCopy, ...]:
+    def copies(
+        self, row: int, *, below: int | None = None, above: int = 0
+    ) -> tuple[StridedCopy, ...]:
         """The strided copies between parameters and a rank-major staging buffer.
 
         Together the boxes hold each element exactly once. Their number depends on the parameters
@@ -112,21 +114,23 @@ class Layout:
             row: elements from the slice of one rank to that of the next.
             below: copy only what lies in the first `below` elements of the shards, where some
                 parameters must end; None for all of it.
+            above: nor what lies in the first `above` elements, where some must end as well; the
+                slices begin there.
 
         Raises:
             LayoutError: if `row` is less than what is copied of a shard.
         """
         stop = self.shard_numel if below is None else below
-        if row < stop:
+        if row < stop - above:
             raise LayoutError(
                 f"got staging slices of {row} elements, expected at least the "
-                f"{stop} elements of a shard"
+                f"{stop - above} elements of a shard"
             )
         return tuple(
-            copy
+            copy if not above else replace(copy, staging_offset=copy.staging_offset - above)
             for bands in self.bands
             for copy in joined(
-                [b.copy(row) for b in bands if b.numel and b.segment.shard_offset < stop]
+                [b.copy(row) for b in bands if b.numel and above <= b.segment.shard_offset < stop]
             )
         )
 

@@ -88,6 +88,11 @@ class Scheduler:
         return not self._stack and not self._tasks
 
     @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return bool(self._tasks)
+
+    @property
     def root(self) -> int | None:
         """The unit whose forward encloses all that is running."""
         return self._iteration.root if self._iteration else None

@@ -1,0 +1,113 @@
+"""What of a layout a device copies in one kernel: slots of equal chunks, and boxes row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from fullshard.layout.layout import Layout
+from fullshard.layout.segment import StridedCopy
+
+__all__ = ["Slot", "even_from", "in_rows", "plan_slots"]
+
+MOST_PADDING = 16  # elements before or behind a parameter, in the mean
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter whose chunks, one a rank, lie at the same offset in all shards.
+
+    As rows of ``unit`` elements it is cut as ``torch.chunk`` does with ``chunk / unit`` rows in
+    each; the last chunk may be shorter, and ranks after it keep nothing.
+
+    Attributes:
+        param: index in `Layout.params`.
+        offset: first element, in each shard.
+        chunk: elements of a whole chunk.
+        unit: elements of a row.
+    """
+
+    param: int
+    offset: int
+    chunk: int
+    unit: int
+
+
+def plan_slots(layout: Layout) -> tuple[Slot, ...] | None:
+    """The slots of all parameters with elements, in the order of the shards.
+
+    None if some parameter is cut in another way, or there is more between them than alignment
+    makes: whoever fills slots in one go fills that as well.
+    """
+    slots = []
+    for param, (spec, bands) in enumerate(zip(layout.params, layout.bands, strict=True)):
+        if not spec.numel:
+            continue
+        kept = [band for band in bands if band.numel]
+        first = kept[0].segment
+        unit = gcd(spec.numel, first.length)
+        # Rows of ``torch.chunk``: as many as an equal share has, rounded up.
+        rows = -(-spec.numel // (unit * layout.world))
+        are_alike = all(
+            band.segment.count == 1 and band.segment.shard_offset == first.shard_offset
+            for band in kept
+        )
+        if kept[0].first_rank or not are_alike or rows * unit != first.length:
+            return None
+        slots.append(Slot(param, first.shard_offset, first.length, unit))
+    padding = layout.shard_numel - sum(slot.chunk for slot in slots)
+    if not slots or padding > MOST_PADDING * len(slots):
+        return None
+    return tuple(sorted(slots, key=lambda slot: slot.offset))
+
+
+def even_from(layout: Layout, stop: int) -> int:
+    """Where parameters begin, in each shard, that all ranks keep equal, undivided pieces of.
+
+    They go on to `stop`, which is the answer where there are none. `PerParameter` lays out the
+    others first.
+    """
+    kept = [bands for bands in layout.bands if any(band.numel for band in bands)]
+    uneven = [
+        part.shard_offset + part.numel
+        for bands in kept
+        for part in (band.segment for band in bands)
+        if part.shard_offset < stop and (bands[0].num_ranks < layout.world or part.count > 1)
+    ]
+    end = max(uneven, default=0)
+    starts = (bands[0].segment.shard_offset for bands in kept)
+    return min((start for start in starts if end <= start < stop), default=stop)
+
+
+def in_rows(copies: Sequence[StridedCopy], *, most: int) -> list[StridedCopy]:
+    """The same copies, with boxes of few rows as one copy a row, dense on both sides.
+
+    There are at most ``most`` dense ones then, if there were before.
+    """
+    left = most - sum(len(copy.sizes) == 1 for copy in copies)
+    cut = set()
+    for number in sorted(range(len(copies)), key=lambda number: copies[number].sizes[0]):
+        rows = copies[number].sizes[0]
+        if len(copies[number].sizes) == 2 and rows <= left:
+            cut.add(number)
+            left -= rows
+    return [
+        row
+        for number, copy in enumerate(copies)
+        for row in (_rows(copy) if number in cut else (copy,))
+    ]
+
+
+def _rows(copy: StridedCopy) -> list[StridedCopy]:
+    return [
+        replace(
+            copy,
+            sizes=copy.sizes[1:],
+            param_offset=copy.param_offset + row * copy.param_strides[0],
+            param_strides=copy.param_strides[1:],
+            staging_offset=copy.staging_offset + row * copy.staging_strides[0],
+            staging_strides=copy.staging_strides[1:],
+        )
+        for row in range(copy.sizes[0])
+    ]
