@@ -88,6 +88,12 @@ class Backward:
             arrivals = units[unit.key] = _Arrivals(expected)
         return arrivals
 
+    def left(self, until: int) -> None:
+        """The current task has left all uses above ``until``, if it ever was in one of a unit."""
+        task = _torch.current_task()
+        if task in self._tasks:
+            self.trigger(when.BackwardLeave(task, until))
+
     def reduced(self, unit: Unit) -> None:
         """The gradients of ``unit`` were taken off its parameters."""
         for units in self._tasks.values():
@@ -213,8 +219,7 @@ class Use:
                 node.register_prehook(self._input_grad)
 
     def _input_grad(self, grads: tuple[Tensor | None, ...]) -> None:
-        task = self.backward.task()
-        self.backward.trigger(when.BackwardLeave(task, until=self.number - 1))
+        self.backward.left(self.number - 1)
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """The forward begins."""
