@@ -125,7 +125,8 @@ def test_a_budget_in_bytes_lets_more_reductions_run(pool: RankPool, budget_of: f
         assert found["copies"] == max(1, int(budget_of))
 
 
-SMALL = replace(memory.LAYERS, vocab=64, dim=128, layers=4, length=8)
+# As small as can be: the sets of gradients that are kept between steps are smaller.
+SMALL = replace(memory.LAYERS, vocab=64, dim=192, length=8)
 LARGE_EMBEDDING = replace(SMALL, vocab=4096)
 CASES = {
     title: case
@@ -142,10 +143,14 @@ def bytes_of(names: list[str], case: Any) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("title", CASES)
 def test_no_more_than_pytorch(pool: RankPool, title: str) -> None:
-    """At the peak of a step, and between steps."""
-    rivals = {PER_PARAMETER: FSDP2, RAGGED: FSDP2, FLAT: FSDP1}
-    names = [*dict.fromkeys(rivals.values()), *rivals]
-    (found,) = pool.run(1, bytes_of, names, CASES[title], process_group=False)
-    for ours, rival in rivals.items():
-        for mine, theirs in zip(found[ours], found[rival], strict=True):
-            assert mine <= memory.BOUND * theirs, (ours, found)
+    """At the peak of a step, and between steps.
+
+    FSDP1's reduction to fp32 blocks on a CPU, and so holds nothing that would compare with ours.
+    """
+    case = CASES[title]
+    ours, rivals = (PER_PARAMETER, RAGGED, FLAT), (FSDP2,) if case.bf16 else (FSDP2, FSDP1)
+    (found,) = pool.run(1, bytes_of, [*rivals, *ours], case, process_group=False)
+    for name in ours:
+        for rival in rivals if name == FLAT else (FSDP2,):
+            for mine, theirs in zip(found[name], found[rival], strict=True):
+                assert mine <= memory.BOUND * theirs, (name, rival, found)
