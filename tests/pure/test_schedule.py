@@ -117,6 +117,88 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_units_are_resharded_before_their_gradients_take_memory(
+    replicated: bool, sync: bool, nested: bool
+) -> None:
+    """Those of a checkpoint, whose backward is nested, too; and what was left is left at once."""
+    walk = Walk(3, replicated=replicated, policy=UnitPolicy(requires_gradient_sync=sync))
+    if nested:
+        checkpointed_step(walk)
+    else:
+        walk.step()
+    walk.take()
+    walk.backward(walk.forward())
+    actions = walk.take()
+    for unit in range(4):
+        last_reshard = len(actions) - actions[::-1].index(f"reshard {unit}")
+        assert last_reshard <= actions.index(f"{'reduce_scatter' if sync else 'accumulate'} {unit}")
+    assert actions.index(f"reshard {walk.root}") < actions.index(
+        "reduce_scatter 0" if sync else "accumulate 0"
+    )
+
+
+def test_backward_leaves_a_unit_where_the_gradient_of_its_input_leaves_it() -> None:
+    """Before what the root computes after its first block: the gradients of an embedding."""
+    walk = Walk(2)
+    met = walk.forward()
+    task = walk.new_task()
+    walk.root_backward(met, task)
+    for unit, use in met[1:]:
+        walk.unit_backward(unit, use, task)
+    actions = walk.say(when.BackwardLeave(task, until=met[-1][1] - 1))
+    assert [str(action) for action in actions] == [
+        "reshard 0",
+        "finish_reduce 1",
+        "reduce_scatter 0",
+    ]
+    assert not walk.say(when.BackwardLeave(task, until=met[-1][1] - 1))
+    walk.say(when.GradsReady(walk.root, task))
+    walk.say(when.TaskEnd(task))
+    assert walk.at_rest
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    st.none() | st.integers(0, 700),
+    st.booleans(),
+)
+def test_reductions_stay_within_their_bytes(
+    sizes: list[int], budget: int | None, replicated: bool
+) -> None:
+    """One is always let through; by default not two at a time, as in PyTorch's FSDP2."""
+    walk = Walk(len(sizes), replicated=replicated)
+    for unit, nbytes in enumerate(sizes):
+        walk.machine.residents.units[unit].reduction_nbytes = nbytes
+    walk.say(when.SetMachinePolicy(MachinePolicy(reduction_budget=budget)))
+    walk.step()
+    held: dict[int, int] = {}
+    for text in walk.take():
+        op, _, unit = text.partition(" ")
+        if op == "reduce_scatter":
+            held[int(unit)] = ([*sizes, 0])[int(unit)]
+            assert len(held) == 1 or (budget is not None and sum(held.values()) <= budget)
+        elif op in ("finish_reduce", "all_reduce"):  # replicas get one shard
+            held.pop(int(unit), None)
+    assert walk.at_rest
+
+
+def test_a_budget_lets_as_many_reductions_run_as_fit() -> None:
+    for budget, most in ((0, 1), (100, 1), (200, 2), (299, 2), (300, 3)):
+        walk = Walk(6)
+        for unit in range(6):
+            walk.machine.residents.units[unit].reduction_nbytes = 100
+        walk.say(when.SetMachinePolicy(MachinePolicy(reduction_budget=budget)))
+        walk.step()
+        running = found = 0
+        for text in walk.take():
+            running += text.startswith("reduce_scatter") - text.startswith("finish_reduce")
+            found = max(found, running)
+        assert found == most + (budget >= 100)  # the root's, of no bytes, fits as well
+
+
 def backward_of(
     ahead: Ahead, *, skipped: int | None = None, silent: int | None = None
 ) -> list[str]:
@@ -132,8 +214,8 @@ def backward_of(
 
 def test_backward_may_gather_ahead_at_the_end_of_a_unit_or_never() -> None:
     assert backward_of(Ahead.AT_END) == [
-        "unshard 2", "wait 2", "reduce_scatter 2", "unshard 1",
-        "wait 1", "reduce_scatter 1", "unshard 0",
+        "unshard 2", "wait 2", "unshard 1", "reduce_scatter 2",
+        "wait 1", "unshard 0", "reduce_scatter 1",
         "wait 0", "reduce_scatter 0", "reduce_scatter 3",
     ]  # fmt: skip
     assert backward_of(Ahead.NEVER) == [
@@ -321,7 +403,7 @@ def test_forwards_that_get_a_backward_of_their_own_are_reduced_at_once() -> None
         walk.backward(met)
         actions = walk.take()
         assert actions.index("reduce_scatter 2") < actions.index("reduce_scatter 1")
-        assert actions.index("reduce_scatter 1") < actions.index("reshard 1")
+        assert actions.index("reduce_scatter 1") < actions.index("wait 0")
 
 
 def test_weights_that_changed_are_gathered_again_in_place() -> None:

@@ -242,9 +242,9 @@ def ahead(prefetch: Any) -> tuple[list[str], dict[str, Tensor]]:
 
 def test_backward_gathers_ahead_when_it_is_told(pool: RankPool) -> None:
     middles = {
-        ours.BackwardPrefetch.BACKWARD_PRE: ["unshard 0", "reduce_scatter 1", "reshard 1"],
-        theirs.BackwardPrefetch.BACKWARD_POST: ["reduce_scatter 1", "unshard 0", "reshard 1"],
-        None: ["reduce_scatter 1", "reshard 1", "unshard 0"],
+        ours.BackwardPrefetch.BACKWARD_PRE: ["unshard 0", "reshard 1", "reduce_scatter 1"],
+        theirs.BackwardPrefetch.BACKWARD_POST: ["reshard 1", "unshard 0", "reduce_scatter 1"],
+        None: ["reshard 1", "reduce_scatter 1", "unshard 0"],
     }
     known = None
     for prefetch, middle in middles.items():

@@ -6,9 +6,13 @@
     task_end/died    a callback at the end of each task; its deletion without a call means that
                      the task died
 
-That backward has left a unit needs no hook: autograd runs younger nodes first, so on entering a
-use it has left all that began after that one's forward. Hooks on inputs were tried; they come too
-late where an input is shared by many units (cross-attention), and too early for leaves.
+Autograd runs younger nodes first, so on entering a use backward has left all that began after that
+one's forward. That it has left one shows there, as a rule, and else at
+
+    backward_leave   a pre-hook on the node that made an input of the use, where no unit did
+
+which alone would not do: it comes late where an input is shared by many units (cross-attention),
+and never where inputs are leaves, whose gradients may come before others of the unit.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ class Backward:
 
     def __init__(self, trigger: Callable[[Trigger], None]) -> None:
         self.trigger = trigger
+        self.hooked: set[int] = set()  # numbers of the nodes that made outputs of the last use
         self._tasks: dict[int, dict[int, _Arrivals]] = {}  # task -> unit key -> arrivals
 
     def task(self) -> int:
@@ -82,6 +87,12 @@ class Backward:
             expected = _torch.num_pending_nodes(unit.grad_nodes())
             arrivals = units[unit.key] = _Arrivals(expected)
         return arrivals
+
+    def left(self, until: int) -> None:
+        """The current task has left all uses above ``until``, if it ever was in one of a unit."""
+        task = _torch.current_task()
+        if task in self._tasks:
+            self.trigger(when.BackwardLeave(task, until))
 
     def reduced(self, unit: Unit) -> None:
         """The gradients of ``unit`` were taken off its parameters."""
@@ -196,6 +207,22 @@ class Use:
         """Whether a forward of this use is under way."""
         return bool(self._first_nodes)
 
+    def watch(self) -> None:
+        """Learn by its inputs when backward leaves this use, which has just begun.
+
+        Not by what a unit has just made: backward tells when it enters that.
+        """
+        if not torch.is_grad_enabled():
+            return
+        hooked = self.backward.hooked
+        for tensor in self._inputs:
+            node = tensor.grad_fn
+            if node is not None and _torch.node_number(node) not in hooked:
+                node.register_prehook(self._input_grad)
+
+    def _input_grad(self, grads: tuple[Tensor | None, ...]) -> None:
+        self.backward.left(self.number - 1)
+
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """The forward begins."""
         self._first_nodes.append(_torch.sequence_number())
@@ -228,6 +255,7 @@ class Use:
         newest = first - 1
         outside = False  # a parameter is handed out, to be read where no hook is
         nodes: dict[int, Node] = {}
+        hooked: set[int] = set()
         # An input that was changed in place, and may be read afterwards, is an output too.
         for tensor in chain(outputs, inputs):
             base = _base(tensor)
@@ -238,7 +266,11 @@ class Use:
             elif _torch.node_number(base.grad_fn) >= first and id(base.grad_fn) not in given:
                 nodes[id(base.grad_fn)] = base.grad_fn
             if tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
-                newest = max(newest, _torch.node_number(tensor.grad_fn))
+                number = _torch.node_number(tensor.grad_fn)
+                newest = max(newest, number)
+                if number >= first:
+                    hooked.add(number)
+        self.backward.hooked = hooked
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))
         if outside or (newest < made - 1 and self._can_have_graph(inputs)):

@@ -51,6 +51,7 @@ from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Front, Gradients, Waiting
+from fullshard.engine.reduce_input import num_flags
 from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
@@ -136,6 +137,13 @@ class Bucket:
         """Bytes of the unsharded buffer."""
         dtype = self.spec.unsharded_dtype(self.shards.dtype)
         return self.spec.layout.unsharded_numel * dtype.itemsize
+
+    @property
+    def reduction_nbytes(self) -> int:
+        """Bytes of ``reduce_input`` in the dtype of reduction; the wire may take fewer."""
+        layout = self.spec.layout
+        row = layout.shard_numel + num_flags(len(layout.params))
+        return layout.world * row * self.grad_dtypes().reduced.itemsize
 
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
         """Make the unsharded side, once; it starts without memory."""

@@ -89,6 +89,7 @@ class Engine:
             self.scheduler.add(
                 key,
                 nbytes=unit.nbytes,
+                reduction_nbytes=unit.reduction_nbytes,
                 num_members=unit.num_members,
                 encloses=unit.encloses,
                 replicated=unit.replicated,
@@ -325,9 +326,13 @@ class Engine:
         self.trigger(when.ForwardEnter(unit.key, member, task))
         number = self.scheduler.current_use
         use = self._uses.get(unit.key)
-        if use is None or use.number != number:
-            use = self._uses[unit.key] = Use(self._backward, unit, number)
+        if use is not None and use.number == number:
+            use.begin(inputs)
+            return
+        use = self._uses[unit.key] = Use(self._backward, unit, number)
         use.begin(inputs)
+        if task == NO_TASK:
+            use.watch()
 
     def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
         """``member`` of ``unit`` has run its forward, or an exception left it."""
@@ -377,6 +382,7 @@ class Engine:
             self.trigger(when.UserReshard(unit.key))
             unit.adopt()
             state.nbytes = unit.nbytes
+            state.reduction_nbytes = unit.reduction_nbytes
         elif unit.was_written() and state.residency:
             self.trigger(when.WeightsChanged())
 

@@ -36,7 +36,7 @@ class _Reduction:
     pending: Pending
     reduced: Reduced  # by which all that follows is ordered
     row: Tensor  # 1-D, what it results in: layout.shard_numel elements and the flags
-    source: ReduceInput | None  # None: only what was kept partial is reduced
+    source: ReduceInput | None  # None: it is reduced over shards already
     present: list[bool]  # which parameters have a gradient on this rank
     shown: GradShard | None  # around ``row``, if they were made before
     owed: frozenset[int]  # numbers of those with gradients of earlier passes, frozen by now or not
@@ -136,21 +136,21 @@ class Gradients:
         settle([self], self._lanes)  # the same memory may be reduced to
         reduced = self._reduced_of(numbers)
         has_pending, owed = self._has_pending, self._owed
-        taken = self._take()
-        grads = [taken[number] for number in numbers]
+        grads = self._take(numbers)
         dtype = self._wire_dtype(grads, has_pending=has_pending)
         buffer = reduced.input(dtype, self.params[0].device, self._meter)
         source = buffer.fill(grads)
-        self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
-        self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
-        with self._lanes.on(Lane.REDUCE):
-            shown, row = self._result_for(reduced, buffer.row, source.device)
-            pending = self._comm.reduce_scatter_mean(row, source)
         # What is frozen by now and owed nothing is not asked after.
         present = [
             grad is not None or not (self.sharded_params[number].requires_grad or number in owed)
             for number, grad in zip(numbers, grads, strict=True)
         ]
+        self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
+        del grads  # their memory may serve for what comes next
+        self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
+        with self._lanes.on(Lane.REDUCE):
+            shown, row = self._result_for(reduced, buffer.row, source.device)
+            pending = self._comm.reduce_scatter_mean(row, source)
         self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, owed)
         self._owed = frozenset()
 
@@ -219,6 +219,9 @@ class Gradients:
             return
         with self._lanes.on(Lane.REDUCE):
             reduced, row, present = self._end_first_half()
+        if self._in_flight is not None:
+            self._free_source(self._in_flight)
+        with self._lanes.on(Lane.REDUCE):
             if self._in_flight is None:
                 owed, self._owed = self._owed, frozenset()
                 self._in_flight = _Reduction(Done(), reduced, row, None, present, None, owed)
@@ -315,6 +318,13 @@ class Gradients:
         if reduction.source is not None:
             reduction.source.free()
 
+    def _free_source(self, reduction: _Reduction) -> None:
+        """Give back what the shards were reduced from; computation waits until they are."""
+        if reduction.source is not None:
+            self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
+            reduction.source.free()
+            reduction.source = None
+
     def accumulate(self) -> None:
         """Keep the gradients whole until a backward that reduces.
 
@@ -322,9 +332,11 @@ class Gradients:
         no bits which reducing at once would have kept.
         """
         dtype = torch.promote_types(self._dtypes.computed, self._dtypes.reduced)
-        taken = self._take()
-        self.pending = [None if grad is None else grad.detach().to(dtype) for grad in taken]
-        self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
+        kept = self._take(range(len(self.params)))
+        for i, grad in enumerate(kept):  # one after the other: what was cast gives its memory back
+            kept[i] = None if grad is None else grad.detach().to(dtype)
+            self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
+        self.pending = kept
         self._has_pending = True
         self._owed |= self._trainable()
 
@@ -358,11 +370,12 @@ class Gradients:
             self._partial = waiting.partial._replace(row=row)
         self._owed = waiting.owed
 
-    def _take(self) -> list[Tensor | None]:
+    def _take(self, numbers: Iterable[int]) -> list[Tensor | None]:
         """Take off each parameter's gradient, with what is pending for it added.
 
-        Where the model computes on several streams, gradients are of any of them; they must all
-        wait before these are read, and again before their memory is given back to one of them.
+        Returns those of ``numbers``; there is none for others. Where the model computes on several
+        streams, gradients are of any of them; they must all wait before these are read, and again
+        before their memory is given back to one of them.
         """
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         grads = [param.grad for param in self.params]
@@ -372,7 +385,7 @@ class Gradients:
         if self._spec.are_wrapped:
             grads = [None if grad is None else plain(grad) for grad in grads]
         if not self._has_pending:
-            return grads
+            return [grads[number] for number in numbers]
         pending, self.pending = self.pending, [None] * len(grads)
         self._has_pending = False
         both = [
@@ -382,8 +395,8 @@ class Gradients:
         ]
         if both:
             sums = [waited for waited, _ in both]
-            torch._foreach_add_(sums, [grad.to(waited.dtype) for waited, grad in both])
-        return [grads[i] if waited is None else waited for i, waited in enumerate(pending)]
+            torch._foreach_add_(sums, [grad for _, grad in both])
+        return [grads[i] if pending[i] is None else pending[i] for i in numbers]
 
     @property
     def asked(self) -> Tensor | None:

@@ -16,7 +16,12 @@ from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ProtocolError
 from fullshard.layout import Layout, Slot, StridedCopy, in_rows, plan_slots, round_up, subset
 
-__all__ = ["ReduceInput", "Reduced"]
+__all__ = ["ReduceInput", "Reduced", "num_flags"]
+
+
+def num_flags(num_params: int) -> int:
+    """Elements behind each rank's slice that say which of ``num_params`` have a gradient."""
+    return round_up(num_params, 8)
 
 
 @dataclass(eq=False)
@@ -54,7 +59,7 @@ class Reduced:
     @property
     def row(self) -> int:
         """Elements of one rank's slice, the flags included; the same in every dtype."""
-        return self.spec.layout.shard_numel + round_up(len(self.names), 8)
+        return self.spec.layout.shard_numel + num_flags(len(self.names))
 
     def input(self, dtype: torch.dtype, device: torch.device, meter: StorageMeter) -> ReduceInput:
         """Where their gradients are copied to, to travel in ``dtype``."""

@@ -127,6 +127,11 @@ class Unit:
         return sum(bucket.unsharded_nbytes for bucket in self.buckets)
 
     @property
+    def reduction_nbytes(self) -> int:
+        """Bytes of a copy of all gradients, as they are reduced."""
+        return sum(bucket.reduction_nbytes for bucket in self.buckets)
+
+    @property
     def replicated(self) -> bool:
         """Whether other ranks hold the same shard of some bucket."""
         return any(bucket.spec.replicas is not None for bucket in self.buckets)

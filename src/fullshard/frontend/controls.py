@@ -69,9 +69,11 @@ class CommunicationControls(ShardedModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Let so many reductions of the whole tree be under way; each holds its unit's gradients.
+        """Let reductions of the whole tree hold what so many of its largest units need.
 
-        By default two. ``recurse`` is there for PyTorch's sake.
+        ``set_reduction_budget`` in PyTorch's words: 1, the default, is its None. What counts are
+        bytes, so more units may be under way where they are small. ``recurse`` is there for
+        PyTorch's sake.
 
         Raises:
             ArgumentTypeError, ConfigError: the number is no int, or less than 1.
@@ -81,7 +83,10 @@ class CommunicationControls(ShardedModule):
             raise ArgumentTypeError(f"{what}, expected an int")
         if max_input_buffers < 1:
             raise ConfigError(f"{what}, expected at least 1")
-        self._set_machine(max_reductions=max_input_buffers)
+        units = unit_and_engine(self)[1].units
+        largest = sorted((unit.reduction_nbytes for unit in units), reverse=True)
+        budget = None if max_input_buffers == 1 else sum(largest[:max_input_buffers])
+        self._set_machine(reduction_budget=budget)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients of this unit, 1-D, before they are divided.

@@ -269,16 +269,23 @@ class FSDPModule(CommunicationControls):
         Raises:
             ConfigError: a negative number, or ``recurse=False``.
         """
-        if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 0):
-            raise ConfigError(
-                f"set_prefetch_budget: got {nbytes!r}, expected None or a number of bytes"
-            )
-        if not recurse:
-            raise ConfigError(
-                "set_prefetch_budget(recurse=False): units of one tree share their memory; set "
-                "the budget for all of them"
-            )
+        _check_budget("set_prefetch_budget", nbytes, recurse)
         self._set_machine(prefetch_budget=nbytes)
+
+    def set_reduction_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
+        """Reduce several units at a time while what this takes stays within ``nbytes``.
+
+        A reduction holds a copy of its unit's gradients, in the dtype of reduction, until it is
+        through with the shards. Before one begins, computation waits for the oldest until there is
+        room; one is always let through. None, the default, ends each before the next begins, as
+        PyTorch does: it has the backward of one unit to finish in. Holds for the whole tree, so
+        ``recurse`` has to be True. PyTorch counts: ``set_reduce_scatter_max_input_buffers``.
+
+        Raises:
+            ConfigError: a negative number, or ``recurse=False``.
+        """
+        _check_budget("set_reduction_budget", nbytes, recurse)
+        self._set_machine(reduction_budget=nbytes)
 
     def waited_s(self) -> float:
         """Seconds that computation of the whole tree has waited for communication on this rank.
@@ -351,6 +358,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return run_as_forward(self, bound, *args, **kwargs)
 
     setattr(module, method_name, MethodType(run, module))
+
+
+def _check_budget(method: str, nbytes: int | None, recurse: bool) -> None:
+    """Refuse what is no budget in bytes for a whole tree; raises ``ConfigError``."""
+    if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 0):
+        raise ConfigError(f"{method}: got {nbytes!r}, expected None or a number of bytes")
+    if not recurse:
+        raise ConfigError(
+            f"{method}(recurse=False): units of one tree share their memory; set the budget for "
+            "all of them"
+        )
 
 
 class _NoMethod(ConfigError, AttributeError):

@@ -94,10 +94,7 @@ class Prefetcher:
             self._guess_more(unit, budget, out)
 
     def done(self, unit: int, budget: int | None, out: Actions) -> None:
-        """``unit`` is at its end, at last when it is left; what was put off until then is guessed.
-
-        Ranks may tell it at different times, so nothing else is communicated in between.
-        """
+        """``unit`` was left; what was put off until then is guessed."""
         if self._due == unit:
             self._due = None
             self._guess_more(unit, budget, out)

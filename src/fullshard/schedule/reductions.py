@@ -12,9 +12,9 @@ __all__ = ["Reductions"]
 class Reductions:
     """Started in the order of backward, finished in the same; only so many in flight.
 
-    Each holds a copy of its unit's gradients, so more at a time cost memory, and fewer than two
-    make the next one wait. Where there are replicas, a reduction goes on to them when the next one
-    starts, so that waiting for its first half costs nothing.
+    Each holds a copy of its unit's gradients until it is through with the shards: more at a time
+    cost memory, fewer let computation wait for the wire. Where there are replicas, a reduction goes
+    on to them when another one needs its memory, and what it holds from then on is one shard.
 
     ``open``: a backward has begun since all of them were ended. ``awaited`` is the number of the
     finalization whose handle is to end them, if there is one.
@@ -22,6 +22,7 @@ class Reductions:
 
     def __init__(self) -> None:
         self._in_flight: dict[int, list[Action]] = {}  # unit -> what is still to be done
+        self._held: dict[int, int] = {}  # of these, those that hold a copy -> its bytes
         self.open = False
         self.awaited: int | None = None
         self._num_left = 0
@@ -29,19 +30,24 @@ class Reductions:
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    def start(self, state: UnitState, out: Actions, *, most: int) -> None:
+    def start(self, state: UnitState, out: Actions, budget: int | None) -> None:
         """Reduce what the unit has, or keep it where the user asked for that.
 
-        ``most`` reductions are under way then.
+        Before that, the oldest go on until their copies and that of this unit are no more than
+        ``budget`` bytes together; None: all go on.
         """
         policy, do = state.policy, state.do
         state.pending = not policy.requires_gradient_sync
         if state.pending:
             out.append(do.accumulate)
             return
-        while len(self._in_flight) >= most or state.key in self._in_flight:
-            out += self._in_flight.pop(next(iter(self._in_flight)))
-        self._go_on(out)
+        while state.key in self._in_flight:
+            self._end(next(iter(self._in_flight)), out)
+        for unit in [unit for unit in self._in_flight if unit not in self._held]:
+            self._end(unit, out)  # reduced over the replicas while the one before this was started
+        most = 0 if budget is None else budget - state.reduction_nbytes
+        while self._held and (budget is None or sum(self._held.values()) > most):
+            self._go_on(next(iter(self._held)), out)
         out.append(do.reduce_scatter)
         state.partial = state.replicated and not policy.requires_all_reduce
         if state.partial:
@@ -49,6 +55,7 @@ class Reductions:
         else:
             to_do = [do.all_reduce, do.finish_reduce] if state.replicated else [do.finish_reduce]
         self._in_flight[state.key] = to_do
+        self._held[state.key] = state.reduction_nbytes
 
     def end_partial(self, state: UnitState, out: Actions) -> None:
         """Reduce over replicas what was kept partial, if the user no longer asks for that."""
@@ -57,13 +64,14 @@ class Reductions:
             state.partial = False
             out.append(state.do.all_reduce)
             self._in_flight[state.key] = [state.do.finish_reduce]
+            self._held.pop(state.key, None)
 
     def finish(self, out: Actions) -> None:
         """End all of them."""
-        self._go_on(out)
-        for to_do in self._in_flight.values():
-            out += to_do
-        self._in_flight.clear()
+        for unit in tuple(self._held):
+            self._go_on(unit, out)
+        for unit in tuple(self._in_flight):
+            self._end(unit, out)
         self.open = False
         self.awaited = None
 
@@ -72,8 +80,14 @@ class Reductions:
         self.awaited = self._num_left
         self._num_left += 1
 
-    def _go_on(self, out: Actions) -> None:
-        """Start the second halves of those that have one."""
-        for to_do in self._in_flight.values():
-            out += to_do[:-1]
-            del to_do[:-1]
+    def _go_on(self, unit: int, out: Actions) -> None:
+        """Give the copy of the unit's gradients back: end its reduction over the shards."""
+        del self._held[unit]
+        to_do = self._in_flight[unit]
+        out.append(to_do.pop(0))
+        if not to_do:
+            del self._in_flight[unit]
+
+    def _end(self, unit: int, out: Actions) -> None:
+        self._held.pop(unit, None)
+        out += self._in_flight.pop(unit)

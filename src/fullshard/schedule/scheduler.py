@@ -65,6 +65,7 @@ class Scheduler:
         unit: int,
         *,
         nbytes: int,
+        reduction_nbytes: int = 0,
         num_members: int = 1,
         encloses: bool = False,
         replicated: bool = False,
@@ -72,7 +73,7 @@ class Scheduler:
     ) -> UnitState:
         """Make a unit known, see ``UnitState``."""
         policy = policy or UnitPolicy()
-        state = UnitState(unit, nbytes, num_members, encloses, replicated, policy)
+        state = UnitState(unit, nbytes, reduction_nbytes, num_members, encloses, replicated, policy)
         self._units[unit] = state
         return state
 
@@ -241,19 +242,22 @@ class Scheduler:
         )
 
     def _leave_younger(self, task: Task, number: int, until: int, out: Actions) -> None:
-        """Backward has left all uses above ``until``: the youngest first, as on every rank."""
-        if task.open_uses and max(task.open_uses) > until:
-            for use in sorted((use for use in task.open_uses if use > until), reverse=True):
-                self._leave(task, number, use, out)
+        """Backward has left all uses above ``until``: the youngest first, as on every rank.
 
-    def _leave(self, task: Task, number: int, use: int, out: Actions) -> None:
-        """Backward has left a use."""
-        state = self._units[task.open_uses.pop(use)]
-        if not task.is_inside(state.key) and self._outer_task(state.key, number) is None:
+        Units are resharded before reductions take memory of their own.
+        """
+        if not task.open_uses or max(task.open_uses) <= until:
+            return
+        left: list[tuple[int, UnitState]] = []
+        for use in sorted((use for use in task.open_uses if use > until), reverse=True):
+            state = self._units[task.open_uses.pop(use)]
+            if not task.is_inside(state.key) and self._outer_task(state.key, number) is None:
+                self._leave_unit(state, out)
+                self._back.done(state.key, self.policy.prefetch_budget, out)
+                left.append((use, state))
+        for use, state in left:
             if state.key in task.due and state.is_earliest(use):
                 self._reduce(state, task, out)
-            self._leave_unit(state, out)
-            self._back.done(state.key, self.policy.prefetch_budget, out)
 
     def _leave_unit(self, state: UnitState, out: Actions) -> None:
         """Nothing in the task reads the unit any more."""
@@ -264,41 +268,41 @@ class Scheduler:
             state.holds |= Hold.KEEP
         self.residents.settle(state, out)
 
-    def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
-        """Reduce now, or, where ranks might disagree on when that is, on leaving the unit.
+    def _backward_leave(self, event: when.BackwardLeave, out: Actions) -> None:
+        task = self._tasks.get(event.task)
+        if task is not None:
+            self._leave_younger(task, event.task, event.until, out)
 
-        Inside one use of a module with no unit inside nothing else is communicated. Where other
-        units run between the calls of one, its last gradient may come before, between or after
-        theirs, as each rank uses its parameters.
+    def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
+        """Reduce on leaving the unit's earliest use.
+
+        Not now: the rest of its backward may read the parameters, whose memory is to be given back
+        before the reduction takes some. Nor would ranks agree on when that is: where other units
+        run between the calls of one, its last gradient may come before, between or after theirs,
+        as each rank uses its parameters.
         """
         outer = self._outer_task(event.unit, event.task)
         task = self._task(event.task) if outer is None else outer
-        state = self._units[event.unit]
-        if outer is not None or state.encloses or state.num_members > 1:
-            task.due.add(event.unit)
-            return
-        use = min((use for use, unit in task.open_uses.items() if unit == event.unit), default=-1)
-        if state.is_earliest(use):
-            self._reduce(state, task, out)
-            self._back.done(event.unit, self.policy.prefetch_budget, out)
-        else:
-            task.due.add(event.unit)
+        task.due.add(event.unit)
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
         task = self._tasks.pop(event.task, None) or Task(self._num_uses)
         task.due.update(event.leftovers)
         self._leave_younger(task, event.task, -1, out)
-        touched = (*task.entered, *sorted(task.dealt_with | task.due))
-        for key in dict.fromkeys(touched):
+        touched = dict.fromkeys((*task.entered, *sorted(task.dealt_with | task.due)))
+        ended: list[UnitState] = []
+        for key in touched:
             outer = self._outer_task(key, event.task)
             if outer is not None:
                 outer.due.add(key)
                 continue
             state = self._units[key]
-            if key in task.due or key not in task.dealt_with:
-                self._reduce(state, task, out)
+            ended.append(state)
             if state.residency:  # else it was left before
                 self._leave_unit(state, out)
+        for state in ended:
+            if state.key in task.due or state.key not in task.dealt_with:
+                self._reduce(state, task, out)
         for state in map(self._units.__getitem__, sorted(task.recomputed)):
             state.holds &= ~Hold.RECOMPUTE
             for use in [use for use in state.graph_uses if use >= task.first_use]:
@@ -309,10 +313,11 @@ class Scheduler:
 
     def _finalize(self, event: when.Finalize, out: Actions) -> None:
         for state in self._units.values():
-            self._reduce_pending(state, out)
             if state.policy.reshard_after_backward:
                 state.holds &= ~(Hold.KEEP | Hold.USER)
                 self.residents.settle(state, out)
+        for state in self._units.values():
+            self._reduce_pending(state, out)
         if event.waits:
             self.reductions.finish(out)
         else:
@@ -324,25 +329,24 @@ class Scheduler:
     def _reduce_pending(self, state: UnitState, out: Actions) -> None:
         """Reduce what waits for a pass that reduces, if this is one."""
         if state.pending and state.policy.requires_gradient_sync:
-            self.reductions.start(state, out, most=self.policy.max_reductions)
+            self.reductions.start(state, out, self.policy.reduction_budget)
         self.reductions.end_partial(state, out)
 
     def _end_backward(self, out: Actions) -> None:
         """The outermost task has ended."""
         manual = self.policy.manual_finalization
+        self._back.give_up(out)
+        if self._iteration is None:  # else a forward that calls backward goes on
+            for state in self._units.values():
+                # Kept for a backward that did not come by; should it come yet, they are gathered.
+                if state.residency and state.policy.reshard_after_backward:
+                    state.holds &= ~Hold.KEEP
+                    self.residents.settle(state, out)
         if not manual:
             for state in self._units.values():
                 self._reduce_pending(state, out)
-        self._back.give_up(out)
         if self.policy.is_last_backward and not manual:
             self.reductions.finish(out)
-        if self._iteration is not None:
-            return  # a forward that calls backward goes on
-        for state in self.residents.units.values():
-            # Kept for a backward that did not come by; should it come yet, they are gathered.
-            if state.residency and state.policy.reshard_after_backward:
-                state.holds &= ~Hold.KEEP
-                self.residents.settle(state, out)
 
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
         task = self._tasks.pop(event.task, None)
@@ -367,7 +371,7 @@ class Scheduler:
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
-        self.reductions.start(state, out, most=self.policy.max_reductions)
+        self.reductions.start(state, out, self.policy.reduction_budget)
 
     def _task(self, number: int) -> Task:
         task = self._tasks.get(number)
@@ -437,6 +441,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     when.ForwardEnter: Scheduler._forward_enter,
     when.ForwardExit: Scheduler._forward_exit,
     when.BackwardEnter: Scheduler._backward_enter,
+    when.BackwardLeave: Scheduler._backward_leave,
     when.GradsReady: Scheduler._grads_ready,
     when.TaskEnd: Scheduler._task_end,
     when.TaskDied: Scheduler._task_died,

@@ -127,7 +127,7 @@ class Ahead(enum.Enum):
     AT_START = enum.auto()
     """Before it computes gradients, so that communication has all of that time."""
     AT_END = enum.auto()
-    """Once its gradients are there: of two units the memory overlaps for a moment only."""
+    """Once it is left and resharded, before its gradients are reduced: no two units are whole."""
     NEVER = enum.auto()
 
 
@@ -142,21 +142,24 @@ class MachinePolicy:
     """Whether the end of a backward also ends the reductions."""
     manual_finalization: bool = False
     """Whether, instead, ``Finalize`` reduces what is pending and ends the reductions."""
-    max_reductions: int = 2
-    """How many may be under way; each holds a copy of its unit's gradients."""
+    reduction_budget: int | None = None
+    """Bytes that reductions under way may hold together, each a copy of its unit's gradients;
+    None: one at a time does."""
 
 
 @dataclass(slots=True)
 class UnitState:
     """One unit in the machine.
 
-    ``nbytes`` are the unsharded bytes, ``num_members`` the modules that share the unit;
+    ``nbytes`` are the unsharded bytes, ``reduction_nbytes`` those that a reduction holds as long as
+    it is under way over the shards; ``num_members`` are the modules that share the unit;
     ``encloses``: there are units inside of its modules; ``replicated``: other ranks hold the same
     shards, and gradients are reduced over them too.
     """
 
     key: int
     nbytes: int
+    reduction_nbytes: int = 0
     num_members: int = 1
     encloses: bool = False
     replicated: bool = False

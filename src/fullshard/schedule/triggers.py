@@ -16,6 +16,7 @@ __all__ = [
     "Accumulates",
     "AwaitReductions",
     "BackwardEnter",
+    "BackwardLeave",
     "Finalize",
     "Follows",
     "Forget",
@@ -97,6 +98,16 @@ class BackwardEnter(NamedTuple):
     until: int
     accumulates: Accumulates = Accumulates.HERE
     keeps_graph: bool = False
+
+
+class BackwardLeave(NamedTuple):
+    """The gradient of an input is about to flow out of a use: all above ``until`` have been left.
+
+    Told where no ``BackwardEnter`` of another unit comes at the same moment.
+    """
+
+    task: int
+    until: int
 
 
 class GradsReady(NamedTuple):
@@ -182,6 +193,7 @@ Trigger = (
     ForwardEnter
     | ForwardExit
     | BackwardEnter
+    | BackwardLeave
     | GradsReady
     | TaskEnd
     | TaskDied

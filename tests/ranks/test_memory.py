@@ -1,0 +1,156 @@
+"""Bytes of a rank, counted: never more than PyTorch's with the same settings, and why."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from bench import memory
+from bench.contenders import FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED
+from fullshard import MixedPrecisionPolicy
+from fullshard.device import Kind
+from fullshard.frontend.ownership import unit_of
+from tests.ranks.pool import RankPool
+
+LAYERS, DIM = 6, 32
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Layers(nn.Module):
+    """Equal ones, each a unit; what precedes them is the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def sharded(mesh: tuple[int, ...] = (), **options: Any) -> Any:
+    if mesh:
+        names = ("replicate", "shard")[-len(mesh) :]
+        options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    model = Layers()
+    for layer in model.layers:
+        fullshard.fully_shard(layer, **options)
+    return fullshard.fully_shard(model, **options)
+
+
+def engine_of(model: nn.Module) -> Any:
+    unit = unit_of(model)
+    assert unit is not None
+    return unit.engine
+
+
+@contextmanager
+def held_together(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """Bytes of unsharded parameters and of reductions' copies, whenever one of them changes."""
+    meter = engine_of(model).meter
+    seen: list[tuple[int, int]] = []
+    change = meter.change
+
+    def note(kind: Kind, nbytes: int) -> None:
+        change(kind, nbytes)
+        held = meter.held_nbytes
+        seen.append((held[Kind.UNSHARDED], held[Kind.REDUCE_INPUT]))
+
+    meter.change = note
+    try:
+        yield seen
+    finally:
+        del meter.change
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, DIM)).sum().backward()
+    model.zero_grad()
+
+
+def most_held(mesh: tuple[int, ...], budget_of: float | None, policy: Any) -> dict[str, float]:
+    """In units' sizes: most bytes of copies, and of them and unsharded parameters together."""
+    model = sharded(mesh, mp_policy=policy)
+    step(model)
+    unit = unit_of(model.layers[0])
+    assert unit is not None
+    copy = unit.buckets[0].gradients._reduced.input(
+        unit.buckets[0].grad_dtypes().wire, torch.device("cpu"), engine_of(model).meter
+    )
+    nbytes = copy._buffer.nbytes
+    assert nbytes <= unit.reduction_nbytes
+    if budget_of is not None:
+        model.set_reduction_budget(int(budget_of * unit.reduction_nbytes))
+    with held_together(model) as seen:
+        step(model)
+    root = unit_of(model)
+    assert root is not None
+    return {
+        "copies": max(copies for _, copies in seen) / nbytes,
+        "when one is made": max(
+            (whole - root.nbytes) / unit.nbytes
+            for (_, before), (whole, after) in itertools.pairwise(seen)
+            if after > before
+        ),
+    }
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16])
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
+def test_a_unit_is_resharded_and_the_reduction_before_it_over_when_one_begins(
+    pool: RankPool, mesh: tuple[int, ...], policy: Any
+) -> None:
+    """What is whole then besides the root is the unit that was gathered ahead."""
+    for found in pool.run(math.prod(mesh), most_held, mesh, None, policy):
+        assert found["copies"] == 1
+        assert found["when one is made"] <= 1
+
+
+@pytest.mark.parametrize("budget_of", [0, 1, 2.5, 4])
+def test_a_budget_in_bytes_lets_more_reductions_run(pool: RankPool, budget_of: float) -> None:
+    for found in pool.run(2, most_held, (2,), budget_of, MixedPrecisionPolicy()):
+        assert found["copies"] == max(1, int(budget_of))
+
+
+# As small as can be: the sets of gradients that are kept between steps are smaller.
+SMALL = replace(memory.LAYERS, vocab=64, dim=192, length=8)
+LARGE_EMBEDDING = replace(SMALL, vocab=4096)
+CASES = {
+    title: case
+    for title, case in memory.CASES.items()
+    if case.shape in ("layers", "large embedding")
+}
+
+
+def bytes_of(names: list[str], case: Any) -> dict[str, tuple[int, int]]:
+    memory.FORMS |= {"layers": SMALL, "large embedding": LARGE_EMBEDDING}
+    with memory.playing_a_rank():
+        return {name: memory.peaks(name, case) for name in names}
+
+
+@pytest.mark.parametrize("title", CASES)
+def test_no_more_than_pytorch(pool: RankPool, title: str) -> None:
+    """At the peak of a step, and between steps.
+
+    FSDP1's reduction to fp32 blocks on a CPU, and so holds nothing that would compare with ours.
+    """
+    case = CASES[title]
+    ours, rivals = (PER_PARAMETER, RAGGED, FLAT), (FSDP2,) if case.bf16 else (FSDP2, FSDP1)
+    (found,) = pool.run(1, bytes_of, [*rivals, *ours], case, process_group=False)
+    for name in ours:
+        for rival in rivals if name == FLAT else (FSDP2,):
+            for mine, theirs in zip(found[name], found[rival], strict=True):
+                assert mine <= memory.BOUND * theirs, (name, rival, found)
