@@ -1,8 +1,9 @@
-"""Lanes: the three streams of work on a device, and how one waits for another.
+"""Lanes: the four streams of work on a device, and how one waits for another.
 
     COMPUTE   what the user runs; always the stream that is current
     GATHER    casts, all-gathers and copies that make unsharded parameters; owns their memory
     REDUCE    reduce-scatters and what follows them; owns the memory of the sharded gradients
+    BUS       copies of shards from the host, so that nobody waits for those of later units
 
 Memory is handed between lanes by ``join`` alone, never by ``record_stream``, so that what is
 reused when does not depend on how fast the device happens to run.
@@ -36,6 +37,7 @@ class Lane(enum.StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
+    BUS = "bus"
 
 
 class Mark(Protocol):
@@ -138,7 +140,7 @@ class StreamLanes:
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Make the lane's stream current."""
-        stream: AbstractContextManager[Any] = self._accelerator.stream(self._streams[lane])
+        stream: AbstractContextManager[Any] = self._accelerator.stream(self._stream(lane))
         return stream
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
@@ -212,6 +214,8 @@ class StreamLanes:
     def _stream(self, lane: Lane) -> Any:
         if lane is Lane.COMPUTE:
             return self._accelerator.current_stream(self._device)
+        if lane not in self._streams:
+            self._streams[lane] = self._new_stream()
         return self._streams[lane]
 
 
