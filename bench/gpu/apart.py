@@ -11,8 +11,9 @@ from bench.gpu.machine import Machine
 
 def main() -> None:
     """Call what the argument names."""
-    module, name, args = json.loads(sys.argv[1])
-    found = getattr(importlib.import_module(module), name)(Machine.here(), *args)
+    module, name, args, stand_in = json.loads(sys.argv[1])
+    machine = Machine.here(stand_in=stand_in)
+    found = getattr(importlib.import_module(module), name)(machine, *args)
     print(json.dumps(found))
 
 

@@ -121,24 +121,20 @@ def _summary(kernels: list[Kernel]) -> dict[str, float]:
     }
 
 
-def kernels(machine: Machine) -> Verdict:
-    """Kernels, copies and gaps of a step; the fake group's own copies are told apart by FSDP2's.
-
-    A stand-in group gathers by one copy for each rank and output; real groups do not.
-    """
-    figures: dict[str, dict[str, float]] = {}
+def launched(machine: Machine, name: str) -> dict[str, float]:
+    """What a fourth step ran on the device, of the only model in its process."""
     with machine.first_of_many():
         sizes = sizes_for(machine, LARGE)
         tokens = tokens_of(machine, sizes, 512 if machine.is_real else 16)
-        for name in NAMES:
-            model, optimizer = made(machine, name, sizes)
-            for _ in range(3):
-                train(model, optimizer, tokens)
-            figures[name] = _summary(
-                machine.traced(lambda m=model, o=optimizer: train(m, o, tokens))
-            )
-            del model, optimizer
-    return Verdict(passed=True, figures=figures)
+        model, optimizer = made(machine, name, sizes)
+        for _ in range(3):
+            train(model, optimizer, tokens)
+        return _summary(machine.traced(lambda: train(model, optimizer, tokens)))
+
+
+def kernels(machine: Machine) -> Verdict:
+    """Kernels, copies and gaps of a step; a stand-in group's own copies are among them."""
+    return Verdict(passed=True, figures={name: machine.apart(launched, name) for name in NAMES})
 
 
 def offloaded(machine: Machine, pinned: bool) -> dict[str, float]:
@@ -176,23 +172,26 @@ def offload(machine: Machine) -> Verdict:
     return Verdict(passed=True, figures=figures)
 
 
-def _measured(machine: Machine, name: str, length: int) -> dict[str, float]:
-    sizes = sizes_for(machine, LARGE)
-    model, optimizer = made(machine, name, sizes)
-    tokens = tokens_of(machine, sizes, length if machine.is_real else 8)
-    warm_up, rounds = (WARM_UP, ROUNDS) if machine.is_real else (1, 1)
-    taken = [
-        seconds(machine, lambda: train(model, optimizer, tokens)) for _ in range(warm_up + rounds)
-    ]
+def measured(machine: Machine, name: str, length: int) -> dict[str, float]:
+    """Milliseconds of a step, of the only model in its process."""
+    with machine.first_of_many():
+        sizes = sizes_for(machine, LARGE)
+        model, optimizer = made(machine, name, sizes)
+        tokens = tokens_of(machine, sizes, length if machine.is_real else 8)
+        warm_up, rounds = (WARM_UP, ROUNDS) if machine.is_real else (1, 1)
+        taken = [
+            seconds(machine, lambda: train(model, optimizer, tokens))
+            for _ in range(warm_up + rounds)
+        ]
     host, whole = (statistics.median(one) for one in zip(*taken[warm_up:], strict=True))
     return {"host ms": 1e3 * host, "step ms": 1e3 * whole}
 
 
 def speed(machine: Machine) -> Verdict:
-    """Host and step time, one contender after the other, by how long the sequences are."""
-    figures: dict[str, dict[str, float]] = {}
-    with machine.first_of_many():
-        for regime, length in LENGTHS.items():
-            for name in NAMES:
-                figures[f"{regime}, {name}"] = _measured(machine, name, length)
+    """Host and step time by how long sequences are, each contender in a process of its own."""
+    figures = {
+        f"{regime}, {name}": machine.apart(measured, name, length)
+        for regime, length in LENGTHS.items()
+        for name in NAMES
+    }
     return Verdict(passed=True, figures=figures)

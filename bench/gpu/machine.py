@@ -210,7 +210,7 @@ class Machine:
         """
         if not self.is_real:
             return function(self, *args)
-        call = json.dumps([function.__module__, function.__qualname__, args])
+        call = json.dumps([function.__module__, function.__qualname__, args, False])
         command = [sys.executable, "-m", "bench.gpu.apart", call]
         done = subprocess.run(
             command, env=os.environ | env, capture_output=True, text=True, timeout=APART_LIMIT_S

@@ -116,11 +116,11 @@ def threads(machine: Machine) -> Verdict:
 
 def graphs(machine: Machine) -> Verdict:
     """The compiler by default against eager; what ``reduce-overhead`` and a capture come to."""
-    if not machine.is_real:
-        return Verdict(passed=None, notes=["compiling takes a minute and shows nothing here"])
     notes, figures = [], {}
     with machine.alone():
         eager = _losses(machine, None)
+        if not machine.is_real:
+            return Verdict(passed=None, notes=["compiling takes a minute and shows nothing here"])
         compiled = _losses(machine, "default")
         figures["compiled by default, farthest loss"] = _farthest(eager, compiled)
         for name, trial in {

@@ -274,6 +274,7 @@ CONTROLS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "lanes do not wait for collectives": partial(
         patch.object, wires._Issued, "wait", lambda self: self.pending.wait()
     ),
+    "copies from the host write under gathers": partial(_without_join, Lane.BUS, Lane.GATHER),
     "gathers do not wait for the optimizer": partial(
         patch.object, Engine, "_fence", lambda self: None
     ),
@@ -285,6 +286,8 @@ def controls(machine: Machine) -> Verdict:
     """Every wait deleted once: some program must change its result, or die."""
     steps = 6 if machine.is_real else 1
     tried = [Program(fullshard.PerParameter()), Program(fullshard.Ragged(), replicas=2)]
+    if machine.is_real:
+        tried.append(Program(fullshard.PerParameter(), offload=True))
     figures: dict[str, bool] = {}
     with machine.first_of_many():
         for name, broken in CONTROLS.items():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from bench import gpu
+from bench.gpu import apart as gpu_apart
 from bench.gpu.programs import pair_rank
 from tests.ranks.pool import RankPool
 
@@ -29,6 +34,21 @@ def test_a_part_runs(pool: RankPool, name: str) -> None:
 
 def test_the_ranks_that_share_a_gpu_train_as_one(pool: RankPool) -> None:
     assert max(pool.run(2, pair_rank, "cpu")) < 1e-4
+
+
+def apart() -> str:
+    with patch.object(
+        sys, "argv", ["", json.dumps(["bench.gpu.costs", "offloaded", [True], True])]
+    ):
+        told = io.StringIO()
+        with redirect_stdout(told):
+            gpu_apart.main()
+    return told.getvalue().splitlines()[-1]
+
+
+def test_a_call_in_a_process_of_its_own_tells_its_result_last(pool: RankPool) -> None:
+    (last,) = pool.run(1, apart, process_group=False)
+    assert json.loads(last).keys() == {"host ms", "step ms"}
 
 
 def test_every_part_ends_within_ten_minutes() -> None:
