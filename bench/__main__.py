@@ -1,5 +1,7 @@
 """``python -m bench [NAME ...] [--save]``: compares with PyTorch's own; all, or those named.
 
+``python -m bench gpu --help`` tells what there is for a GPU.
+
 ``--save`` writes the figures to ``bench/results.json``, each with the date and the version of
 PyTorch; those of other benchmarks stay.
 """
@@ -46,6 +48,8 @@ RESULTS = Path(__file__).with_name("results.json")
 
 def main() -> int:
     """Run what was asked for; 1 if a figure was refused or missed its bound, 2 for a wrong name."""
+    if sys.argv[1:2] == ["gpu"] and sys.argv[2:]:
+        return gpu.main(sys.argv[2:])
     names = [name for name in sys.argv[1:] if name != "--save"] or list(BENCHES)
     unknown = [name for name in names if name not in BENCHES]
     if unknown:

@@ -258,7 +258,10 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """How long the group waits for a peer."""
     if is_of_python(group):
         return dist.constants.default_pg_timeout
-    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    options = group._get_backend(torch.device(device_type)).options
+    if options is None:  # of a stand-in that no peer answers
+        return dist.constants.default_pg_timeout
+    timeout: timedelta = options._timeout
     return timeout
 
 

@@ -52,7 +52,7 @@ DOTTED_SEAMS = {
     "torch.distributed.fsdp": ("compat/",),
     "torch.distributed._composable": ("compat/", "_torch.py"),  # the registry of its functions
     "torch.Stream": ("device/",),
-    "torch.Event": ("device/",),
+    "torch.Event": ("device/", "train/world.py"),
     "torch.cuda.Stream": ("device/",),
     "torch.cuda.Event": ("device/",),
     "torch.cuda.stream": ("device/",),

@@ -42,7 +42,8 @@ class FakeAccelerator:
         self.priorities: list[int] = []
         self._numbers = count()
         self._made: dict[str, FakeStream] = {}
-        self._names = iter(["gather", "reduce", "gather wire", "reduce wire"])  # as they are made
+        # In the order in which they are made.
+        self._names = iter(["gather", "reduce", "gather wire", "reduce wire", "bus"])
         self.current = "compute"
         self.done = -1  # the number of the last event that the device has come to
 
@@ -287,6 +288,27 @@ def test_who_waits_for_one_collective_does_not_wait_for_the_next(cuda: FakeAccel
     assert awaited_by_compute(cuda.notes) == {"reduce_scatter 0", "reduce_scatter 1"}
 
 
+def test_who_waits_for_a_unit_from_the_host_does_not_wait_for_the_next(
+    cuda: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        offload.Outbound,
+        "send",
+        lambda self, shard: cuda.notes.append(f"copy on {cuda.current}"),
+    )
+    lanes, group = lanes_of(cuda), Group()
+    more = {"offload": offload.Offload(pinned=True)}
+    buckets = [bucket_on(cuda, PerParameter(), **more) for _ in range(2)]
+    for bucket in buckets:
+        bucket.spec.comm.group = group  # type: ignore[misc]
+    wholes = [bucket.materialize(lanes, StorageMeter()) for bucket in buckets]
+    cuda.notes.clear()
+    for whole in wholes:  # as with a budget of more than one unit
+        whole.start()
+    wholes[0].finish()
+    assert awaited_by_compute(cuda.notes) == {"copy 0", "all_gather 0"}
+
+
 def test_collectives_that_overlap_compute_have_a_high_priority(cuda: FakeAccelerator) -> None:
     lanes = lanes_of(cuda)
     lanes.wire(Lane.GATHER, FakeWire(cuda))  # type: ignore[arg-type]
@@ -351,14 +373,18 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     whole = bucket.materialize(lanes_of(cuda), StorageMeter())
     cuda.notes.clear()
     whole.start()
-    assert cuda.notes == ["gather records 0", *beside("all_gather", "gather", 1)]
+    assert cuda.notes == [
+        "gather records 0", "bus waits 0", "bus records 1", "bus records 2",
+        *beside("all_gather", "gather", 2)[1:],
+    ]  # fmt: skip
     whole.finish()
     whole.free()
     bucket.shard.mul_(2)  # the copy may still be on its way: it reads other memory
     cuda.notes.clear()
     whole.start()
     assert cuda.notes == [
-        "host waits 0", "gather records 5", *beside("all_gather", "gather", 6),
+        "gather records 6", "bus waits 6", "host waits 1", "bus records 7", "bus records 8",
+        *beside("all_gather", "gather", 8)[1:],
     ]  # fmt: skip
     whole.finish()
     expected = torch.arange(8.0).view(4, 2)[:2].repeat(2, 1) * 2  # both ranks have the same shard
@@ -373,8 +399,8 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     cuda.notes.clear()
     bucket.gradients.finish()
     assert cuda.notes == [
-        "reduce waits 11", "reduce records 12", "host waits 12",
-        "reduce records 13", "compute waits 13",
+        "reduce waits 13", "reduce records 14", "host waits 14",
+        "reduce records 15", "compute waits 15",
     ]  # fmt: skip
     assert all(param.grad is not None for param in bucket.sharded_params)
 

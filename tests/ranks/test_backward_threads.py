@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.device import Lane
+from fullshard.device.streams import CpuLanes
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule.record import Transcript
 from tests.ranks.autograd import DIM, Tower, engine_of, loss_of
@@ -142,3 +145,30 @@ def test_the_machine_is_told_the_same_whatever_thread_runs_backward(
     for expected, found, apart in pool.run(2, transcripts, reentrant=reentrant):
         assert apart <= 1e-12
         assert found == expected
+
+
+class Joined(CpuLanes):
+    """Notes which lane waits for which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[tuple[Lane, Lane]] = []
+
+    def join(self, waiter: Lane, awaited: Lane) -> None:
+        self.notes.append((waiter, awaited))
+
+
+def lanes_at_the_end_of_backward() -> bool:
+    """Whether compute has waited for what gathers waited for last."""
+    lanes = Joined()
+    with patch("fullshard.engine.executor.make_lanes", lambda device: lanes):
+        model = sharded(reentrant=False)
+        for number in range(2):
+            loss_of(model(batch(number))).backward()
+    last = max(i for i, note in enumerate(lanes.notes) if note[0] is Lane.GATHER)
+    return (Lane.COMPUTE, Lane.GATHER) in lanes.notes[last:]
+
+
+def test_a_backward_ends_with_all_lanes_joined(pool: RankPool) -> None:
+    """What a CUDA graph captures has to."""
+    assert all(pool.run(2, lanes_at_the_end_of_backward))

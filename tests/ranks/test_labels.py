@@ -161,10 +161,10 @@ def compared_in_steps(transport: Transport) -> list[int]:
     gather = torch_names.all_gather
 
     def counted(
-        group: dist.ProcessGroup, outputs: list[Tensor], sources: list[Tensor]
-    ) -> dist.Work:
+        group: dist.ProcessGroup, outputs: list[Tensor], sources: list[Tensor], **more: bool
+    ) -> dist.Work | None:
         calls.append(outputs[0].dtype is torch.uint8)
-        return gather(group, outputs, sources)
+        return gather(group, outputs, sources, **more)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(labels._torch, "all_gather", counted)

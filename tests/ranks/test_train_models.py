@@ -85,7 +85,7 @@ def losses(config: TrainConfig, *, until: int) -> list[float]:
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, text, world)
     first = trainer.resume(run) if config.resume else 0
-    records = [trainer.step(step) for step in range(first + 1, until + 1)]
+    records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(run, until)
     return [record.loss for record in records]
 

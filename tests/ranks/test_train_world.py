@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.errors import ConfigError
+from fullshard.train.config import TrainConfig
+from fullshard.train.data import load_text
+from fullshard.train.loop import Trainer, train
 from fullshard.train.world import World
 from tests.ranks.pool import RankPool, every_world
+from tests.ranks.train_shell import Shell
 
 
 def here() -> World:
@@ -41,3 +52,55 @@ def refuse_on(ranks: list[int]) -> str:
 )
 def test_one_refusal_is_everybodys(pool: RankPool, ranks: list[int], answer: str) -> None:
     assert pool.run(3, refuse_on, ranks) == [answer] * 3
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number from a tensor: a device would be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op is torch.ops.aten._local_scalar_dense.default
+        return op(*args, **(kwargs or {}))
+
+
+class FakeRows:
+    """On a device that is a step behind the host."""
+
+    is_here = False
+
+    def __init__(self, table: Tensor, told: list[str]) -> None:
+        self._table = table
+        self._told = told
+        told.append("step issued")
+
+    def read(self) -> Tensor:
+        self._told.append("step read")
+        return self._table
+
+
+def trained_a_step_behind(config: TrainConfig) -> tuple[list[str], int]:
+    text = load_text(config.data, vocab_size=300)
+    told: list[str] = []
+    with patch("fullshard.train.world.Rows", lambda table: FakeRows(table, told)):
+        train(config, text, here())
+    with Reads() as reads:
+        Trainer(replace(config, out=f"{config.out}2"), text, here()).start(1)
+    return told, reads.count
+
+
+def test_the_host_reads_figures_of_a_step_when_the_next_one_is_issued(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    shell = Shell.with_a_little_text(tmp_path)
+    config = TrainConfig(
+        data=str(shell.folder / "text"), out=str(tmp_path / "run"), steps=5, save_every=3,
+        eval_every=100, eval_sequences=2, batch=1, seq=16,
+    )  # fmt: skip
+    Path(config.out).mkdir()
+    (told, reads), *_ = pool.run(2, trained_a_step_behind, config)
+    issued, read = "step issued", "step read"
+    saved = [issued, issued, read, issued, read, read]  # steps 1 to 3: before saving all is read
+    # Steps 4 and 5, the evaluation's own exchange after the last.
+    assert told == [*saved, issued, issued, read, read, issued, read]
+    assert reads == 0

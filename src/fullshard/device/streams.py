@@ -1,9 +1,10 @@
-"""Lanes: the three streams of work on a device, and how one waits for another.
+"""Lanes: the four streams of work on a device, and how one waits for another.
 
     COMPUTE   what the user runs: as a rule one stream, the one that is current. All streams that
               units were seen on since the last ``rest`` together, where a model has several
     GATHER    casts, all-gathers and copies that make unsharded parameters; owns their memory
     REDUCE    reduce-scatters and what follows them; owns the memory of the sharded gradients
+    BUS       copies of shards from the host, so that nobody waits for those of later units
 
 Memory is handed between lanes by ``join`` alone, never by ``record_stream``, so that what is
 reused when does not depend on how fast the device happens to run.
@@ -38,6 +39,7 @@ class Lane(enum.StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
+    BUS = "bus"
 
 
 class Mark(Protocol):
@@ -166,7 +168,7 @@ class StreamLanes:
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Make the lane's stream current."""
-        stream: AbstractContextManager[Any] = self._accelerator.stream(self._streams[lane])
+        stream: AbstractContextManager[Any] = self._accelerator.stream(self._stream(lane))
         return stream
 
     def see(self) -> None:
@@ -271,9 +273,15 @@ class StreamLanes:
 
     def _streams_of(self, lane: Lane) -> list[Any]:
         if lane is not Lane.COMPUTE:
-            return [self._streams[lane]]
+            return [self._stream(lane)]
         self.see()
         return list(dict.fromkeys([*self._computing, self._current()]))
+
+    def _stream(self, lane: Lane) -> Any:
+        """That of a lane of ours, made when it is used first."""
+        if lane not in self._streams:
+            self._streams[lane] = self._new_stream()
+        return self._streams[lane]
 
 
 def make_lanes(device: torch.device) -> Lanes:

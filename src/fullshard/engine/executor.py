@@ -217,6 +217,8 @@ class Engine:
             with torch.no_grad(), _torch.outside_of_transforms():
                 if type(trigger) in _ENDS:
                     self._act_to_the_end(actions)
+                    if self.scheduler.idle:  # a CUDA graph of a step ends with all lanes joined
+                        self.lanes.join(Lane.COMPUTE, Lane.GATHER)
                 else:
                     for action in actions:
                         self._act(action)

@@ -181,6 +181,7 @@ class _Gather:
         flat, world = buffer.tensor, layout.world
         plan = gather_plan(layout, flat.itemsize)
         self._comm = lanes.wire(Lane.GATHER, spec.comm)
+        self._lanes = lanes
         self._meter = meter
         self._shard: Tensor | None = None  # which these are slices of
         self._sources: list[Tensor] = []
@@ -218,7 +219,11 @@ class _Gather:
         for buffer in self._written:
             buffer.allocate()
         if self._outbound is not None:
-            return self._comm.all_gather(self._outputs, self._brought(self._outbound, shard))
+            if self._landing is not None:
+                self._landing.allocate()
+            self._lanes.join(Lane.BUS, Lane.GATHER)
+            with self._lanes.on(Lane.BUS):
+                return self._comm.all_gather(self._outputs, self._brought(self._outbound, shard))
         if shard is not self._shard:
             self._shard = shard
             self._sources = [shard.narrow(0, start, numel) for start, numel in self._slices]
@@ -235,7 +240,6 @@ class _Gather:
         if self._landing is None:
             outbound.send(shard)
             return self._own
-        self._landing.allocate()
         outbound.send(shard)
         return [self._landing.tensor.narrow(0, *slice_) for slice_ in self._slices]
 

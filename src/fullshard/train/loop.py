@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
 from .progress import Reporter
 from .rundir import RunDir, check_continues, describe
-from .world import World
+from .world import Rows, World
 
 __all__ = ["build_optimizer", "build_sharded_model", "learning_rate", "train"]
 
@@ -48,11 +49,23 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
         Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
         MetricsFile(run.metrics, enabled=world.is_first) as metrics,
     ):
-        for step in range(first + 1, config.last_step + 1):
-            record = trainer.step(step)
+
+        def tell(step: StartedStep) -> None:
+            record = trainer.record(step)
             metrics.write(record)
             reporter.show(record)
-            if step % config.save_every == 0 or step == config.last_step:
+
+        last: StartedStep | None = None  # whose figures the device may still work at
+        for step in range(first + 1, config.last_step + 1):
+            started = trainer.start(step)
+            if last is not None:
+                tell(last)
+            saves = step % config.save_every == 0 or step == config.last_step
+            last = started
+            if saves or started.evaluates or started.rows.is_here:
+                tell(started)
+                last = None
+            if saves:
                 trainer.save(run, step)
     return trainer.model
 
@@ -111,6 +124,18 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.lr * (config.lr_floor + (1 - config.lr_floor) * cosine)
 
 
+class StartedStep(NamedTuple):
+    """A step that was issued."""
+
+    step: int
+    lr: float
+    started_s: float
+    rows: Rows
+    """Loss, seconds of waiting, peak and kept bytes, and norm of the gradients, of each worker."""
+    evaluates: bool
+    """Whether an evaluation is due after it."""
+
+
 class Trainer:
     """A model, its optimizer and its text, and what one does with them."""
 
@@ -130,9 +155,10 @@ class Trainer:
             num_workers=world.size,
         )
         self.bytes_per_token = torch.from_numpy(text.bytes_per_token())
+        self._ended_s = 0.0  # when the step before was done, by the host's clock
 
-    def step(self, step: int) -> StepRecord:
-        """One optimizer step, and an evaluation where one is due."""
+    def start(self, step: int) -> StartedStep:
+        """Issue one optimizer step; the host waits for none of it where a device runs it."""
         config = self.config
         started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
@@ -140,34 +166,44 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self._forward_backward(step)
-        grad_norm = clip_grad_norm_(self.model.parameters(), config.clip).item()
+        grad_norm = clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        losses, waits_s, peaks, shards = self.world.rows(
+        rows = self.world.rows_later(
             loss,
             waited_s(self.model) - waited_before_s,
             peak_memory_nbytes(self.world.device),
             self.shard_nbytes,
-        ).unbind(dim=1)
+            grad_norm,
+        )
+        evaluates = step % config.eval_every == 0 or step == config.steps
+        return StartedStep(step, lr, started_s, rows, evaluates)
+
+    def record(self, started: StartedStep) -> StepRecord:
+        """What a step showed, once it is done, with an evaluation where one is due."""
+        config, step = self.config, started.step
+        figures = started.rows.read()
+        losses, waits_s, peaks, shards, grad_norms = figures.unbind(dim=1)
         mean_loss = losses.mean().item()
         if not math.isfinite(mean_loss):  # the same on all workers: all stop here
             raise ConfigError(
                 f"the loss is {mean_loss} at step {step}: lower --lr than {config.lr}"
             )
-        seconds = time.perf_counter() - started_s
+        now_s = time.perf_counter()
+        seconds = now_s - max(started.started_s, self._ended_s)  # it began when that before ended
+        self._ended_s = now_s
         num_tokens = config.batch * config.seq * config.accumulate * self.world.size
-        due = step % config.eval_every == 0 or step == config.steps
         return StepRecord(
             step=step,
             loss=mean_loss,
             tokens_per_s=num_tokens / seconds,
-            lr=lr,
-            grad_norm=grad_norm,
+            lr=started.lr,
+            grad_norm=grad_norms[self.world.rank].item(),
             seconds=seconds,
             peak_memory_nbytes=int(peaks.max()),
             shard_nbytes=int(shards.max()),
             waiting=waits_s.mean().item() / seconds,
-            eval_bits_per_byte=self.evaluate() if due else None,
+            eval_bits_per_byte=self.evaluate() if started.evaluates else None,
         )
 
     def _forward_backward(self, step: int) -> Tensor:
@@ -180,7 +216,7 @@ class Trainer:
                 self.model.set_requires_gradient_sync(is_last)  # before it, gradients stay local
             rows = self.order.windows(step=step, microbatch=microbatch, rank=self.world.rank)
             tokens = torch.from_numpy(read_windows(self.text.train, rows, config.seq))
-            tokens = tokens.to(self.world.device)
+            tokens = self.world.put(tokens)
             loss = next_token_losses(self.model, tokens).mean() / config.accumulate
             loss.backward()
             total += loss.detach()

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a step, written as the step ends."""
+"""``metrics.jsonl``: one JSON object a step, written when its figures are there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepRecord:
 
 
 class MetricsFile:
-    """Appends records to ``path``, each written before the next step starts.
+    """Appends records to ``path``, each as soon as its step is known to be done.
 
     Not ``enabled``, as on all workers but the first, it writes nothing and touches no file.
     """

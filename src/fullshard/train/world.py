@@ -16,6 +16,7 @@ from fullshard.errors import ConfigError
 
 __all__ = [
     "STORE",
+    "Rows",
     "World",
     "check_gpus",
     "is_first_here",
@@ -28,6 +29,30 @@ __all__ = [
 
 STORE = "FULLSHARD_STORE"
 """Environment variable; the file by which workers meet that our launcher started."""
+
+
+class Rows:
+    """A table on its way to the host."""
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        self._there: torch.Event | None = None
+        if table.device.type != "cpu":
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._there = torch.Event(table.device)
+            self._there.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was there at once, as it is on a CPU."""
+        return self._there is None
+
+    def read(self) -> Tensor:
+        """The table, on the CPU; waits for it, and for nothing that was issued after it."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._table
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +70,26 @@ class World:
 
     def rows(self, *values: Tensor | float) -> Tensor:
         """Every worker's ``values``, exactly, as fp64 on CPU ``[size, len(values)]``."""
+        return self.rows_later(*values).read()
+
+    def rows_later(self, *values: Tensor | float) -> Rows:
+        """The same on its way: the host waits for no device before it reads them."""
+        there = self.device.type != "cpu"
+        known = [0.0 if isinstance(value, Tensor) else value for value in values]
+        row = torch.tensor(known, dtype=torch.float64, pin_memory=there)
         table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
-        table[self.rank] = torch.stack([torch.as_tensor(value).to(table) for value in values])
+        table[self.rank].copy_(row, non_blocking=there)
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor):
+                table[self.rank, i].copy_(value, non_blocking=there)
         dist.all_reduce(table)  # adds nothing but zeros
-        return table.cpu()
+        return Rows(table)
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """``tensor``, which is on the CPU, on this worker's device, while the host goes on."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def barrier(self) -> None:
         """Waits until every worker has arrived."""

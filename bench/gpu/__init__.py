@@ -1,0 +1,172 @@
+"""What only a GPU can show, in parts of at most ten minutes; one GPU is enough.
+
+    python -m bench gpu --help                   the parts
+    python -m bench gpu collectives races --out results/
+    python -m bench gpu all --out results/       each in a process of its own, in this order
+    python -m bench gpu --table results/         what was found, for docs/benchmarks.md
+    python -m bench gpu all --stand-in           on a CPU: whether the parts run, nothing else
+
+Each part judges by itself; with ``--out`` it writes ``PART.json``. Ends with 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.gpu import costs, programs, races, wires
+from bench.gpu.machine import Failed, Machine, Verdict
+from bench.machine import table
+
+__all__ = ["PARTS", "Machine", "Verdict", "figures", "judge", "main", "report"]
+
+
+class Part(NamedTuple):
+    """A function of the machine, and how long it may take."""
+
+    check: Callable[[Machine], Verdict]
+    limit_s: int
+
+
+PARTS = {
+    "collectives": Part(wires.collectives, 120),
+    "streams": Part(wires.streams, 120),
+    "races": Part(races.races, 600),
+    "controls": Part(races.controls, 420),
+    "threads": Part(programs.threads, 120),
+    "two-streams": Part(programs.two_streams, 120),
+    "syncs": Part(costs.syncs, 180),
+    "memory": Part(costs.memory, 600),
+    "kernels": Part(costs.kernels, 240),
+    "offload": Part(costs.offload, 300),
+    "speed": Part(costs.speed, 420),
+    "graphs": Part(programs.graphs, 300),
+    "pair": Part(programs.pair, 180),
+}
+"""The most important first."""
+
+
+def judge(name: str, machine: Machine) -> dict[str, Any]:
+    """Run a part here; what is written about it."""
+    start = time.perf_counter()
+    try:
+        verdict = PARTS[name].check(machine)
+    except Failed as failure:
+        verdict = Verdict(passed=False, notes=[str(failure)])
+    except Exception:
+        verdict = Verdict(passed=False, notes=[traceback.format_exc()[-4000:]])
+    seconds = round(time.perf_counter() - start, 1)
+    return {"part": name, "seconds": seconds, "machine": machine.describe(), **asdict(verdict)}
+
+
+def main(args: Sequence[str]) -> int:
+    """Run what was asked for; 1 if some part failed, 2 if it cannot be run."""
+    given = _parser().parse_args(args)
+    if given.table is not None:
+        print(_table([json.loads(path.read_text()) for path in _results(given.table)]))
+        return 0
+    if not given.stand_in and not torch.cuda.is_available():
+        print("gpu: no CUDA device; --stand-in tries the parts on the CPU")
+        return 2
+    unknown = set(given.parts) - {*PARTS, "all"}
+    if unknown or not given.parts:
+        print(f"gpu: no part {', '.join(unknown)}; expected some of {', '.join(PARTS)}, or all")
+        return 2
+    names = list(PARTS) if "all" in given.parts else given.parts
+    if len(names) > 1:
+        return max([_apart(name, args, given.parts) for name in names], default=0)
+    (name,) = names
+    faulthandler.dump_traceback_later(PARTS[name].limit_s, exit=True)
+    found = judge(name, Machine.here(stand_in=given.stand_in))
+    faulthandler.cancel_dump_traceback_later()
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(_table([found]))
+    return int(found["passed"] is False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    listed = "\n".join(
+        f"  {name:<14}{(part.check.__doc__ or '').splitlines()[0]} ({part.limit_s} s at most)"
+        for name, part in PARTS.items()
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m bench gpu",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=f"parts:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="some of those below, or all")
+    parser.add_argument("--out", type=Path, help="folder for PART.json of each part")
+    parser.add_argument("--stand-in", action="store_true", help="on the CPU; judges little")
+    parser.add_argument("--table", type=Path, metavar="OUT", help="show what was written there")
+    return parser
+
+
+def _apart(name: str, args: Sequence[str], parts: Sequence[str]) -> int:
+    """One part in a process of its own: a fault in one leaves the device to the next."""
+    rest = [arg for arg in args if arg not in parts]
+    command = [sys.executable, "-m", "bench", "gpu", name, *rest]
+    try:
+        return int(subprocess.run(command, timeout=PARTS[name].limit_s + 30).returncode != 0)
+    except subprocess.TimeoutExpired:
+        print(f"gpu: {name} took longer than {PARTS[name].limit_s} s")
+        return 1
+
+
+def _results(folder: Path) -> list[Path]:
+    """In the order of the parts."""
+    return [path for name in PARTS if (path := folder / f"{name}.json").exists()]
+
+
+def _table(found: list[dict[str, Any]]) -> str:
+    """Markdown: a verdict a part, then its figures."""
+    words = {True: "passed", False: "FAILED", None: "not judged"}
+    rows = [
+        [one["part"], words[one["passed"]], f"{one['seconds']} s", "; ".join(one["notes"])]
+        for one in found
+    ]
+    lines = [table(["part", "verdict", "took", "notes"], rows)] if rows else []
+    for one in found:
+        if one["figures"]:
+            figures = [[name, _text(value)] for name, value in one["figures"].items()]
+            lines += ["", table([one["part"], _where(one["machine"])], figures)]
+    return "\n".join(lines)
+
+
+def _where(machine: dict[str, str]) -> str:
+    return f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def figures() -> dict[str, Any]:
+    """Seconds of steps, for who runs all benchmarks; empty where there is no GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return costs.speed(Machine.here()).figures
+
+
+def report(found: dict[str, Any]) -> int:
+    """Print the table; nothing is promised."""
+    if not found:
+        print("gpu: no CUDA device, nothing was measured")
+        return 0
+    print(table(["", "ms"], [[name, _text(value)] for name, value in found.items()]))
+    return 0

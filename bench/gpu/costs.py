@@ -1,0 +1,197 @@
+"""What a step costs: waits of the host, memory, kernels, time."""
+
+from __future__ import annotations
+
+import statistics
+from random import Random
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
+from bench.gpu.machine import WORLD, Failed, Kernel, Machine, Verdict, seconds
+from bench.gpu.model import LARGE, SMALL, Llama, made, sizes_for, tokens_of, train
+from bench.gpu.races import Acting
+from fullshard.comm import wrapped
+
+__all__ = ["kernels", "memory", "offload", "speed", "syncs"]
+
+NAMES = (FSDP2, PER_PARAMETER, RAGGED)
+WARM_UP, ROUNDS = 5, 20
+LENGTHS = {"compute-bound": 4096, "host-bound": 128}
+
+
+def syncs(machine: Machine) -> Verdict:
+    """A steady step makes the host wait for nothing; and what happens once a parameter is frozen.
+
+    Control: a step that reads its loss is refused.
+    """
+    sizes = sizes_for(machine, SMALL)
+    figures = {}
+    # The fake group's results are anything at all, flags of gradients included.
+    with machine.first_of_many(), wrapped(lambda inner: Acting(inner, machine, Random(0))):
+        for name in (PER_PARAMETER, RAGGED):
+            model, optimizer = made(machine, name, sizes)
+            tokens = tokens_of(machine, sizes, 32)
+            for _ in range(3):
+                train(model, optimizer, tokens)
+            with machine.without_syncs():
+                train(model, optimizer, tokens)
+            if not _refused(machine, lambda m=model, t=tokens: m(t).item()):
+                raise Failed("a loss that the host reads was not noticed")
+            model.blocks[0].q.weight.requires_grad_(False)  # type: ignore[index,union-attr]
+            model.zero_grad()
+            train(model, optimizer, tokens)
+            figures[f"{name}: refused with a frozen parameter"] = _refused(
+                machine, lambda m=model, o=optimizer, t=tokens: train(m, o, t)
+            )
+    return Verdict(passed=True, figures=figures)
+
+
+def _refused(machine: Machine, run: Any) -> bool:
+    try:
+        with machine.without_syncs():
+            run()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    return False
+
+
+def peak(machine: Machine, name: str, buffers: int) -> dict[str, int]:
+    """Memory of a third step, of the only model in its process."""
+    with machine.first_of_many():
+        sizes = sizes_for(machine, LARGE)
+        model, optimizer = made(machine, name, sizes)
+        if name == FSDP2 and hasattr(model, "set_reduce_scatter_max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(buffers)
+        tokens = tokens_of(machine, sizes, 1024 if machine.is_real else 16)
+        for _ in range(2):
+            train(model, optimizer, tokens)
+        machine.synchronize()
+        machine.reset_peaks()
+        train(model, optimizer, tokens)
+        machine.synchronize()
+        return machine.memory()
+
+
+def memory(machine: Machine) -> Verdict:
+    """Peaks, allocated and reserved, each contender in a process of its own; not above FSDP2's."""
+    figures: dict[str, dict[str, int]] = {}
+    for expandable in (False, True):
+        env = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+        for name in NAMES:
+            for buffers in (1, 2) if name == FSDP2 else (1,):
+                label = f"{name}, {buffers} inputs" if name == FSDP2 else name
+                found = machine.apart(peak, name, buffers, **env)
+                figures[f"{label}, expandable={expandable}"] = found
+    notes = []
+    for expandable in (False, True):
+        allowed = figures[f"{FSDP2}, 1 inputs, expandable={expandable}"]
+        for name in (PER_PARAMETER, RAGGED):
+            found = figures[f"{name}, expandable={expandable}"]
+            for kind in ("peak allocated", "peak reserved"):
+                if found[kind] > 1.01 * allowed[kind]:
+                    share = found[kind] / allowed[kind]
+                    notes.append(f"{name}, expandable={expandable}: {kind} {share:.2f} of FSDP2's")
+    return Verdict(passed=not notes, figures=figures, notes=notes)
+
+
+def _is_copy(kernel: Kernel) -> bool:
+    return "memcpy" in kernel.name.lower() or "copy" in kernel.name.lower()
+
+
+def _summary(kernels: list[Kernel]) -> dict[str, float]:
+    """Counts, times, and how long no stream had work, of one step."""
+    busy_until, idle_us = kernels[0].start_us, 0.0
+    for kernel in kernels:
+        idle_us += max(0.0, kernel.start_us - busy_until)
+        busy_until = max(busy_until, kernel.start_us + kernel.duration_us)
+    copies = [kernel for kernel in kernels if _is_copy(kernel)]
+    return {
+        "kernels": len(kernels),
+        "copies": len(copies),
+        "copies ms": sum(kernel.duration_us for kernel in copies) / 1e3,
+        "busy ms": sum(kernel.duration_us for kernel in kernels) / 1e3,
+        "idle ms": idle_us / 1e3,
+        "streams": len({kernel.stream for kernel in kernels}),
+    }
+
+
+def launched(machine: Machine, name: str) -> dict[str, float]:
+    """What a fourth step ran on the device, of the only model in its process."""
+    with machine.first_of_many():
+        sizes = sizes_for(machine, LARGE)
+        tokens = tokens_of(machine, sizes, 512 if machine.is_real else 16)
+        model, optimizer = made(machine, name, sizes)
+        for _ in range(3):
+            train(model, optimizer, tokens)
+        return _summary(machine.traced(lambda: train(model, optimizer, tokens)))
+
+
+def kernels(machine: Machine) -> Verdict:
+    """Kernels, copies and gaps of a step; a stand-in group's own copies are among them."""
+    return Verdict(passed=True, figures={name: machine.apart(launched, name) for name in NAMES})
+
+
+def offloaded(machine: Machine, pinned: bool) -> dict[str, float]:
+    """Seconds of a step with shards on the host, in a process of its own."""
+    with machine.first_of_many():
+        sizes = sizes_for(machine, SMALL if not machine.is_real else LARGE)
+        torch.manual_seed(0)
+        model = Llama(sizes).to(machine.device)
+        mesh = init_device_mesh(machine.device.type, (WORLD,))
+        low = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": low}
+        if machine.is_real:
+            options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=pinned)
+        for block in model.blocks:
+            fullshard.fully_shard(block, **options)
+        sharded: Any = fullshard.fully_shard(model, **options)
+        tokens = tokens_of(machine, sizes, 512 if machine.is_real else 16)
+
+        def step() -> None:
+            sharded(tokens).backward()
+            sharded.zero_grad()
+
+        times = [seconds(machine, step) for _ in range(8 if machine.is_real else 1)]
+        host, whole = (statistics.median(one) for one in zip(*times[-5:], strict=True))
+        return {"host ms": 1e3 * host, "step ms": 1e3 * whole}
+
+
+def offload(machine: Machine) -> Verdict:
+    """Forward and backward with shards on the host, pinned and not, by threads of the host."""
+    figures = {}
+    for threads in ("1", "16"):
+        for pinned in (True, False):
+            found = machine.apart(offloaded, pinned, OMP_NUM_THREADS=threads)
+            figures[f"pinned={pinned}, {threads} threads"] = found
+    return Verdict(passed=True, figures=figures)
+
+
+def measured(machine: Machine, name: str, length: int) -> dict[str, float]:
+    """Milliseconds of a step, of the only model in its process."""
+    with machine.first_of_many():
+        sizes = sizes_for(machine, LARGE)
+        model, optimizer = made(machine, name, sizes)
+        tokens = tokens_of(machine, sizes, length if machine.is_real else 8)
+        warm_up, rounds = (WARM_UP, ROUNDS) if machine.is_real else (1, 1)
+        taken = [
+            seconds(machine, lambda: train(model, optimizer, tokens))
+            for _ in range(warm_up + rounds)
+        ]
+    host, whole = (statistics.median(one) for one in zip(*taken[warm_up:], strict=True))
+    return {"host ms": 1e3 * host, "step ms": 1e3 * whole}
+
+
+def speed(machine: Machine) -> Verdict:
+    """Host and step time by how long sequences are, each contender in a process of its own."""
+    figures = {
+        f"{regime}, {name}": machine.apart(measured, name, length)
+        for regime, length in LENGTHS.items()
+        for name in NAMES
+    }
+    return Verdict(passed=True, figures=figures)

@@ -1,0 +1,73 @@
+"""The checks for a GPU, on a CPU in its place: that they run, not what they would find."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from bench import gpu
+from bench.gpu import apart as gpu_apart
+from bench.gpu.programs import pair_rank
+from tests.ranks.pool import RankPool
+
+STARTED_ELSEWHERE = {"pair"}  # by torchrun; its ranks are tried below
+NOT_JUDGED = {"graphs", "pair"}
+
+
+def judged(name: str) -> dict[str, Any]:
+    return gpu.judge(name, gpu.Machine.here(stand_in=True))
+
+
+@pytest.mark.parametrize("name", [name for name in gpu.PARTS if name not in STARTED_ELSEWHERE])
+def test_a_part_runs(pool: RankPool, name: str) -> None:
+    (found,) = pool.run(1, judged, name, process_group=False, timeout_s=240)
+    assert found["passed"] is (None if name in NOT_JUDGED else True), found["notes"]
+    json.dumps(found)
+
+
+def test_the_ranks_that_share_a_gpu_train_as_one(pool: RankPool) -> None:
+    assert max(pool.run(2, pair_rank, "cpu")) < 1e-4
+
+
+def apart() -> str:
+    with patch.object(
+        sys, "argv", ["", json.dumps(["bench.gpu.costs", "offloaded", [True], True])]
+    ):
+        told = io.StringIO()
+        with redirect_stdout(told):
+            gpu_apart.main()
+    return told.getvalue().splitlines()[-1]
+
+
+def test_a_call_in_a_process_of_its_own_tells_its_result_last(pool: RankPool) -> None:
+    (last,) = pool.run(1, apart, process_group=False)
+    assert json.loads(last).keys() == {"host ms", "step ms"}
+
+
+def test_every_part_ends_within_ten_minutes() -> None:
+    assert all(part.limit_s <= 600 for part in gpu.PARTS.values())
+
+
+def test_figures_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        "part": "memory", "seconds": 1.0, "passed": False, "notes": ["above"],
+        "machine": gpu.Machine.here(stand_in=True).describe(),
+        "figures": {"ours": {"peak allocated": 5, "share": 0.12345}},
+    }  # fmt: skip
+    (tmp_path / "memory.json").write_text(json.dumps(found))
+    assert gpu.main(["--table", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "| memory | FAILED | 1.0 s | above |" in shown
+    assert "| ours | peak allocated 5, share 0.1235 |" in shown
+
+
+def test_a_wrong_part_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["race", "--stand-in"]) == 2
+    assert "races" in capsys.readouterr().out
