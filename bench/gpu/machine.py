@@ -52,14 +52,24 @@ class Kernel(NamedTuple):
     duration_us: float
 
 
+class _Stream:
+    """Nothing waits on it."""
+
+    def wait_event(self, event: Any) -> None:
+        """It is over."""
+
+    def wait_stream(self, other: Any) -> None:
+        """What was issued there is done."""
+
+
 class _NoStreams:
     """An accelerator's module on a CPU: what is issued is done, so nothing waits."""
 
     def __init__(self) -> None:
-        self._here = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
+        self._here = _Stream()
 
     def Stream(self, **options: Any) -> Any:
-        return SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
+        return _Stream()
 
     def Event(self, **options: Any) -> Any:
         return SimpleNamespace(
