@@ -3,7 +3,9 @@
 A node runs, hooks and all, on the stream that was current when it was made in forward; one that
 accumulates into a leaf, here, on that of a node before it. A node's stream waits for those of the
 nodes that it gets gradients from, the first one for that of the caller, and the caller's at last
-for those of the leaves. A CPU knows no streams, so this is told by the numbers of nodes: what was
+for those of the leaves. The sum of what several nodes bring
+to one counts as of the last of them, which on CUDA waits for the others. A CPU knows no streams, so
+this is told by the numbers of nodes: what was
 made between two switches of streams belongs to the stream of that time.
 """
 
@@ -40,6 +42,11 @@ class _Task:
     arriving: dict[int, tuple[Node, Clock]] = field(default_factory=dict)
     """What nodes that have yet to run wait for, by their address."""
     leaves: dict[int, Stream] = field(default_factory=dict)
+    start: Clock = field(init=False)
+    """What the first nodes wait for."""
+
+    def __post_init__(self) -> None:
+        self.start = dict(self.caller.timeline.clock)
 
 
 class Backward:
@@ -94,9 +101,8 @@ class Backward:
 
     def _enter(self, node: Node, task: _Task) -> None:
         stream = self._stream_of(node).timeline
-        _, clock = task.arriving.get(id(node), (node, None))
-        # A root of the graph: its gradient is the caller's.
-        stream.join(task.caller.timeline.clock if clock is None else clock)
+        _, clock = task.arriving.get(id(node), (node, task.start))
+        stream.join(clock)
 
     def _leave(self) -> None:
         """All nodes behind the one that ran come after it, also those that we never see run."""

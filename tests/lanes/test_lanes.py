@@ -19,6 +19,7 @@ from fullshard.engine import offload
 from tests.lanes.checked import checked
 from tests.lanes.checker import Checker
 from tests.lanes.clocks import RaceError
+from tests.lanes.fake import Stream
 from tests.lanes.programs import PROGRAMS
 from tests.lanes.solo import Echo, solo
 from tests.ranks.pool import RankPool
@@ -42,6 +43,13 @@ def watched(*expected: str) -> Iterator[Checker]:
     assert len(races) == bool(expected), races
     for words in expected:
         assert words in races[0]
+
+
+def lane(checker: Checker) -> Stream:
+    """One of ours, for which nobody tells the allocator."""
+    stream = checker.accelerator.Stream()
+    stream.timeline.computes = False
+    return stream
 
 
 # Planted races, rule by rule, each beside what mends it.
@@ -105,7 +113,7 @@ def test_memory_is_given_again_while_another_stream_reads_it(joined: bool) -> No
     """The join may come after it was freed, if it comes before the next allocation."""
     told = () if joined else ("freed, and given to compute again", "read on stream 1")
     with watched(*told) as checker:
-        other = checker.accelerator.Stream()
+        other = lane(checker)
         x = torch.zeros(8)
         other.wait_stream(checker.accelerator.current_stream())
         with checker.accelerator.stream(other):
@@ -119,7 +127,7 @@ def test_memory_is_given_again_while_another_stream_reads_it(joined: bool) -> No
 def test_memory_that_a_buffer_gave_back_is_its_own_streams() -> None:
     with watched("freed, and given to stream 1 again", "read on compute") as checker:
         accelerator = checker.accelerator
-        gather, compute = accelerator.Stream(), accelerator.current_stream()
+        gather, compute = lane(checker), accelerator.current_stream()
         with accelerator.stream(gather):
             buffer = new_buffer()
             buffer.tensor.zero_()
@@ -199,6 +207,48 @@ def test_nothing_stays_patched() -> None:
     with watched():
         pass
     assert before == (torch.UntypedStorage.resize_, Tensor.tolist, host_tensor)
+
+
+def test_memory_that_the_program_uses_on_two_streams_is_its_own_affair() -> None:
+    with watched() as checker:
+        other = checker.accelerator.Stream()
+        x = torch.zeros(8)
+        other.wait_stream(checker.accelerator.current_stream())
+        with checker.accelerator.stream(other):
+            x.sum()
+        del x
+        torch.zeros(3)
+
+
+# Autograd on two streams.
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_backward_runs_where_forward_ran(joined: bool) -> None:
+    """A hook that reads what another branch wrote is not ordered; along the graph all is."""
+    told = () if joined else ("in backward of MulBackward0", "read on stream 1")
+    with watched(*told) as checker:
+        accelerator = checker.accelerator
+        compute, other = accelerator.current_stream(), accelerator.Stream()
+        a, b = (torch.ones(4, requires_grad=True) for _ in range(2))
+        with torch.no_grad():
+            seen = torch.zeros(4)
+        other.wait_stream(compute)
+        with accelerator.stream(other):
+            y = a * 2  # older, so backward comes to it last
+        z = b * 3
+        compute.wait_stream(other)
+        z.register_hook(lambda grad: seen.add_(grad))
+
+        def read(grad: Tensor) -> None:
+            if joined:
+                accelerator.current_stream().wait_stream(compute)
+            assert accelerator.current_stream() is other
+            seen.sum()
+
+        y.grad_fn.register_prehook(lambda grads: read(grads[0]))
+        (y + z).sum().backward()
+        seen.sum()  # the leaves' streams have been waited for
 
 
 # The engine without one kind of joins.

@@ -26,8 +26,8 @@ from fullshard import (
 from fullshard import FullyShardedDataParallel as FSDP
 from tests.lanes.checker import current_checker
 from tests.lanes.fake import Stream
-from tests.lanes.programs.base import both_layouts, program, steps, units_of
-from tests.ranks.net import batch, make, optimizer_of, step
+from tests.lanes.programs.base import both_layouts, program, step, steps, units_of
+from tests.ranks.net import batch, make, optimizer_of
 
 
 @program()

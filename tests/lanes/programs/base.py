@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fullshard import FSDPModule, PerParameter, Ragged
-from tests.ranks.net import optimizer_of, step, train_both
+from tests.ranks.net import batch, optimizer_of, train_both
 
-__all__ = ["LAYOUTS", "PROGRAMS", "Program", "both_layouts", "program", "steps", "units_of"]
+__all__ = ["LAYOUTS", "PROGRAMS", "Program", "both_layouts", "program", "step", "steps", "units_of"]
 
 LAYOUTS = (PerParameter(), Ragged())
 
@@ -40,6 +41,13 @@ def program(world: int = 2, tolerance: float = 1e-10) -> Callable[[Callable[[], 
         return run
 
     return add
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    """Train one step; the host waits for nothing, which would order all that follows."""
+    model(batch(number, next(model.parameters()).dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def steps(model: nn.Module, num: int = 3) -> None:
