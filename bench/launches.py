@@ -175,6 +175,8 @@ class Launches(TorchDispatchMode):
         if tensors and not any(tensor.dim() for tensor in tensors):
             return result
         name = op.overloadpacket.__name__
+        if name == "copy_" and not tensors[-1].dim():  # of a step count
+            return result
         self.collectives += op.namespace == "c10d"
         self.of[name] += kernels(op, args, kwargs, result)
         self.syncs[name] += name in SYNCS
@@ -347,6 +349,7 @@ def _adamw(model: nn.Module, prepare: Callable[..., Any]) -> torch.optim.Optimiz
 def figures() -> dict[str, dict[str, dict[str, int]]]:
     """By layer and ranks, by contender: kernels of the passes and the optimizer, and the rest."""
     found: dict[str, dict[str, dict[str, int]]] = {}
+    torch.set_num_threads(1)
     for layer in REPORTED:
         own, _ = counted(layer, lambda model: model.to_empty(device="cpu").bfloat16())
         for world in WORLDS:

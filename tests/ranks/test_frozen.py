@@ -383,14 +383,14 @@ def steady(layout: Any) -> list[tuple[int, int, int]]:
     with recordings() as made:
         shard(model, layout=layout)
     found = []
-    flags = Reduced.flags
+    present = Reduced.present
     for parts in (("",), (".a.",), ("",), (".a.",), ("",)):
         train_only(model, *parts)
         for _ in range(2):
             for recording in made:
                 recording.calls.clear()
             before = model.copied_nbytes()
-            with mock.patch.object(Reduced, "flags", autospec=True, side_effect=flags) as asked:
+            with mock.patch.object(Reduced, "present", autospec=True, side_effect=present) as asked:
                 backward(model)
             model.zero_grad()
         calls = [call for recording in made for call in recording.calls]
