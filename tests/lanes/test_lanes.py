@@ -22,15 +22,6 @@ from tests.lanes.clocks import RaceError
 from tests.lanes.fake import Stream
 from tests.lanes.programs import PROGRAMS
 from tests.lanes.solo import Echo, solo
-from tests.ranks.pool import RankPool
-
-WITH_NUMBERS = (
-    "mixed_precision",
-    "written_while_unsharded",
-    "offload",
-    "replicas",
-    "flat_parameters",
-)
 
 
 @contextmanager
@@ -288,18 +279,6 @@ def test_programs_have_no_races(name: str) -> None:
     with solo(program.world):
         figures = checked(program.run).figures
     assert figures["lanes"] >= 4 and figures["accesses"] > 1000
-
-
-def with_numbers(name: str) -> float:
-    (program,) = (one for one in PROGRAMS if one.name == name)
-    return checked(program.run).result
-
-
-@pytest.mark.parametrize("name", WITH_NUMBERS)
-def test_programs_train_as_without_the_checker(pool: RankPool, name: str) -> None:
-    """On several ranks, with real values: what is checked is what the other tests check."""
-    (program,) = (one for one in PROGRAMS if one.name == name)
-    assert max(pool.run(program.world, with_numbers, name)) < program.tolerance
 
 
 def test_nothing_is_wrapped_afterwards() -> None:
