@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-__all__ = ["TORCH", "asks_subclasses"]
+__all__ = [
+    "INTEGER_PARAMETERS",
+    "TORCH",
+    "asks_subclasses",
+    "mended_in_fsdp2",
+    "new_in_fsdp2",
+]
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -13,3 +19,12 @@ asks_subclasses = pytest.mark.skipif(
     TORCH < (2, 12),
     reason="PyTorch's issue 177716: before 2.12 DTensor does not ask its subclasses",
 )
+new_in_fsdp2 = pytest.mark.skipif(
+    TORCH < (2, 13), reason="PyTorch's FSDP2 of 2.11 lacks what ours is compared with"
+)
+mended_in_fsdp2 = pytest.mark.skipif(
+    TORCH < (2, 13), reason="PyTorch's FSDP2 of 2.11 fails in what ours is compared with"
+)
+
+INTEGER_PARAMETERS = TORCH >= (2, 13)
+"""Whether PyTorch's FSDP2 takes parameters that cannot have gradients."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -15,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard import RaggedTensor, _torch
 from fullshard.tensors import RaggedShard
+from tests.versions import TORCH
 
 __all__ = [
     "CASES",
@@ -28,6 +30,7 @@ __all__ = [
     "placed",
     "ragged",
     "strided",
+    "whole_of",
 ]
 
 CUT = None  # stands for the RaggedShard in the placements of a case
@@ -98,6 +101,26 @@ def dtensor(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 
 def strided(dim: int, factor: int) -> Placement:
     return _StridedShard(dim, split_factor=factor)
+
+
+def whole_of(tensor: Any) -> Any:
+    """The full tensor of a DTensor of all ranks; what is none stays as it is.
+
+    Before 2.13 PyTorch itself gathers strided parts only where others are cut the same way.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    is_strided = any(isinstance(one, _StridedShard) for one in tensor.placements)
+    if TORCH >= (2, 13) or not is_strided:
+        return tensor.full_tensor()
+    numbers = torch.arange(tensor.numel()).view(tensor.shape)
+    own = dtensor(numbers, tensor.device_mesh, tensor.placements).to_local(), tensor.to_local()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [part.detach().flatten() for part in own])
+    whole = tensor.to_local().new_empty(tensor.numel())
+    for number, values in parts:
+        whole[number] = values
+    return whole.view(tensor.shape)
 
 
 def placed(

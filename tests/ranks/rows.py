@@ -99,8 +99,8 @@ def compare(program: Program) -> list[str]:
     return differences(theirs, ours)
 
 
-def each(*programs: Program) -> Any:
-    """The programs of a test, by name."""
+def each(*programs: Any) -> Any:
+    """The programs of a test, by name; ``pytest.param`` around those that have marks."""
     return pytest.mark.parametrize("program", programs, ids=lambda program: program.__name__)
 
 

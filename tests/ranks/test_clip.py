@@ -20,7 +20,7 @@ from fullshard.optim import clip_grad_norm_, grad_norm
 from tests.ranks.models import noise
 from tests.ranks.net import batch, make, shard
 from tests.ranks.pool import RankPool
-from tests.ranks.ragged import CASES, CUT, placed, strided
+from tests.ranks.ragged import CASES, CUT, placed, strided, whole_of
 
 NORMS = [1.0, 2.0, 3.5, float("inf")]
 every = pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -125,8 +125,7 @@ def every_mesh(norm_type: float, foreach: bool | None) -> tuple[float, float]:
     got = clip_grad_norm_(params, 0.7, norm_type, foreach=foreach)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
     for param, value in zip(params, values, strict=True):
-        grad: Any = param.grad
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        whole = whole_of(param.grad)
         scaled = value * (0.7 / (want + 1e-6)).clamp(max=1.0)
         torch.testing.assert_close(whole.flatten(), scaled, rtol=1e-12, atol=1e-15)
     return got.item(), grad_norm(params, norm_type).item()

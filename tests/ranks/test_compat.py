@@ -20,14 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
-from fullshard import comm
+from fullshard import _torch, comm
 from fullshard.compat import patch_torch
 from tests.ranks.models import fill, full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool, every_world
 
 EXACT = 1e-12
-COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+GATHER, REDUCE = (call.__name__ for call in _torch.public_collectives())
+COLLECTIVES = (GATHER, REDUCE, "all_reduce")
 
 
 def shard(model: Net, mesh: Any = None, **options: Any) -> Any:
@@ -152,7 +153,7 @@ def in_our_own_layouts() -> list[float]:
         for one in (large, direct):
             one(torch.ones(1, 512, dtype=torch.float64)).square().mean().backward()
     names = [call.name for call in calls]
-    assert names == ["all_gather_single", "all_gather_single", "reduce_scatter_single"]
+    assert names == [GATHER, GATHER, REDUCE]
     return [apart(ragged, plain), apart_in_gradients(large, direct)]
 
 

@@ -353,7 +353,7 @@ def test_is_last_backward_ends_reductions_later(pool: RankPool, world: int) -> N
 def profiled() -> list[str]:
     model = shard(make())
     step(model, optimizer_of(model))
-    with torch.profiler.profile() as prof:
+    with torch.profiler.profile(acc_events=True) as prof:
         step(model, optimizer_of(model), 1)
     names = [event.name for event in prof.events() if event.name.startswith("fullshard::")]
     return sorted(set(names))

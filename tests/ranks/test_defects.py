@@ -25,7 +25,7 @@ from tests.ranks.net import batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import Raised, grads, outcomes, raised, shard, whole
 from tests.ranks.test_rows_semantics import Partly, linears
-from tests.versions import TORCH
+from tests.versions import TORCH, new_in_fsdp2
 
 OK = "nothing raised"
 BF16 = torch.bfloat16
@@ -50,6 +50,7 @@ def resets(fsdp: Any) -> float:
     return float(whole(model.weight.grad)[0])
 
 
+@new_in_fsdp2
 def test_defect_3_reset_forgets_what_is_pending(pool: RankPool) -> None:
     theirs = 2.0 if TORCH < (2, 15) else 1.0
     assert pool.run(2, outcomes, resets) == [(theirs, 1.0)] * 2
@@ -156,6 +157,7 @@ def reset_early(fsdp: Any) -> Any:
     return raised(shard(fsdp, make()).reset_iter_state)
 
 
+@new_in_fsdp2
 def test_defect_11_controls_hold_whenever_they_are_set(pool: RankPool) -> None:
     assert pool.run(2, outcomes, last_backward_set_early) == [(True, False)] * 2
     for theirs, ours in pool.run(2, outcomes, buffers_set_late):
@@ -243,6 +245,7 @@ def words(fsdp: Any) -> list[tuple[str, str]]:
     return [said(call) for call in (*calls, lambda: reshards_replicas(fsdp))]
 
 
+@new_in_fsdp2
 def test_defect_14_refusals_say_what_is_wrong(pool: RankPool) -> None:
     for theirs, ours in pool.run(2, outcomes, words):
         assert [name for name, _ in theirs] == ["IndexError", "TypeError", "AssertionError"]

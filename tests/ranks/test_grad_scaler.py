@@ -331,9 +331,8 @@ def sparse() -> None:
     ):
         param = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
         values = torch.full((3, 2), size, dtype=dtype)
-        param.grad = torch.sparse_coo_tensor(
-            torch.tensor([[0, 2, 0]]), values, (3, 2), check_invariants=True
-        )
+        with torch.sparse.check_sparse_tensor_invariants():
+            param.grad = torch.sparse_coo_tensor(torch.tensor([[0, 2, 0]]), values, (3, 2))
         scaler = ShardedGradScaler(init_scale=16.0)
         scaler.scale(torch.ones(()))
         optimizer = torch.optim.SGD([param], lr=1.0)

@@ -14,14 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
-from tests.ranks.ragged import CASES, CUT, placed, ragged, strided
+from tests.ranks.ragged import CASES, CUT, placed, ragged, strided, whole_of
 from tests.ranks.test_state import shared_folder
 
 Form = tuple[tuple[int, ...], tuple[Placement | None, ...]]
@@ -66,10 +66,6 @@ class Model(nn.Module):
         for number, param in enumerate(self.params):
             grad = noise(*param.shape, seed=1000 * (step + 1) + number)
             param.grad = None if (number + step) % 5 == 4 else self.put(number, grad)
-
-
-def whole_of(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def check_same(one: Model, other: Model, its: Optimizer, others: Optimizer) -> None:

@@ -49,7 +49,7 @@ def rows(size: int, width: int = 3) -> Tensor:
 
 def chunk(tensor: Tensor, mesh: DeviceMesh, dim: int, mesh_dim: int = -1) -> Tensor:
     """This rank's piece, as ``torch.chunk`` cuts, possibly empty."""
-    parts = tensor.chunk(mesh.size(mesh_dim), dim)
+    parts = tensor.chunk(mesh.shape[mesh_dim], dim)
     rank = mesh.get_local_rank(mesh_dim % mesh.ndim)
     return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
 

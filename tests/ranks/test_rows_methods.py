@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from tests.ranks.net import batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
 from tests.ranks.test_communication import Gather, Reduce
+from tests.versions import new_in_fsdp2
 
 
 def run(model: nn.Module, number: int = 0) -> None:
@@ -319,13 +321,13 @@ def share_comm_ctx(fsdp: Any) -> Any:
     set_unshard_in_backward,
     set_gradient_divide_factor,
     set_force_sum_reduction_for_comms,
-    set_reduce_scatter_unused_params,
-    set_reduce_scatter_max_input_buffers,
-    set_separate_reduce_scatter_group,
+    pytest.param(set_reduce_scatter_unused_params, marks=new_in_fsdp2),
+    pytest.param(set_reduce_scatter_max_input_buffers, marks=new_in_fsdp2),
+    pytest.param(set_separate_reduce_scatter_group, marks=new_in_fsdp2),
     set_custom_collectives,
     set_allocate_memory_from_process_group_for_comm,
-    set_symm_mem_for_comm,
-    reset_iter_state,
+    pytest.param(set_symm_mem_for_comm, marks=new_in_fsdp2),
+    pytest.param(reset_iter_state, marks=new_in_fsdp2),
     private_async_op,
     casts_of_modules,
     register_forward_method,
@@ -358,6 +360,7 @@ def resetting_a_child(fsdp: Any) -> Any:
     return raised(model.blocks[0].reset_iter_state)
 
 
+@new_in_fsdp2
 def test_any_module_of_the_tree_resets_it(pool: RankPool) -> None:
     for theirs, ours in pool.run(2, outcomes, resetting_a_child):
         assert theirs.kinds == ("RuntimeError",) and ours == "nothing raised"

@@ -22,7 +22,7 @@ from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import Net, batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
-from tests.versions import TORCH
+from tests.versions import INTEGER_PARAMETERS, TORCH
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -42,13 +42,16 @@ class Own(dict[str, Any]):
     """A mapping of the user's own."""
 
 
+COUNT = torch.arange(2) if INTEGER_PARAMETERS else torch.arange(2.0)
+
+
 class Probe(nn.Module):
     """Gives back what it got, next to what it computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
-        self.count = nn.Parameter(torch.arange(2), requires_grad=False)
+        self.count = nn.Parameter(COUNT, requires_grad=False)
         self.register_buffer("offset", torch.zeros(4))
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:

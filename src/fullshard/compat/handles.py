@@ -54,6 +54,11 @@ class State:
     def _fsdp_param_groups(self) -> list[ParamGroup]:
         return [ParamGroup() for _ in self.unit.buckets]
 
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        """The only one, for PyTorch 2.11, whose states have no more."""
+        return ParamGroup() if self.unit.buckets else None
+
     def _root_post_backward_final_callback(self) -> None:
         engine_of(self.unit).reduce_now()
 
