@@ -88,11 +88,12 @@ def test_programs_are_run() -> None:
                 if isinstance(node, ast.FunctionDef) and node.name == match[1]
             )
             given = {
-                arg.id
+                part.id
                 for call in function.decorator_list
                 if isinstance(call, ast.Call)
                 for arg in call.args
-                if isinstance(arg, ast.Name)
+                for part in ast.walk(arg)  # some are in pytest.param
+                if isinstance(part, ast.Name)
             }
             assert match[2] in given, test
 
