@@ -106,7 +106,8 @@ class OwnDispatch(DTensor):
     """For DTensors whose class has a ``__torch_dispatch__`` of its own.
 
     Before 2.12 DTensor's dispatcher does not ask it (PyTorch's issue 177716). There what is called
-    from Python gets to the class by way of ``__torch_function__``; what autograd calls does not.
+    from Python gets to the class by way of ``__torch_function__``, what PyTorch itself calls, as
+    ``__setitem__`` does, by way of ``handle_dtensor_op``; what autograd calls does not.
     """
 
 
@@ -572,7 +573,19 @@ def handle_dtensor_op(op: Any, handler: Any) -> None:
     """Let DTensor call ``handler(op, args, kwargs)`` for ``op``, whatever its arguments are."""
     dispatcher = DTensor._op_dispatcher
     dispatcher.__class__ = _Dispatcher
-    dispatcher._custom_op_handlers[op] = handler
+    dispatcher._custom_op_handlers[op] = _asking_own(handler) if _VERSION < (2, 12) else handler
+
+
+def _asking_own(handler: Any) -> Any:
+    """``handler``, but a class with a ``__torch_dispatch__`` of its own is asked instead."""
+
+    def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        cls = type(args[0])
+        if issubclass(cls, OwnDispatch):
+            return cls.__torch_dispatch__(op, (cls,), args, kwargs)
+        return cast("object", handler(op, args, kwargs))
+
+    return handle
 
 
 def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -25,8 +25,10 @@ def gathered(value: Any) -> Any:
     """The whole of a DTensor, a collective of its mesh unless it is replicated; else ``value``."""
     if not isinstance(value, DTensor):
         return value
+    # Inside of an operation autograd is off, but what requires gradients goes on to do so. Before
+    # 2.12 that makes PyTorch detach what it gathered in place, which DTensors there cannot.
     with torch.no_grad():
-        return value.full_tensor()
+        return value.detach().full_tensor()
 
 
 def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
