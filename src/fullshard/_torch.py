@@ -582,7 +582,7 @@ def _asking_own(handler: Any) -> Any:
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         cls = type(args[0])
         if issubclass(cls, OwnDispatch):
-            return cls.__torch_dispatch__(op, (cls,), args, kwargs)
+            return cast("Any", cls).__torch_dispatch__(op, (cls,), args, kwargs)
         return cast("object", handler(op, args, kwargs))
 
     return handle

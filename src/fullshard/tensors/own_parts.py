@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def gathered(value: Any) -> Any:
     # Inside of an operation autograd is off, but what requires gradients goes on to do so. Before
     # 2.12 that makes PyTorch detach what it gathered in place, which DTensors there cannot.
     with torch.no_grad():
-        return value.detach().full_tensor()
+        return cast("DTensor", value.detach()).full_tensor()
 
 
 def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
