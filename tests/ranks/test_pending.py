@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -123,3 +124,35 @@ def dropped_in_a_forward() -> bool:
 
 def test_they_are_dropped_between_steps_only(pool: RankPool) -> None:
     assert pool.run(2, dropped_in_a_forward) == [True, True]
+
+
+class Skippable(nn.Sequential):
+    """Hands its input on where its layers are skipped."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.skips else super().forward(x)
+
+
+def skipped(is_leaf: bool) -> list[int]:
+    found = []
+    for sharded in (fullshard.fully_shard, torch.distributed.fsdp.fully_shard):
+        model: Any = sharded(Skippable(nn.Linear(4, 4)))
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 4)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model.skips = True
+        x = torch.ones(2, 4, requires_grad=True)
+        with warnings.catch_warnings(action="ignore"):  # PyTorch's, of outputs that are views
+            model(x if is_leaf else 2 * x).sum().backward()
+        found.append(sum(param.grad is not None for param in model.parameters()))
+    return found
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_they_are_reduced_by_a_backward_that_skips_all_layers(
+    pool: RankPool, is_leaf: bool
+) -> None:
+    """In which the root makes no node of autograd's; as PyTorch does."""
+    assert pool.run(2, skipped, is_leaf) == [[2, 2]] * 2

@@ -169,6 +169,13 @@ class _EndOfTask:
             backward.died(self._task)
 
 
+def _passed_by(backward: weakref.ref[Backward], grad: Tensor) -> None:
+    """Backward came by an output that no unit made: gradients that wait are reduced at its end."""
+    watching = backward()
+    if watching is not None:
+        watching.task()
+
+
 def _base(tensor: Tensor) -> Tensor:
     """What ``tensor`` is a view of in the eyes of autograd, or itself.
 
@@ -241,7 +248,7 @@ class Use:
         Nodes of the inputs are told by themselves: each thread numbers its own, and a checkpoint
         runs again in the thread of backward.
         """
-        first, made = self._first_nodes.pop(), _torch.sequence_number()
+        first, made, outputs = self._first_nodes.pop(), _torch.sequence_number(), list(outputs)
         inputs, given = self._inputs, set(map(id, self._input_nodes))
         if not self._first_nodes:
             self._inputs, self._input_nodes = [], []
@@ -273,6 +280,10 @@ class Use:
         self.backward.hooked = hooked
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))
+        if not nodes:  # an input may be all that came out
+            for tensor in outputs:
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(_passed_by, weakref.ref(self.backward)))
         if outside or (newest < made - 1 and self._can_have_graph(inputs)):
             return Follows.HIDDEN
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
