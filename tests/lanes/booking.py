@@ -132,6 +132,8 @@ class Booking(TorchDispatchMode):
         if True not in on_host:
             return current, False
         if False not in on_host:
+            if not all(self.block_of(tensor).on_host for tensor, _ in touched):
+                host.join(current.clock)
             return host, False
         if op.overloadpacket is torch.ops.aten.copy_:
             return current, True

@@ -106,7 +106,8 @@ class Checker:
         return TracedWire(inner, self, self._wires[group])
 
     def on_host(self, tensor: Tensor) -> None:
-        """``tensor`` lies in memory of the host, or the tensors inside of it do."""
+        """``tensor`` lies in memory of the host from now on, or the tensors inside of it do."""
+        self.trace.host.join(self.accelerator.current.clock)  # which waited if it was moved there
         if not is_plain(type(tensor)):
             for value in vars(tensor).values():
                 if isinstance(value, Tensor):

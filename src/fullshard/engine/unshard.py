@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.comm import Collectives, Pending
-from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.device import Buffer, Kind, Lane, Lanes, Mark, StorageMeter
 from fullshard.engine.copies import copy_all
 from fullshard.engine.offload import Outbound
 from fullshard.engine.spec import BucketSpec
@@ -199,6 +199,7 @@ class _Gather:
         self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
         self._landing: Buffer | None = None  # for a shard that comes from the host
         self._outbound: Outbound | None = None
+        self._arrived: Mark | None = None  # on the bus, of one that nobody gathers
         if spec.offload is not None:
             target = self._own[0]
             if len(self._own) > 1:
@@ -223,7 +224,11 @@ class _Gather:
                 self._landing.allocate()
             self._lanes.join(Lane.BUS, Lane.GATHER)
             with self._lanes.on(Lane.BUS):
-                return self._comm.all_gather(self._outputs, self._brought(self._outbound, shard))
+                brought = self._brought(self._outbound, shard)
+                pending = self._comm.all_gather(self._outputs, brought)
+                if self._comm.group is None:
+                    self._arrived = self._lanes.mark()
+                return pending
         if shard is not self._shard:
             self._shard = shard
             self._sources = [shard.narrow(0, start, numel) for start, numel in self._slices]
@@ -245,6 +250,8 @@ class _Gather:
 
     def finish(self) -> None:
         """Copy what was staged."""
+        if self._arrived is not None:
+            self._lanes.wait_event(Lane.GATHER, self._arrived)
         if self._landing is not None:
             self._landing.free()
         for staging in self._stagings:

@@ -141,6 +141,18 @@ def offload_in_mixed_precision() -> float:
     return both_layouts(steps, offload_policy=CPUOffloadPolicy(), mp_policy=LOW)
 
 
+@program(world=1, tolerance=1.0)
+def alone() -> float:
+    """Nobody to gather from, and so no collective that others wait for."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"mp_policy": LOW},
+        {"offload_policy": CPUOffloadPolicy()},
+        {"offload_policy": CPUOffloadPolicy(), "mp_policy": LOW},
+    ]
+    return max(both_layouts(steps, **more) for more in options)
+
+
 @program()
 def extensions() -> float:
     """Tensors that decide themselves what travels."""
