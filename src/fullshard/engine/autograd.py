@@ -249,7 +249,8 @@ class Use:
         runs again in the thread of backward.
         """
         first, made, outputs = self._first_nodes.pop(), _torch.sequence_number(), list(outputs)
-        inputs, given = self._inputs, set(map(id, self._input_nodes))
+        inputs, input_nodes = self._inputs, self._input_nodes  # alive, or others get their ids
+        given = set(map(id, input_nodes))
         if not self._first_nodes:
             self._inputs, self._input_nodes = [], []
 
