@@ -179,7 +179,7 @@ class Machine:
         """What ran on the device during ``run``, in order; on the stand-in all operations."""
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.is_real else [])]
         self.synchronize()
-        with profile(activities=kinds) as prof:
+        with profile(activities=kinds, acc_events=True) as prof:
             run()
             self.synchronize()
         ours = torch.autograd.DeviceType.CUDA if self.is_real else torch.autograd.DeviceType.CPU

@@ -17,6 +17,7 @@ import fullshard
 from fullshard.compat import patch_torch
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
+from tests.versions import TORCH
 
 EXACT = 1e-12
 WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 2
@@ -125,11 +126,18 @@ def pipeline(schedule: str, reshard_after_forward: bool, **options: Any) -> floa
     return worst
 
 
+sends_to_itself = pytest.mark.skipif(
+    TORCH < (2, 12),
+    reason="a rank sends to itself what its two stages tell each other, where gloo fails",
+)
+
+
 # Where weights and inputs have backwards of their own, both read what forward read, so that it has
 # to stay: PyTorch loses gradients there with reshard_after_forward=True.
 @pytest.mark.parametrize(
     ("schedule", "reshard_after_forward"),
-    [(schedule, False) for schedule in SINGLE + SEVERAL + MIRRORED]
+    [(schedule, False) for schedule in SINGLE + SEVERAL]
+    + [pytest.param(schedule, False, marks=sends_to_itself) for schedule in MIRRORED]
     + [(schedule, True) for schedule in [*SINGLE, "ScheduleInterleaved1F1B"]],
 )
 def test_a_pipeline_of_sharded_stages_has_the_gradients_of_the_whole_model(
