@@ -374,7 +374,6 @@ def fills_left_to_torch() -> None:
         wrong.uniform_()
 
 
-@asks_subclasses
 def test_a_local_tensor_of_another_shape_is_not_filled(pool: RankPool) -> None:
     pool.run(4, fills_left_to_torch)
 
