@@ -71,7 +71,7 @@ def kernels(op: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
         sources, output, splits, numel, rank = args
         places = output.narrow(0, numel * rank, numel).split(splits)
         return _foreach("_foreach_copy_", [list(places), sources])
-    if name in ("chunk_cat", "_chunk_cat"):
+    if name in ("chunk_cat", "_chunk_cat", "chunk_cat_mixed_dtype"):
         return _chunk_cat(args[0], kwargs["out"])
     if name == "split_with_sizes_copy":
         moved = [args[0], *kwargs["out"]]
@@ -118,12 +118,10 @@ def _batches(chunks: Sequence[int], most_tensors: int) -> int:
 
 
 def _chunk_cat(parts: Sequence[Tensor], out: Tensor) -> int:
-    """One kernel, or where it does not cast: one to pad and one to copy each."""
+    """One kernel for each dtype, or where it does not cast: one to pad and one to copy each."""
     casts = {(part.dtype, out.dtype) for part in parts}
     fused = {(out.dtype, out.dtype), (torch.bfloat16, torch.float32)}
-    if len(casts) == 1 and casts <= fused and all(map(_is_dense, parts)):
-        return 1
-    return 2 * len(parts)
+    return len(casts) if casts <= fused and all(map(_is_dense, parts)) else 2 * len(parts)
 
 
 def _is_tensors(arg: Any) -> bool:

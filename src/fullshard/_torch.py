@@ -321,9 +321,11 @@ def chunk_cat(sources: Sequence[Tensor], out: Tensor) -> None:
     """Write to row r of ``out`` (2-D) the r-th of ``len(out)`` chunks of dim 0 of each source.
 
     A chunk has its share of rows, rounded up; where there are fewer, zeros. The sources are
-    contiguous, as a kernel reads them so in any case, and of one dtype.
+    contiguous, as a kernel reads them so in any case.
     """
-    torch._chunk_cat(list(sources), 0, len(out), out=out)
+    is_mixed = len({source.dtype for source in sources}) > 1
+    chunk_cat = torch.ops.fsdp.chunk_cat_mixed_dtype if is_mixed else torch._chunk_cat
+    chunk_cat(list(sources), 0, len(out), out=out)
 
 
 def split_copy(source: Tensor, places: Sequence[Tensor]) -> None:
@@ -331,9 +333,11 @@ def split_copy(source: Tensor, places: Sequence[Tensor]) -> None:
     torch.split_with_sizes_copy(source, [p.shape[1] for p in places], dim=1, out=list(places))
 
 
-def casts_in_chunk_cat(source: torch.dtype, out: torch.dtype) -> bool:
-    """Whether ``chunk_cat`` is one kernel for these."""
-    return source == out or (source, out) == (torch.bfloat16, torch.float32)
+def casts_in_chunk_cat(sources: set[torch.dtype], out: torch.dtype) -> bool:
+    """Whether ``chunk_cat`` is one kernel for each of ``sources``."""
+    if len(sources) > 1 and not hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # new in 2.15
+        return False
+    return sources == {out} or (sources <= {torch.bfloat16, out} and out is torch.float32)
 
 
 # Autograd.

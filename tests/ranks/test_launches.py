@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
@@ -41,7 +42,7 @@ def test_a_layer_takes_no_more_kernels_than_in_fsdp2(
 ) -> None:
     """On 32 ranks half of the ranks have no expert."""
     (found,) = pool.run(1, kernels_of, layer, world, process_group=False, timeout_s=300)
-    assert found[PER_PARAMETER] <= found[FSDP2] == 7
+    assert found[PER_PARAMETER] <= found[FSDP2] <= 7
     assert found[RAGGED] <= found[FSDP2] / (2 if world == 8 else 1)
 
 
@@ -57,6 +58,9 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor, used: int) -> Tensor:
         terms = [(p.float() * (x + i)).sin().sum() for i, p in enumerate(self.params)]
+        scale = self.params[3]  # whose gradient comes in 32 bits, and since PyTorch 2.15 stays so
+        row = (x + torch.arange(13.0)).to(scale.dtype)
+        terms[3] = F.rms_norm(row, (13,), scale).float().cos().sum()
         square = self.params[1].float()
         return torch.stack(terms[:used]).sum() + (square.T @ square).cos().sum()
 

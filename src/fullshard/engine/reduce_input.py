@@ -210,7 +210,7 @@ class ReduceInput:
 
 
 class _ChunkCat:
-    """All of it in one kernel: slots, what is between them, and the flags, slice after slice."""
+    """All of it in a kernel a dtype: slots, what is between them, and flags, slice after slice."""
 
     def __init__(self, layout: Layout, slots: Sequence[Slot], rows: Tensor) -> None:
         self._slots = slots
@@ -229,14 +229,14 @@ class _ChunkCat:
     def fill(
         self, grads: Sequence[Tensor | None], presence: Callable[[torch.dtype], Tensor]
     ) -> bool:
-        """Whether these gradients, of which none is missing, have dtypes that go in one kernel.
+        """Whether these gradients, of which none is missing, have dtypes of one kernel each.
 
-        ``presence`` gives the flags, in the dtype of the gradients.
+        ``presence`` gives the flags, in the dtype of a gradient.
         """
         dtypes = {grad.dtype for grad in grads if grad is not None}
-        dtype = dtypes.pop()
-        if dtypes or not _torch.casts_in_chunk_cat(dtype, self._rows.dtype):
+        if not _torch.casts_in_chunk_cat(dtypes, self._rows.dtype):
             return False
+        dtype = min(dtypes, key=lambda one: one.itemsize)
         constants = self._constants.get(dtype)
         if constants is None:
             constants = self._constants[dtype] = self._between(presence(dtype))
