@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 
-STEPS, MICROBATCHES, BATCH, TIME, DIM = 40, 4, 32, 8, 64
+STEPS, MICROBATCHES, BATCH, TIME, DIM = 30, 2, 32, 8, 64
 
 
 class Sorter(nn.Module):
