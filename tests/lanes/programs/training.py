@@ -9,11 +9,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from fullshard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
 from tests.lanes.programs.base import LAYOUTS, both_layouts, program, steps
@@ -164,6 +170,31 @@ def extensions() -> float:
         return apart(model, plain)
 
     return max(run(), run(reshard_after_forward=False), run(offload_policy=CPUOffloadPolicy()))
+
+
+def extended_alone(num: int, policy: OffloadPolicy) -> float:
+    """A chain of units that have nothing but an extended parameter each."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(4, 4, bias=False).double() for _ in range(num)))
+    model = copy.deepcopy(plain)
+    for layer in model:
+        layer.weight = nn.Parameter(Halves(layer.weight.detach()))
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model)
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for number in range(3):
+            one(batch(number)[:, :4]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return apart(model, plain)
+
+
+@program()
+def extensions_alone() -> float:
+    """Nothing but the joins of extended parameters themselves, the first gather's among them."""
+    policies = (OffloadPolicy(), CPUOffloadPolicy())
+    return max(extended_alone(num, policy) for num in (1, 4) for policy in policies)
 
 
 @program()
