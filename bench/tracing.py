@@ -31,7 +31,7 @@ class MemoryTrace:
 def memory() -> Iterator[MemoryTrace]:
     """Watch the CPU allocator in the block."""
     trace = MemoryTrace()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         yield trace
     events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
     marked_ns = max((e.start_ns() for e in events if e.name() == _MARK), default=0)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +39,16 @@ _SHOWN = 5  # races in an error
 def current_checker() -> Checker:
     """That of the program that runs, for its streams and events."""
     return _current.get()
+
+
+class _Lanes(StreamLanes):
+    """What runs beside a lane runs in the order of its stream, as our wire asks NCCL to."""
+
+    def wire(self, lane: Lane, comm: comm.Collectives) -> comm.Collectives:
+        """See ``StreamLanes.wire``."""
+        if isinstance(comm, TracedWire):
+            comm = replace(comm, in_order=True)
+        return super().wire(lane, comm)
 
 
 class Checker:
@@ -89,7 +100,7 @@ class Checker:
             yield
 
     def _make_lanes(self, device: torch.device) -> Lanes:
-        lanes = StreamLanes(self.accelerator, device)  # type: ignore[arg-type]
+        lanes = _Lanes(self.accelerator, device)  # type: ignore[arg-type]
         self._num_lanes += 1
         suffix = "" if self._num_lanes == 1 else f" {self._num_lanes}"
         for lane in (Lane.GATHER, Lane.REDUCE):

@@ -23,12 +23,13 @@ __all__ = ["TracedWire"]
 class TracedWire(Around):
     """``inner``, as NCCL runs it: on a stream of its own, which waits for the lane that issues.
 
-    The stream is the process group's, so collectives of one group come one after another. If a
-    version of PyTorch runs them on the issuing stream instead, more is ordered, not less.
+    The stream is the process group's, so collectives of one group come one after another. With
+    ``in_order`` they run on the stream that is current instead, and waiting orders nothing.
     """
 
     checker: Checker
     timeline: Timeline
+    in_order: bool = False
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Reads what each rank has, writes what all have."""
@@ -58,7 +59,8 @@ class TracedWire(Around):
             return traced.with_(super().broadcast(values, source))
 
     def _start(self, *, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> _Traced:
-        checker, wire, flight = self.checker, self.timeline, Flight()
+        checker, flight = self.checker, Flight()
+        wire = checker.accelerator.current if self.in_order else self.timeline
         wire.join(checker.accelerator.current.clock)
         on_host = [
             t for t in (*reads, *writes) if t.numel() and checker.booking.block_of(t).on_host
@@ -70,7 +72,8 @@ class TracedWire(Around):
             for tensor in tensors:
                 booked = None if any(tensor is one for one in on_host) else flight
                 checker.booking.touch(tensor, wire, tick, place, writes=is_written, flight=booked)
-        flight.clock = dict(wire.clock)
+        if not self.in_order:
+            flight.clock = dict(wire.clock)
         if on_host:
             checker.trace.host.join(wire.clock)
         return _Traced(checker, flight)

@@ -24,6 +24,7 @@ from fullshard import (
     unshard_params,
 )
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.checkpoint import full_state_dict, load_full_state_dict
 from tests.lanes.checker import current_checker
 from tests.lanes.fake import Stream
 from tests.lanes.programs.base import both_layouts, program, step, steps, units_of
@@ -207,6 +208,20 @@ def flat(strategy: ShardingStrategy, **options: Any) -> float:
     with FSDP.summon_full_params(model):
         ours = [value.detach().clone() for value in model.parameters()]
     return max((a - b).abs().max().item() for a, b in zip(ours, plain.parameters(), strict=True))
+
+
+@program()
+def broadcast_states() -> float:
+    """A state dict that rank 0 has alone."""
+
+    def script(model: Any) -> None:
+        steps(model)
+        if isinstance(model, FSDPModule):
+            whole = full_state_dict(model, rank0_only=False)
+            load_full_state_dict(model, whole, broadcast_from_rank0=True)
+        steps(model)
+
+    return both_layouts(script)
 
 
 @program(world=4)

@@ -79,6 +79,50 @@ def run(*, accumulates: bool = False, **options: Any) -> float:
     return apart(model, plain)
 
 
+class InTurns(nn.Module):
+    """Goes to and fro between two streams, so that backward leaves a unit of one on the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.along = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, stream: Any = None) -> Tensor:
+        y = z = x
+        with other(stream):
+            y = torch.tanh(self.aside[0](y))
+        for aside, along in zip(self.aside[1:], self.along, strict=True):
+            z = torch.tanh(along(z))
+            with other(stream):
+                y = torch.tanh(aside(y))
+        if stream is not None:
+            current_checker().accelerator.current_stream().wait_stream(stream)
+        return self.head(y + z)
+
+
+@program()
+def two_streams_in_turns() -> float:
+    def run(*, syncs: tuple[bool, ...]) -> float:
+        plain = fill(InTurns().double())
+        model: Any = copy.deepcopy(plain)
+        for unit in (*model.aside, *model.along, model):
+            fully_shard(unit)
+        stream = current_checker().accelerator.Stream()
+        for one in (plain, model):
+            optimizer = optimizer_of(one)
+            for number in range(2):
+                for sync in syncs:
+                    if one is model:
+                        model.set_requires_gradient_sync(sync)
+                    one(batch(number), stream if one is model else None).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return apart(model, plain)
+
+    return max(run(syncs=syncs) for syncs in ((True,), (False, True)))
+
+
 @program()
 def two_streams() -> float:
     return max(run(layout=layout) for layout in LAYOUTS)

@@ -197,6 +197,37 @@ def extensions_alone() -> float:
     return max(extended_alone(num, policy) for num in (1, 4) for policy in policies)
 
 
+class Idle(nn.Module):
+    """Of two layers one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x + self.layers[which](x)
+
+
+@program()
+def absent_gradients() -> float:
+    """Added to gradients that are there; which of them other ranks have is asked at the end."""
+    plain = nn.ModuleList(Idle() for _ in range(3)).double()
+    model: Any = copy.deepcopy(plain)
+    for unit in model:
+        fully_shard(unit)
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for number in range(2):
+            for which in (0, 1, 0):
+                x = batch(number)
+                for unit in one:
+                    x = unit(x, which)
+                x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return apart(model, plain)
+
+
 @program()
 def finalized_by_hand() -> float:
     """Reductions that are under way when backward has ended."""
