@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, iter_full_params
@@ -106,3 +107,27 @@ def test_what_is_shown(pool: RankPool, original: bool) -> None:
         ]
         # 6 + 49 + 40 and 42 elements over two ranks
         assert [shape for _, shape in first] == [(48,), (21,), (21,)]
+
+
+def freed_gradients(use_orig_params: bool) -> list[bool]:
+    """Whether ``zero_grad`` frees the memory of gradients, also of those that were lent."""
+    model = FSDP(nn.Linear(256, 256), use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    freed = []
+    for lends in (False, True):
+        model(torch.ones(2, 256)).sum().backward()
+        if lends:
+            with FSDP.summon_full_params(model, with_grads=True):
+                pass
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        memory = {StorageWeakRef(grad.untyped_storage()) for grad in grads}
+        del grads
+        optimizer.step()
+        optimizer.zero_grad()
+        freed.append(all(storage.expired() for storage in memory))
+    return freed
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_zero_grad_frees_gradients(pool: RankPool, use_orig_params: bool) -> None:
+    assert pool.run(2, freed_gradients, use_orig_params) == [[True, True]] * 2

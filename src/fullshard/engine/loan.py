@@ -92,6 +92,8 @@ class Loan:
         if bucket.front is not None:
             bucket.front.tell_gradients()
         spec, own = bucket.spec, [param.grad for param in bucket.sharded_params]
+        if bucket.front is not None:
+            bucket.front.take_gradients()
         present = any_rank(spec, [grad is not None for grad in own])
         if not any(present):
             return [None] * len(own)

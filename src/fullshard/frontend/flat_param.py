@@ -41,6 +41,7 @@ class FlatParameter:
         self.bucket = bucket
         trainable = any(param.requires_grad for param in bucket.sharded_params)
         self.param = nn.Parameter(bucket.shard.data, requires_grad=trainable)
+        self._with_grad: set[int] = set()  # numbers of the pieces that the gradient is of
         self.introduce()
 
     def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> FlatParameter:
@@ -105,15 +106,18 @@ class FlatParameter:
     def tell_gradients(self) -> None:
         """See ``engine.Front``."""
         grad = self.param.grad
-        pieces = [None] * len(self.bucket.sharded_params) if grad is None else self.pieces(grad)
-        for param, piece in zip(self.bucket.sharded_params, pieces, strict=True):
-            if piece is None or param.grad is not None:
-                _torch.set_grad(param, piece)
+        if grad is not None:
+            for number, piece in enumerate(self.pieces(grad)):
+                if number in self._with_grad:
+                    _torch.set_grad(self.bucket.sharded_params[number], piece)
 
     def take_gradients(self) -> None:
-        """See ``engine.Front``."""
+        """See ``engine.Front``. The pieces keep none, or ``zero_grad`` would free nothing."""
         grads = [param.grad for param in self.bucket.sharded_params]
-        if all(grad is None for grad in grads):
+        self._with_grad = {number for number, grad in enumerate(grads) if grad is not None}
+        for param in self.bucket.sharded_params:
+            param.grad = None
+        if not self._with_grad:
             self.param.grad = None
             return
         if self.param.grad is None:
