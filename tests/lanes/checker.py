@@ -50,6 +50,12 @@ class _Lanes(StreamLanes):
             comm = replace(comm, in_order=True)
         return super().wire(lane, comm)
 
+    def _new_stream(self) -> Any:
+        """What runs there tells the allocator nothing."""
+        stream = super()._new_stream()
+        stream.timeline.computes = False
+        return stream
+
 
 class Checker:
     """A trace, and what fills it."""
@@ -105,7 +111,7 @@ class Checker:
         suffix = "" if self._num_lanes == 1 else f" {self._num_lanes}"
         for lane in (Lane.GATHER, Lane.REDUCE):
             timeline = lanes._streams[lane].timeline
-            timeline.name, timeline.computes = lane.value + suffix, False
+            timeline.name = lane.value + suffix
         return lanes
 
     def _wrap(self, inner: comm.Collectives) -> comm.Collectives:

@@ -169,6 +169,8 @@ class Trace:
         self.counts["storages"] += 1
         if not on_host and place is not BEFORE:
             self._reuse(lane, place)
+            # It is free for what comes after all that ``lane`` was told so far.
+            block.accesses.append(Access(0, nbytes, True, lane, lane.clock[lane], place))
         return block
 
     def free(self, block: Block, place: Place) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import (
@@ -89,11 +90,11 @@ def written_while_unsharded() -> float:
 @contextmanager
 def unsharded(model: Any) -> Iterator[list[Tensor]]:
     params = [local_part(param) for param in model.parameters()]
-    handle = model.unshard(async_op=True) if isinstance(model, FSDPModule) else None
-    if handle is not None:
-        handle.wait()
+    if isinstance(model, FSDPModule):
+        model.unshard()
+        assert not isinstance(model.scale, DTensor), "nobody has waited"
     yield params
-    if handle is not None:
+    if isinstance(model, FSDPModule):
         model.reshard()
 
 
