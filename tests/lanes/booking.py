@@ -128,7 +128,7 @@ class Booking(TorchDispatchMode):
         """
         current, host = self._accelerator.current, self._trace.host
         # Single numbers come from anywhere.
-        on_host = {self.block_of(tensor).on_host for tensor, _ in touched if tensor.dim()}
+        on_host = {self.block_of(tensor, current).on_host for tensor, _ in touched if tensor.dim()}
         if True not in on_host:
             return current, False
         if False not in on_host:
@@ -157,14 +157,18 @@ class Booking(TorchDispatchMode):
         """
         if not _has_memory(tensor):
             return
-        block = self.block_of(tensor)
+        block = self.block_of(tensor, lane)
         start = tensor.data_ptr() - block.address
         length = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + (length + 1) * tensor.itemsize
         self._trace.book(block, Access(start, stop, writes, lane, tick, place, flight))
 
-    def block_of(self, tensor: Tensor) -> Block:
-        """The memory that ``tensor`` lies in; what was there before us counts as of compute."""
+    def block_of(self, tensor: Tensor, user: Timeline | None = None) -> Block:
+        """The memory that ``tensor`` lies in; what we saw nobody make is that of its first user.
+
+        Such is what was there before us, and what a backend makes for itself. Without ``user`` it
+        is that of compute.
+        """
         storage = tensor.untyped_storage()
         block = self._trace.block_at(storage.data_ptr())
         if block is None:
@@ -173,7 +177,7 @@ class Booking(TorchDispatchMode):
                     f"a tensor of shape {tuple(tensor.shape)} is used at {here()} while its memory "
                     "is freed"
                 )
-            lane = self._accelerator.default.timeline
+            lane = user or self._accelerator.default.timeline
             block = self._trace.allocate(storage, lane, BEFORE, on_host=False)
         return block
 

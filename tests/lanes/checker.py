@@ -167,7 +167,7 @@ class Checker:
         def tolist(tensor: Tensor) -> Any:
             if type(tensor) is Tensor and tensor.numel() and tensor.device.type == "cpu":
                 lane = self.accelerator.current
-                if self.booking.block_of(tensor).on_host:
+                if self.booking.block_of(tensor, lane).on_host:
                     lane = self.trace.host
                 tick = self.trace.issue(lane)
                 self.booking.touch(tensor, lane, tick, here(), writes=False)

@@ -51,6 +51,7 @@ class ExtendedUnsharded:
             try:
                 self._make()
             except BaseException:
+                self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # which may still be writing to it
                 for part in self._parts:
                     part.free()
                 raise

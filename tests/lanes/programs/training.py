@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -196,6 +196,27 @@ def extensions_alone() -> float:
     """Nothing but the joins of extended parameters themselves, the first gather's among them."""
     policies = (OffloadPolicy(), CPUOffloadPolicy())
     return max(extended_alone(num, policy) for num in (1, 4) for policy in policies)
+
+
+class Refusing(Halves):
+    """Cannot make anything of what was gathered."""
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse."""
+        raise ValueError("refused")
+
+
+@program()
+def an_extension_that_refuses() -> float:
+    """The memory of a gather that nobody has waited for is given back."""
+    for _ in range(2):
+        layer = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+        layer.weight = nn.Parameter(Refusing(layer.weight.detach()))
+        fully_shard(layer)
+        with suppress(ValueError):
+            layer(torch.ones(2, 8, dtype=torch.float64))
+        torch.ones(8, 8).add_(1)
+    return 0.0
 
 
 class Idle(nn.Module):
