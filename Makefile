@@ -49,14 +49,14 @@ clean:
 	@find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version, so that nothing later resolves to another, bigger
-# build of it. Compiled is what is imported, when it first is.
+# build of it.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "fullshard needs Python 3.11 or newer, try make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/pip || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS)
 	@echo "== installing torch==$(TORCH) (the first time takes minutes)"
-	@$(PIP) install --no-compile torch==$(TORCH)
+	@$(PIP) install torch==$(TORCH)
 	@echo "== installing fullshard and its tools"
-	@$(PIP) install --no-compile --constraint $(CONSTRAINTS) --editable '.[plot,dev,hf,frameworks]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,hf,frameworks]'
 	@touch $@

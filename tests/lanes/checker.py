@@ -23,6 +23,7 @@ from torch import Tensor
 from fullshard import comm
 from fullshard.device import Lane, Lanes
 from fullshard.device.streams import StreamLanes
+from fullshard.device.wires import Beside
 from fullshard.engine import executor, offload, shard
 from tests.lanes.booking import Booking, is_plain
 from tests.lanes.clocks import RaceError, Timeline, Trace
@@ -48,7 +49,10 @@ class _Lanes(StreamLanes):
         """See ``StreamLanes.wire``."""
         if isinstance(comm, TracedWire):
             comm = replace(comm, in_order=True)
-        return super().wire(lane, comm)
+        wire = super().wire(lane, comm)
+        if isinstance(wire, Beside):
+            wire.stream.timeline.name = f"wire of {lane.value}"
+        return wire
 
     def _new_stream(self) -> Any:
         """What runs there tells the allocator nothing."""

@@ -265,7 +265,7 @@ def test_joins_are_missed(waiter: Lane, awaited: Lane) -> None:
     with (
         patch.object(StreamLanes, "join", without),
         solo(program.world),
-        pytest.raises(RaceError, match=f"makes .* wait for ({awaited}|wire 1)"),
+        pytest.raises(RaceError, match=f"makes .* wait for (wire of )?{awaited}"),
     ):
         checked(program.run)
 
@@ -278,7 +278,7 @@ def test_programs_have_no_races(name: str) -> None:
     (program,) = (one for one in PROGRAMS if one.name == name)
     with solo(program.world):
         figures = checked(program.run).figures
-    assert figures["lanes"] >= 4 and figures["accesses"] > 1000
+    assert figures["lanes"] >= 4 and figures["accesses"] > 50
 
 
 def test_nothing_is_wrapped_afterwards() -> None:
