@@ -204,23 +204,12 @@ def as_on_a_gpu(launches: Launches | None = None) -> Iterator[None]:
         yield
 
 
-class Norm(nn.Module):
-    """Root mean square, with a gain."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight)
-
-
 class Attention(nn.Module):
     """That of a layer whose batch is one token: what it attends to is its own value."""
 
     def __init__(self, dim: int, kv_dim: int) -> None:
         super().__init__()
-        self.norm = Norm(dim)
+        self.norm = nn.RMSNorm(dim)
         self.q, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(2))
         self.k, self.v = (nn.Linear(dim, kv_dim, bias=False) for _ in range(2))
 
@@ -236,7 +225,7 @@ class Llama(nn.Module):
     def __init__(self, dim: int = 1024, hidden: int = 3584, kv_dim: int = 256) -> None:
         super().__init__()
         self.attention = Attention(dim, kv_dim)
-        self.norm = Norm(dim)
+        self.norm = nn.RMSNorm(dim)
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
 
@@ -252,7 +241,7 @@ class Experts(nn.Module):
     def __init__(self, dim: int = 512, hidden: int = 256, num: int = 64) -> None:
         super().__init__()
         self.attention = Attention(dim, dim)
-        self.norm = Norm(dim)
+        self.norm = nn.RMSNorm(dim)
         self.router = nn.Linear(dim, num, bias=False)
         self.gate_up = nn.Parameter(torch.empty(num, dim, 2 * hidden))
         self.down = nn.Parameter(torch.empty(num, hidden, dim))

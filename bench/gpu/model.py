@@ -41,18 +41,6 @@ def sizes_for(machine: Machine, sizes: Sizes) -> Sizes:
     return sizes if machine.is_real else TINY
 
 
-class Norm(nn.Module):
-    """Root mean square, with a gain."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) to the same."""
-        return F.rms_norm(x, x.shape[-1:], self.weight)
-
-
 class Block(nn.Module):
     """Attention and gated MLP without biases, nine parameters."""
 
@@ -60,7 +48,7 @@ class Block(nn.Module):
         super().__init__()
         dim, hidden = sizes.dim, sizes.hidden
         self.heads = sizes.heads
-        self.norm1, self.norm2 = Norm(dim), Norm(dim)
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
@@ -85,7 +73,7 @@ class Llama(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(sizes.vocab, sizes.dim)
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm = Norm(sizes.dim)
+        self.norm = nn.RMSNorm(sizes.dim)
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:

@@ -139,8 +139,6 @@ if _VERSION < (2, 12):
 # Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their
 # successors; the methods of the group are the same in all versions, and cost less host time. Groups
 # written in Python, such as one whose ranks are threads, have those of their own version alone.
-
-
 #
 # A backend with streams has one of its own for each group, of the default priority, and its work
 # there is waited for; ``in_order`` asks it to take the stream that is current. Then nothing is left

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "OddModel", "Tied", "Weighs", "fill", "full_parameters", "ids", "noise"]
+__all__ = [
+    "GPT",
+    "Experts",
+    "OddModel",
+    "Tied",
+    "Weighs",
+    "fill",
+    "full_parameters",
+    "ids",
+    "noise",
+]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -137,6 +147,17 @@ class Weighs(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight * x).sum()
+
+
+class Experts(nn.Module):
+    """Two linear layers, one of which is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x + self.experts[which](x)
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:

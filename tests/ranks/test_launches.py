@@ -20,7 +20,7 @@ from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
 from bench.launches import CONTENDERS, as_on_a_gpu, counted
 from fullshard.device.streams import CpuLanes
 from fullshard.tensors import local_part
-from tests.ranks.models import fill
+from tests.ranks.models import Experts, fill
 from tests.ranks.pool import RankPool, every_world
 
 
@@ -121,17 +121,6 @@ def reads() -> Iterator[list[int]]:
 
     with mock.patch.object(CpuLanes, "read", read):
         yield seen
-
-
-class Experts(nn.Module):
-    """Two linear layers a unit, of which one may be idle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return x + self.experts[which](x)
 
 
 class Chain(nn.Module):

@@ -12,7 +12,9 @@ one's forward. That it has left one shows there, as a rule, and else at
     backward_leave   a pre-hook on the node that made an input of the use, where no unit did
 
 which alone would not do: it comes late where an input is shared by many units (cross-attention),
-and never where inputs are leaves, whose gradients may come before others of the unit.
+and never where inputs are leaves, whose gradients may come before others of the unit. A use that
+made no node of an output, because it hands an input on, has a hook on that tensor instead, by which
+the end of the task is told.
 """
 
 from __future__ import annotations

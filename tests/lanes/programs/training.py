@@ -24,6 +24,7 @@ from fullshard import (
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 from fullshard.tensors import local_part
 from tests.lanes.programs.base import LAYOUTS, both_layouts, program, steps
+from tests.ranks.models import Experts
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard
 from tests.ranks.test_extensions import Halves, wrapped
 
@@ -209,7 +210,7 @@ class Refusing(Halves):
 @program()
 def an_extension_that_refuses() -> float:
     """The memory of a gather that nobody has waited for is given back."""
-    for _ in range(2):
+    for _ in range(40):
         layer = nn.Linear(8, 8, bias=False, dtype=torch.float64)
         layer.weight = nn.Parameter(Refusing(layer.weight.detach()))
         fully_shard(layer)
@@ -219,21 +220,10 @@ def an_extension_that_refuses() -> float:
     return 0.0
 
 
-class Idle(nn.Module):
-    """Of two layers one is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return x + self.layers[which](x)
-
-
 @program()
 def absent_gradients() -> float:
     """Added to gradients that are there; which of them other ranks have is asked at the end."""
-    plain = nn.ModuleList(Idle() for _ in range(3)).double()
+    plain = nn.ModuleList(Experts() for _ in range(3)).double()
     model: Any = copy.deepcopy(plain)
     for unit in model:
         fully_shard(unit)
