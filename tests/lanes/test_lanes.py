@@ -10,9 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+import fullshard
 from fullshard import _torch, comm
+from fullshard.comm import Pending
 from fullshard.device import Buffer, Kind, Lane, StorageMeter, host_tensor
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import offload
@@ -21,7 +23,9 @@ from tests.lanes.checker import Checker
 from tests.lanes.clocks import RaceError
 from tests.lanes.fake import Stream
 from tests.lanes.programs import PROGRAMS
+from tests.lanes.programs.base import LAYOUTS
 from tests.lanes.solo import Echo, solo
+from tests.lanes.wire import TracedWire
 
 
 @contextmanager
@@ -279,6 +283,49 @@ def test_programs_have_no_races(name: str) -> None:
     with solo(program.world):
         figures = checked(program.run).figures
     assert figures["lanes"] >= 4 and figures["accesses"] > 1000
+
+
+class Block(nn.Linear):
+    """Tells how far the stream that computes has got when it has computed."""
+
+    def __init__(self, checker: Checker) -> None:
+        super().__init__(4, 4)
+        self.ends: list[int] = []
+        self._compute = checker.accelerator.current
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).relu()
+        self.ends.append(self._compute.clock[self._compute])
+        return x
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_gathers_do_not_wait_for_the_unit_before(
+    layout: fullshard.PerParameter | fullshard.Ragged,
+) -> None:
+    """Whether its place was learned, as in the second forward, or not."""
+    checker = Checker()
+    compute = checker.accelerator.current
+    known: list[int] = []  # of each gather: how far compute must have got before it begins
+
+    def all_gather(wire: TracedWire, *tensors: Any) -> Pending:
+        known.append(checker.accelerator.current.clock.get(compute, 0))
+        return original(wire, *tensors)
+
+    original = TracedWire.all_gather
+    with checker.attached(), solo(2), patch.object(TracedWire, "all_gather", all_gather):
+        blocks = [Block(checker) for _ in range(4)]
+        model = nn.Sequential(*blocks)
+        for block in blocks:
+            fullshard.fully_shard(block, layout=layout)
+        fullshard.fully_shard(model, layout=layout)
+        for number in range(2):
+            known.clear()
+            model(torch.ones(2, 4))
+            assert len(known) == len(blocks)
+            for block, gather_knows in zip(blocks[:-1], known[1:], strict=True):
+                assert gather_knows < block.ends[number]
+    checker.check()
 
 
 def test_nothing_is_wrapped_afterwards() -> None:

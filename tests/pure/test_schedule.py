@@ -117,6 +117,28 @@ def test_the_next_unit_is_gathered_before_this_one_computes() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("num_units", [None, 0, 1, 2])
+def test_in_an_unknown_order_a_unit_is_freed_once_the_next_gather_has_begun(
+    num_units: int | None,
+) -> None:
+    """If both are within the budget; and all of them when the root is left."""
+    walk = Walk(3, nbytes=100)
+    if num_units is not None:
+        walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=num_units * 100)))
+    walk.forward()
+    freed_early = num_units in (0, 1)
+    enters = ["reshard 0", "unshard 1", "wait 1"] if freed_early else [
+        "unshard 1", "reshard 0", "wait 1"
+    ]  # fmt: skip
+    assert walk.take() == [
+        "fence", "unshard 3", "wait 3",
+        "unshard 0", "wait 0", "conceal 0",
+        *enters, "conceal 1",
+        *(action.translate({ord("0"): "1", ord("1"): "2"}) for action in enters), "conceal 2",
+        "reshard 2",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
@@ -498,8 +520,7 @@ def test_members_share_a_use_until_all_have_run() -> None:
     assert 1 in walk.unsharded
     walk.say(when.ForwardEnter(1, member=0))
     assert walk.machine.current_use == first
-    walk.say(when.ForwardExit(1, member=0))
-    assert 1 not in walk.unsharded
+    assert [str(action) for action in walk.say(when.ForwardExit(1, member=0))] == ["conceal 1"]
 
 
 @given(

@@ -68,7 +68,7 @@ class Walk:
             assert was in ("unsharded", "concealed", "secondary")
             self._gathered[unit] = "sharded"
         elif op is Op.RESHARD_TO_SECONDARY:
-            assert was == "unsharded"
+            assert was in ("unsharded", "concealed")
             self._gathered[unit] = "secondary"
         else:
             self._check_reduction(op, unit)

@@ -20,7 +20,7 @@ class Op(enum.StrEnum):
     WAIT = "wait"
     """Make the unsharded parameters usable and show them in the modules."""
     CONCEAL = "conceal"
-    """Show the sharded parameters; a graph still reads the unsharded storage."""
+    """Show the sharded parameters, but keep the unsharded storage."""
     RESHARD = "reshard"
     """Show the sharded parameters and free the unsharded storage."""
     RESHARD_TO_SECONDARY = "reshard_to_secondary"

@@ -68,6 +68,11 @@ class Prefetcher:
         """The pass starts again."""
         self._order.rewind()
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether nothing says what comes next, neither an order nor the user."""
+        return not self._order.units and not self._guesses
+
     def met(
         self,
         unit: int,

@@ -12,6 +12,9 @@ Actions = list[Action]
 # To look up a member of an enum takes longer than what is done with it.
 _SHARDED, _SECONDARY, _GATHERING, _UNSHARDED, _CONCEALED = Residency
 
+# Holds of units that modules do not show.
+_UNSEEN = Hold.HIDDEN | Hold.LATE
+
 
 class Residents:
     """All units with their residencies; every method appends what it asks for to ``out``.
@@ -25,6 +28,7 @@ class Residents:
         self.generation = 0
         self.root: UnitState | None = None
         self.hidden: set[int] = set()
+        self._late: tuple[UnitState, bool] | None = None  # the unit, and whether to secondary
         self._held_nbytes = 0
 
     def held_nbytes(self) -> int:
@@ -38,6 +42,7 @@ class Residents:
         state.holds &= ~Hold.GUESS
         if state.residency <= _SECONDARY:
             self.gather(state, out)
+            self.end_late(out)
         if state.residency is not _UNSHARDED:
             self.wait(state, out)
 
@@ -83,7 +88,7 @@ class Residents:
 
     def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
         """Reshard the unit if nothing holds it; let only an unseen backward read it."""
-        if not state.residency or state.holds & ~Hold.HIDDEN:
+        if not state.residency or state.holds & ~_UNSEEN:
             return
         if state.residency is _SECONDARY:
             if not to_secondary:
@@ -99,6 +104,31 @@ class Residents:
         self._held_nbytes -= state.nbytes
         state.move(_SECONDARY if to_secondary else _SHARDED)
         out.append(state.do.reshard_to_secondary if to_secondary else state.do.reshard)
+
+    def put_off(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
+        """Free the unit, which is to be settled, only once the next gather has begun.
+
+        What is freed waits for the unit's computation, and so do the gathers after it: where none
+        was issued ahead, the next one would overlap with nothing.
+        """
+        if self._late is not None and self._late[0] is not state:
+            self.end_late(out)
+        state.holds |= Hold.LATE
+        self._late = state, to_secondary
+
+    def make_room(self, state: UnitState, budget: int | None, out: Actions) -> None:
+        """Free what was put off if ``state`` would not fit beside it."""
+        if self._late is None or budget is None or state.is_held:
+            return
+        if self.held_nbytes() + state.nbytes > budget:
+            self.end_late(out)
+
+    def end_late(self, out: Actions) -> None:
+        """Free what was put off."""
+        if self._late is not None:
+            (state, to_secondary), self._late = self._late, None
+            state.holds &= ~Hold.LATE
+            self.settle(state, out, to_secondary=to_secondary)
 
     def _drop_secondary(self, state: UnitState, out: Actions) -> None:
         state.move(_SHARDED)

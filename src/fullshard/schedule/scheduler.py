@@ -32,7 +32,7 @@ __all__ = ["Scheduler"]
 
 # What the end of a unit's backward makes superfluous, whatever the policy.
 _BACKWARD_DONE = Hold.BACKWARD | Hold.RECOMPUTE | Hold.USER
-_NOT_IN_USE = Hold.KEEP | Hold.USER | Hold.GUESS
+_NOT_IN_USE = Hold.KEEP | Hold.USER | Hold.GUESS | Hold.LATE
 
 # To look up a member of an enum takes longer than what is done with it.
 _NOTHING, _READS, _BACKWARD, _HIDDEN = Follows
@@ -131,6 +131,7 @@ class Scheduler:
             self._num_uses += 1
         self._stack.append((event.unit, state.use))
         state.holds |= Hold.FORWARD
+        self.residents.make_room(state, self.policy.prefetch_budget, out)
         self.residents.need(state, out)
         if self._iteration and outside and entered:
             self._iteration.entered.append(event.unit)
@@ -182,6 +183,8 @@ class Scheduler:
         state.holds &= ~Hold.FORWARD
         returns = outside and event.follows >= _BACKWARD and not event.failed
         to_secondary = returns and state.policy.after_forward is AfterForward.SECONDARY
+        if outside and self._ahead.is_blind:
+            self.residents.put_off(state, out, to_secondary=to_secondary)
         self.residents.settle(state, out, to_secondary=to_secondary)
 
     def _keeps(self, state: UnitState) -> bool:
@@ -196,6 +199,7 @@ class Scheduler:
         for state in used:
             self._close_use(state, event, out)  # of a unit with a member that never ran
         self._ahead.give_up(out)
+        self.residents.end_late(out)
         self._iteration = None
         if event.failed or event.follows < _BACKWARD:
             # Left unsharded, optimizers and checkpoints would meet parameters they do not know.
@@ -427,6 +431,7 @@ class Scheduler:
         self._ahead.give_up(out)
         self._back.give_up(out)
         self.reductions.finish(out)
+        self.residents.end_late(out)
         self.residents.hidden.clear()
         for state in self.residents.units.values():
             state.use = None

@@ -33,7 +33,8 @@ class Residency(enum.IntEnum):
     UNSHARDED = 3
     """In memory, shown by the modules."""
     CONCEALED = 4
-    """In memory for a backward that may come; the modules show the sharded parameters."""
+    """In memory, for a backward that may come or to be freed late; the modules show the sharded
+    parameters."""
 
 
 _GATHERING = Residency.GATHERING
@@ -51,6 +52,7 @@ MOVES = frozenset(
         (Residency.CONCEALED, Residency.UNSHARDED),
         (Residency.CONCEALED, Residency.GATHERING),
         (Residency.CONCEALED, Residency.SHARDED),
+        (Residency.CONCEALED, Residency.SECONDARY),
     }
 )
 """The only moves; an all-gather that was started is always waited for, a wrong guess too."""
@@ -78,6 +80,8 @@ class Hold:
     """``unshard()``."""
     GUESS = 1 << 6
     """Prefetched."""
+    LATE = 1 << 7
+    """Left, but freed only once the next gather has begun, see ``Residents.put_off``."""
 
 
 IN_USE = Hold.FORWARD | Hold.BACKWARD | Hold.RECOMPUTE
