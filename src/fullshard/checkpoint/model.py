@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.source import Key, Source
-from fullshard.checkpoint.tree import Entry, Tree, shown_sharded
+from fullshard.checkpoint.tree import Row, Tree, full, sharded
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.sharded import taken_as_it_is
@@ -43,18 +43,8 @@ def full_state_dict(
         ProtocolError: inside of a forward or backward, while parameters are lent, or on ``meta``.
     """
     tree = Tree(module, "full_state_dict")
-    is_given = not rank0_only or tree.is_first
-    state: dict[str, Any] = {}
-    seen: dict[int, Any] = {}  # tied ones are one tensor here, too
-    for entry in tree.entries():
-        key = id(entry.value)
-        if key not in seen:
-            full = tree.full(entry.value, entry.held, first_only=rank0_only, copies=copies)
-            on_cpu = cpu and is_given and isinstance(full, Tensor)
-            seen[key] = full.cpu() if on_cpu else full if is_given else None
-        if is_given:
-            state[entry.name] = seen[key]
-    return state
+    rows = full(tree, list(tree.rows()), rank0_only=rank0_only, cpu=cpu, copies=copies)
+    return {row.name: value for row, value in rows}
 
 
 def sharded_state_dict(
@@ -81,10 +71,8 @@ def sharded_state_dict(
     tree = Tree(module, "sharded_state_dict")
     mesh = tree.mesh if whole_mesh else None
     with torch.no_grad():
-        return {
-            entry.name: shown_sharded(entry.value, mesh, plain_shards=plain_shards)
-            for entry in tree.entries()
-        }
+        rows = sharded(tree.rows(), mesh, plain_shards=plain_shards)
+        return {row.name: value for row, value in rows}
 
 
 def load_full_state_dict(
@@ -130,44 +118,44 @@ def _load(
     module: nn.Module, state: Mapping[str, Any], what: str, *, send: bool, strict: bool
 ) -> None:
     tree = Tree(module, what)
-    entries = list(tree.entries())
+    rows = list(tree.rows())
     values: dict[Key, Any] = {clean_name(name): value for name, value in (state or {}).items()}
     source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
-    _check(what, entries, source, strict=strict)
+    _check(what, rows, source, strict=strict)
     by_torch: dict[str, Any] = {}
-    for entry in entries:
-        if entry.name not in source.announced:
+    for row in rows:
+        if row.name not in source.announced:
             continue
-        value = source.get(entry.name)
-        if isinstance(entry.value, DTensor):
-            local_part(entry.value).copy_(taken_by(entry.value, value))
+        value = source.get(row.name)
+        if isinstance(row.value, DTensor):
+            local_part(row.value).copy_(taken_by(row.value, value))
         else:
             is_spread = isinstance(value, DTensor)
-            by_torch[entry.own_name] = value.full_tensor() if is_spread else value
+            by_torch[row.own_name] = value.full_tensor() if is_spread else value
     # Buffers, parameters that no unit owns and extra state, with whatever their modules do to them.
     with taken_as_it_is():
         nn.Module.load_state_dict(module, by_torch, strict=False)
     tree.rewritten()
 
 
-def _check(what: str, entries: Sequence[Entry], source: Source, *, strict: bool) -> None:
+def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> None:
     """Refuse what does not fit, as the unsharded model would."""
     problems = []
-    names = {entry.name for entry in entries}
+    names = {row.name for row in rows}
     # Of tied ones one name is enough.
-    given = {id(entry.value) for entry in entries if entry.name in source.announced}
-    missing = [entry.name for entry in entries if id(entry.value) not in given]
+    given = {id(row.value) for row in rows if row.name in source.announced}
+    missing = [row.name for row in rows if id(row.value) not in given]
     unexpected = [str(key) for key in source.announced if key not in names]
     if strict and missing:
         problems.append(f"missing: {_some(missing)}")
     if strict and unexpected:
         problems.append(f"unexpected: {_some(unexpected)}")
-    for entry in entries:
-        if entry.name in source.announced and isinstance(entry.value, Tensor):
-            shape = source.shape_of(entry.name)
-            if shape != entry.value.shape:
+    for row in rows:
+        if row.name in source.announced and isinstance(row.value, Tensor):
+            shape = source.shape_of(row.name)
+            if shape != row.value.shape:
                 got = "no tensor" if shape is None else tuple(shape)
-                problems.append(f"{entry.name}: got {got}, expected {tuple(entry.value.shape)}")
+                problems.append(f"{row.name}: got {got}, expected {tuple(row.value.shape)}")
     if problems:
         raise _Mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))
 

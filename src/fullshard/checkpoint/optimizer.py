@@ -10,7 +10,7 @@ parameter does; anything else, such as a step count, is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.agreement import check_alike
-from fullshard.checkpoint.pieces import ByParameters, by_parameters
 from fullshard.checkpoint.source import Key, Source
-from fullshard.checkpoint.tree import Tree, shown_sharded
+from fullshard.checkpoint.stepped import Kept, StateDict, Stepped
+from fullshard.checkpoint.tree import Row, Tree, full, sharded
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import clean_name
-from fullshard.optim.groups import options_of
+from fullshard.optim.groups import Groups, numbered, options_of
 from fullshard.optim.states import is_cut, one_for_many
-from fullshard.optim.trial import singles_of
 from fullshard.tensors import shown_like, taken_by
 
 __all__ = [
+    "full_optim_state",
     "full_optim_state_dict",
     "load_full_optim_state_dict",
-    "load_optim_state",
     "load_sharded_optim_state_dict",
+    "optim_state_to_load",
+    "sharded_optim_state",
     "sharded_optim_state_dict",
 ]
 
@@ -53,17 +54,20 @@ def full_optim_state_dict(
         ConfigError: the optimizer has a parameter that is not in ``module``.
         ProtocolError: as for ``full_state_dict``.
     """
-    what = "full_optim_state_dict"
-    tree = Tree(module, what)
-    is_given = not rank0_only or tree.is_first
-    stepped = by_parameters(optimizer, tree)
+    tree = Tree(module, "full_optim_state_dict")
+    return full_optim_state(tree, optimizer, optimizer.state_dict(), rank0_only=rank0_only, cpu=cpu)
 
-    def full(value: Any) -> Any:
-        whole = tree.full(value, first_only=rank0_only)
-        return whole.cpu() if cpu and is_given and isinstance(whole, Tensor) else whole
 
-    state = _by_name(tree, stepped, full, gathered_by=what, is_given=is_given)
-    return state if is_given else {}
+def full_optim_state(
+    tree: Tree, optimizer: Optimizer, saved: StateDict, *, rank0_only: bool, cpu: bool
+) -> dict[str, Any]:
+    """Do what ``full_optim_state_dict`` does, of ``saved`` as the optimizer's own state dict."""
+    stepped = Stepped(tree, optimizer)
+    state = stepped.by_name(saved)
+    _check_alike("full_optim_state_dict", tree, state)
+    values = full(tree, list(_rows(state)), rank0_only=rank0_only, cpu=cpu)
+    named = _named(stepped, saved, state, values)
+    return named if not rank0_only or tree.is_first else {}
 
 
 def sharded_optim_state_dict(
@@ -90,79 +94,48 @@ def sharded_optim_state_dict(
     tree = Tree(module, "sharded_optim_state_dict")
     if template:
         _make_state(optimizer)
-    stepped = by_parameters(optimizer, tree)
+    saved = optimizer.state_dict()
+    return sharded_optim_state(
+        tree, optimizer, saved, plain_shards=plain_shards, whole_mesh=whole_mesh
+    )
+
+
+def sharded_optim_state(
+    tree: Tree, optimizer: Optimizer, saved: StateDict, *, plain_shards: bool, whole_mesh: bool
+) -> dict[str, Any]:
+    """Do what ``sharded_optim_state_dict`` does, of ``saved`` as the optimizer's own state dict."""
+    stepped = Stepped(tree, optimizer)
+    state = stepped.by_name(saved)
+    if plain_shards:
+        _check_alike("sharded_optim_state_dict", tree, state)
     mesh = tree.mesh if whole_mesh else None
     with torch.no_grad():
-        return _by_name(
-            tree,
-            stepped,
-            lambda value: _own_count(shown_sharded(value, mesh, plain_shards=plain_shards)),
-            gathered_by="sharded_optim_state_dict" if plain_shards else None,
-            is_given=True,
-        )
+        values = sharded(_rows(state), mesh, plain_shards=plain_shards)
+        return _named(stepped, saved, state, values)
 
 
-def _own_count(value: Any) -> Any:
-    """A step count that does not go on counting."""
-    is_count = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == 0
-    return value.clone() if is_count else value
+def _rows(state: Mapping[str, Kept]) -> Iterator[Row]:
+    for name, kept in state.items():
+        for key, value in kept.items():
+            yield Row(name, value, key=key)
 
 
-def _by_name(
-    tree: Tree,
-    optimizer: Optimizer | ByParameters,
-    show: Callable[[Any], Any],
-    *,
-    gathered_by: str | None,
-    is_given: bool,
+def _check_alike(what: str, tree: Tree, state: Mapping[str, Kept]) -> None:
+    """Make sure that all ranks have the same to gather."""
+    spread = [(r.name, r.key) for r in _rows(state) if isinstance(r.value, DTensor)]
+    check_alike(what, tree, spread)
+
+
+def _named(
+    stepped: Stepped, saved: StateDict, state: Mapping[str, Kept], values: Iterable[tuple[Row, Any]]
 ) -> dict[str, Any]:
-    """The optimizer's own state dict with names for numbers; ``show`` turns values.
-
-    It goes by the order of the model: optimizers of different ranks may have others. If ``show``
-    gathers, for ``gathered_by``, ranks make sure first that all have the same to gather.
-    """
-    names = _names(tree, optimizer)
-    own = optimizer.state_dict()
-    state: dict[str, dict[str, Any]] = {}
-    place = {name: i for i, (name, _) in enumerate(tree.named())}
-    numbers = sorted(own["state"], key=lambda number: place[names[number]])
-    if gathered_by is not None:
-        spread = (
-            (names[number], key)
-            for number in numbers
-            for key, value in own["state"][number].items()
-            if isinstance(value, DTensor)
-        )
-        check_alike(gathered_by, tree, spread)
-    for number in numbers:
-        shown = {key: show(value) for key, value in own["state"][number].items()}
-        if is_given:
-            state[names[number]] = shown
-    groups = [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in own["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def _names(tree: Tree, optimizer: Optimizer | ByParameters) -> list[str]:
-    """The name of each parameter of the optimizer, in its order."""
-    name_of = {id(param): name for name, param in tree.named()}
-    names: list[str] = []
-    for param in _params(optimizer):
-        name = name_of.get(id(param))
-        if name is None:
-            raise ConfigError(
-                f"{type(optimizer).__name__}: its parameter number {len(names)}, of shape "
-                f"{tuple(param.shape)}, is not in the {type(tree.module).__name__}; pass the "
-                "model that the optimizer steps, and build the optimizer after fully_shard"
-            )
-        names.append(name)
-    return names
-
-
-def _params(optimizer: Optimizer | ByParameters) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    """Return a state dict by names, of ``state`` with ``values``."""
+    found: dict[str, Kept] = {name: {} for name in state}
+    for row, value in values:
+        is_count = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.dim()
+        # A step count must not go on counting.
+        found[row.name][row.key] = value.clone() if is_count else value
+    return {"state": found, "param_groups": stepped.named_groups(saved)}
 
 
 def load_full_optim_state_dict(
@@ -188,7 +161,7 @@ def load_full_optim_state_dict(
         ProtocolError: as for ``full_state_dict``.
     """
     what = "load_full_optim_state_dict"
-    load_optim_state(module, optimizer, state, what, send=broadcast_from_rank0, strict=strict)
+    _load(module, optimizer, state, what, send=broadcast_from_rank0, strict=strict)
 
 
 def load_sharded_optim_state_dict(
@@ -200,13 +173,20 @@ def load_sharded_optim_state_dict(
         ConfigError, ProtocolError: as for ``load_full_optim_state_dict``.
     """
     what = "load_sharded_optim_state_dict"
-    load_optim_state(module, optimizer, state, what, spread=True, strict=strict)
+    _load(module, optimizer, state, what, spread=True, strict=strict)
 
 
 @torch.no_grad()
-def load_optim_state(
+def _load(
+    module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], what: str, **how: bool
+) -> None:
+    optimizer.load_state_dict(optim_state_to_load(module, optimizer, state, what, **how))
+
+
+@torch.no_grad()
+def optim_state_to_load(
     module: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Groups,
     state: Mapping[str, Any],
     what: str,
     *,
@@ -214,35 +194,33 @@ def load_optim_state(
     spread: bool = False,
     strict: bool,
     all_params: bool = True,
-) -> None:
-    """Load ``state``; see ``load_full_optim_state_dict``.
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes; see ``load_full_optim_state_dict``.
 
     Args:
-        send: only the first rank has it.
+        optimizer: its groups are enough where nobody knows it.
+        send: only the first rank has ``state``.
         spread: it holds DTensors.
         all_params: False leaves parameters that are in no group of ``state`` out of the groups.
     """
     tree = Tree(module, what)
-    stepped = by_parameters(optimizer, tree)
-    names = _names(tree, stepped)
+    stepped = Stepped(tree, optimizer)
+    params = stepped.shown
     values: dict[Key, Any] = dict(_flat(state or {}))
     source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
-    groups: list[dict[str, Any]] = source.get("param_groups")
-    loaded = _Loaded(what, tree, source, groups)
+    loaded = _Loaded(what, tree, source, source.get("param_groups"))
     if strict:
-        loaded.check(names)
-    own_groups = _numbered_groups(stepped, names, loaded, all_params=all_params)
-    numbers = dict(zip(names, range(len(names)), strict=True))
-    params = _params(stepped)
-    needed = list(loaded.needed(names, params))
+        loaded.check(params)
+    groups = _groups_to_load(stepped, loaded, all_params=all_params)
+    needed = list(loaded.needed(params))
     for (name, key), param in needed:
         loaded.check_shape(name, key, param)
     if send or spread:
         check_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
-    singles = singles_of(optimizer) | one_for_many(
+    singles = stepped.singles | one_for_many(
         (param.shape, key[1], source.shape_of(key)) for key, param in needed
     )
-    own_state: dict[int, dict[str, Any]] = {}
+    own: dict[str, dict[str, Any]] = {}
     for (name, key), param in needed:
         value, shape = source.get((name, key)), source.shape_of((name, key))
         is_dtensor = loaded.is_dtensor((name, key))
@@ -251,27 +229,19 @@ def load_optim_state(
             value = shown_like(param, part.to(param.device))
         elif isinstance(value, Tensor):
             value = value.clone()  # optimizers count steps in place
-        own_state.setdefault(numbers[loaded.own_name[name]], {})[key] = value
-    stepped.load_state_dict({"state": own_state, "param_groups": own_groups})
+        own.setdefault(loaded.own_name[name], {})[key] = value
+    return {"state": stepped.to_load(own), "param_groups": groups}
 
 
-def _numbered_groups(
-    optimizer: Optimizer | ByParameters,
-    names: Sequence[str],
-    loaded: _Loaded,
-    *,
-    all_params: bool,
-) -> list[dict[str, Any]]:
+def _groups_to_load(stepped: Stepped, loaded: _Loaded, *, all_params: bool) -> list[dict[str, Any]]:
     """The optimizer's groups as its own state dict has them, with the options that are loaded."""
     groups: list[dict[str, Any]] = []
-    first = 0
     of_empty = loaded.options_of_empty()
-    for group in optimizer.param_groups:
-        end = first + len(group["params"])
-        options = next(of_empty, {}) if end == first else loaded.options(names[first:end])
-        params = [i for i in range(first, end) if all_params or names[i] in loaded.grouped]
+    for group, names_of in stepped.by_group():
+        names = [name for names in names_of.values() for name in names]
+        options = loaded.options(names) if names else next(of_empty, {})
+        params = [n for n in names_of if all_params or not loaded.grouped.isdisjoint(names_of[n])]
         groups.append({**group, **options, "params": params})
-        first = end
     return groups
 
 
@@ -297,14 +267,13 @@ class _Loaded:
         self._source = source
         self._groups = groups
         first_name = {id(param): name for name, param in tree.named()}
-        own = tree.entries()
-        self.own_name = {entry.name: first_name.get(id(entry.value), entry.name) for entry in own}
+        self.own_name = {row.name: first_name.get(id(row.value), row.name) for row in tree.rows()}
         self.grouped = {self._own(name) for group in groups for name in group["params"]}
 
     def _own(self, name: str) -> str:
         return self.own_name.get(name, name)
 
-    def check(self, names: list[str]) -> None:
+    def check(self, names: Iterable[str]) -> None:
         """Refuse what one side lacks."""
         missing = [name for name in names if name not in self.grouped]
         unknown = sorted({str(k[0]) for k in self._keys() if k[0] not in self.own_name})
@@ -334,14 +303,11 @@ class _Loaded:
         """Yield those of the groups without parameters, in their order."""
         return (options_of(group) for group in self._groups if not group["params"])
 
-    def needed(
-        self, names: list[str], params: list[Tensor]
-    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    def needed(self, params: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """What is to be loaded, in the order of the model; of tied names the last counts."""
-        param_of = dict(zip(names, params, strict=True))
         place = {name: i for i, name in enumerate(self.own_name)}
         for key in sorted(self._keys(), key=lambda key: place.get(key[0], -1)):
-            param = param_of.get(self._own(key[0]))
+            param = params.get(self._own(key[0]))
             if param is not None:
                 yield key, param
 
@@ -366,7 +332,7 @@ class _Loaded:
 
 def _make_state(optimizer: Optimizer) -> None:
     """Step on the trainable parameters without state, changing none."""
-    params = _params(optimizer)
+    params = [param for _, param in numbered(optimizer.param_groups)]
     fresh = {id(one) for one in params if one.requires_grad and not optimizer.state.get(one)}
     if not fresh:
         return

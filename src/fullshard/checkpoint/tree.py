@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +25,23 @@ from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
 from fullshard.tensors import on_larger_mesh, plainly_sharded
 
-__all__ = ["Entry", "Tree", "shown_sharded"]
+__all__ = ["Row", "Tree", "full", "sharded"]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One line of a state dict."""
+class Row(NamedTuple):
+    """One value of a state dict, of a model or of an optimizer."""
 
     name: str
-    """Without what wrappers add."""
-    own_name: str
-    """As ``module.state_dict()`` has it."""
+    """Of the parameter or buffer, without what wrappers add."""
     value: Any
-    """The parameter or buffer itself, or whatever else a module saves."""
-    held: Held | None
+    """The parameter or buffer itself, what an optimizer keeps, or whatever else a module saves;
+    a DTensor, if ranks hold parts of it."""
+    held: Held | None = None
     """Where a unit keeps it, if one does."""
+    own_name: str = ""
+    """As ``module.state_dict()`` has it."""
+    key: str = ""
+    """What an optimizer calls it."""
 
 
 class Tree:
@@ -56,8 +57,8 @@ class Tree:
         self._held = {id(held.param): held for held in held_params(self.units).values()}
         self._shown: dict[Held, Tensor] = {}
 
-    def entries(self) -> Iterator[Entry]:
-        """All lines, in the order of the unsharded model's state dict."""
+    def rows(self) -> Iterator[Row]:
+        """Yield all values, in the order of the unsharded model's state dict."""
         own = state_dict_as_it_is(self.module, self.units)
         names = {clean_name(name) for name in own}
         if len(names) < len(own):
@@ -68,7 +69,7 @@ class Tree:
         for name, value in own.items():
             held = self._held.get(id(value))
             shown = value if held is None else self.shown(held)
-            yield Entry(clean_name(name), name, shown, held)
+            yield Row(clean_name(name), shown, held, own_name=name)
 
     def shown(self, held: Held) -> Tensor:
         """A sharded parameter as a DTensor, always the same one."""
@@ -84,20 +85,6 @@ class Tree:
     def all_held(self) -> Iterable[Held]:
         """The parameters that units keep."""
         return self._held.values()
-
-    def full(
-        self, value: Any, held: Held | None = None, *, first_only: bool, copies: bool = True
-    ) -> Any:
-        """``value`` whole, or None where it is not wanted; collective.
-
-        It is in memory of its own, but for what is whole already, without ``copies``.
-        """
-        if not isinstance(value, Tensor):
-            return value
-        if held is not None:
-            return full_held(held, rank0_only=first_only)
-        full = full_value(value)
-        return full.clone() if copies and not isinstance(value, DTensor) else full
 
     @property
     def is_first(self) -> bool:
@@ -127,11 +114,47 @@ def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:
     return mesh.size(), mesh.ndim, ranks == sorted(ranks)
 
 
-def shown_sharded(value: Any, mesh: DeviceMesh | None, *, plain_shards: bool) -> Any:
-    """``value`` as sharded state dicts have it; with a ``mesh`` on all of it if it can be."""
-    if not isinstance(value, DTensor):
-        return value.detach() if isinstance(value, Tensor) else value
-    shown: Any = value.detach()
-    if plain_shards:
-        return plainly_sharded(shown, mesh)
-    return shown if mesh is None else on_larger_mesh(shown, mesh)
+def full(
+    tree: Tree, rows: Sequence[Row], *, rank0_only: bool, cpu: bool, copies: bool = True
+) -> Iterator[tuple[Row, Any]]:
+    """Yield each row and its value whole, gathered one at a time; collective.
+
+    With ``rank0_only`` nothing is yielded on other ranks than the first, which gather all the
+    same. Tied parameters are one tensor here, too. What is whole already is copied, unless it is
+    wanted without ``copies``.
+    """
+    is_given = not rank0_only or tree.is_first
+    seen: dict[int, Any] = {}
+    for row in rows:
+        number = id(row.value)
+        if row.key or number not in seen:
+            whole = row.value
+            if row.held is not None:
+                whole = full_held(row.held, rank0_only=rank0_only)
+            elif isinstance(whole, Tensor):
+                whole = full_value(row.value)
+                if copies and not isinstance(row.value, DTensor):
+                    whole = whole.clone()
+            on_cpu = cpu and is_given and isinstance(whole, Tensor)
+            seen[number] = whole.cpu() if on_cpu else whole if is_given else None
+        if is_given:
+            yield row, seen[number]
+
+
+def sharded(
+    rows: Iterable[Row], mesh: DeviceMesh | None, *, plain_shards: bool
+) -> Iterator[tuple[Row, Any]]:
+    """Yield each row and its value as sharded state dicts have it, around the live memory.
+
+    Args:
+        rows: of a model or an optimizer.
+        mesh: what values should lie on where that takes no communication; None: their own.
+        plain_shards: gather what is placed with other than ``Shard`` and ``Replicate``.
+    """
+    for row in rows:
+        value = row.value.detach() if isinstance(row.value, Tensor) else row.value
+        if isinstance(value, DTensor) and plain_shards:
+            value = plainly_sharded(value, mesh)
+        elif isinstance(value, DTensor) and mesh is not None:
+            value = on_larger_mesh(value, mesh)
+        yield row, value

@@ -7,21 +7,21 @@ had before them is expressed by them.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint import (
-    full_optim_state_dict,
-    load_full_optim_state_dict,
-    load_sharded_optim_state_dict,
-    sharded_optim_state_dict,
+from fullshard.checkpoint import full_optim_state_dict, sharded_optim_state_dict
+from fullshard.checkpoint.optimizer import (
+    full_optim_state,
+    optim_state_to_load,
+    sharded_optim_state,
 )
-from fullshard.checkpoint.optimizer import load_optim_state
+from fullshard.checkpoint.tree import Tree
 from fullshard.errors import AssertedConfigError, ConfigError
 from fullshard.flat.options import (
     FullOptimStateDictConfig,
@@ -30,6 +30,7 @@ from fullshard.flat.options import (
 )
 from fullshard.flat.state import settings_of
 from fullshard.frontend.contexts import clean_name
+from fullshard.optim.groups import Groups, numbered
 
 __all__ = ["OptimStateDicts"]
 
@@ -59,16 +60,16 @@ class OptimStateDicts:
             ConfigError: ``optim`` has a parameter that is not in ``model``.
         """
         settings = settings_of(model)
-        saved = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        source = _Saved(model, optim, saved)
         config: Any = settings.optim_state_dict_config
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        tree, saved = Tree(model, "optim_state_dict"), _numbered(model, optim, given)
         if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            made = sharded_optim_state_dict(model, source, plain_shards=True, whole_mesh=True)
+            made = sharded_optim_state(tree, optim, saved, plain_shards=True, whole_mesh=True)
         else:
-            made = full_optim_state_dict(
-                model, source, rank0_only=config.rank0_only, cpu=config.offload_to_cpu
+            made = full_optim_state(
+                tree, optim, saved, rank0_only=config.rank0_only, cpu=config.offload_to_cpu
             )
-        if "param_groups" not in saved:
+        if "param_groups" not in given:
             made.pop("param_groups", None)
         return made
 
@@ -103,14 +104,11 @@ class OptimStateDicts:
                 'optim_state_dict_to_load: got a dictionary without "state"; expected what '
                 "optim_state_dict returns"
             )
-        loading = _Loading(optim)
-        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            load_sharded_optim_state_dict(model, loading, optim_state_dict, strict=False)
-        else:
-            load_full_optim_state_dict(
-                model, loading, optim_state_dict, broadcast_from_rank0=rank0_only, strict=False
-            )
-        loaded = loading.loaded
+        spread = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+        what = "optim_state_dict_to_load"
+        loaded = optim_state_to_load(
+            model, optim, optim_state_dict, what, send=rank0_only, spread=spread, strict=False
+        )
         if is_named_optimizer:
             loaded = _by_names(loaded, _names(model, optim, are_clean=False))
         if load_directly:
@@ -149,15 +147,15 @@ class OptimStateDicts:
 
         Groups hold the parameters that it has; programs add the others with state of their own.
         """
-        given = _given(model, optim, optim_input)
-        return _loaded_as_before(model, given, full_optim_state_dict)
+        given = _groups(model, optim, optim_input)
+        return _to_load(model, given, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
     ) -> StateDict:
         """``optim_state_dict_to_load`` of a sharded one; see ``shard_full_optim_state_dict``."""
-        return _loaded_as_before(model, optim, sharded_optim_state_dict, spread=True)
+        return _to_load(model, optim, sharded_optim_state_dict, spread=True)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -168,8 +166,8 @@ class OptimStateDicts:
         group: Any = None,
     ) -> StateDict:
         """``optim_state_dict_to_load`` of rank 0's; see ``shard_full_optim_state_dict``."""
-        given = _given(model, optim, optim_input)
-        return _loaded_as_before(model, given, full_optim_state_dict or {}, send=True)
+        given = _groups(model, optim, optim_input)
+        return _to_load(model, given, full_optim_state_dict or {}, send=True)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -201,7 +199,7 @@ class OptimStateDicts:
             raise ConfigError(f"Invalid parameter keys: {keys[:8]}; expected names or numbers")
         if not keys or are_names is (kind == "PARAM_NAME"):
             return optim_state_dict
-        names = _names(model, _given(model, optim, optim_input))
+        names = _names(model, _groups(model, optim, optim_input))
         if not are_names:
             return _by_names(optim_state_dict, names)
         rekeyed = _rekeyed(optim_state_dict, {name: i for i, name in enumerate(names)})
@@ -210,13 +208,20 @@ class OptimStateDicts:
         return rekeyed
 
 
-def _names(model: nn.Module, optim: Optimizer, *, are_clean: bool = True) -> list[str]:
+def _names(model: nn.Module, optim: Optimizer | Groups, *, are_clean: bool = True) -> list[str]:
     """Names of parameters as ``optim`` numbers them; if not clean, with those of wrappers."""
+    groups = optim if isinstance(optim, Sequence) else optim.param_groups
     name_of = {
         id(param): clean_name(name) if are_clean else name
         for name, param in model.named_parameters()
     }
-    return [name_of[id(p)] for group in optim.param_groups for p in group["params"]]
+    return [name_of[id(param)] for _, param in numbered(groups)]
+
+
+# Groups hold what those of the state dict hold, as PyTorch's older functions have it.
+_to_load = partial(
+    optim_state_to_load, what="the optimizer's state dict", strict=False, all_params=False
+)
 
 
 def _by_names(state: Mapping[str, Any], names: list[str]) -> StateDict:
@@ -242,27 +247,15 @@ def _rekeyed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> StateDict:
     return rekeyed
 
 
-def _loaded_as_before(
-    model: nn.Module,
-    optim: Optimizer,
-    state: StateDict,
-    *,
-    send: bool = False,
-    spread: bool = False,
-) -> StateDict:
-    """Return what PyTorch's older functions return: groups hold what groups of ``state`` hold."""
-    loading = _Loading(optim)
-    what = "load_sharded_optim_state_dict" if spread else "load_full_optim_state_dict"
-    load_optim_state(
-        model, loading, state, what, send=send, spread=spread, strict=False, all_params=False
-    )
-    return loading.loaded
-
-
-def _given(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Optimizer:
-    """The optimizer, or one that has what ``optim_input`` says, or else all parameters."""
+def _groups(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Optimizer | Groups:
+    """The optimizer, or the groups that ``optim_input`` says, or else one of all parameters."""
     _warn_of_input(optim_input)
-    return _Stepping(model, optim_input) if optim is None else optim
+    if optim is not None:
+        return optim
+    given = list(model.parameters() if optim_input is None else optim_input)
+    are_groups = bool(given) and isinstance(given[0], dict)
+    groups = given if are_groups else [{"params": given}]
+    return [{**group, "params": list(group["params"])} for group in groups]
 
 
 def _warn_of_input(optim_input: Any) -> None:
@@ -275,59 +268,17 @@ def _warn_of_input(optim_input: Any) -> None:
         )
 
 
-class _Stepping(Optimizer):
-    """Stands for the optimizer of these parameters or groups, where nobody has given it."""
-
-    def __init__(self, model: nn.Module, optim_input: Any) -> None:
-        given = list(model.parameters() if optim_input is None else optim_input)
-        are_groups = bool(given) and isinstance(given[0], dict)
-        groups = given if are_groups else [{"params": given}]
-        self.param_groups = [{**group, "params": list(group["params"])} for group in groups]
-        self.state = defaultdict(dict)
-
-
-class _StandsFor(Optimizer):
-    """Has the parameters and options of an optimizer, in whose place state dicts see it."""
-
-    def __init__(self, optim: Optimizer) -> None:
-        self.param_groups = optim.param_groups
-        self.state = optim.state
-        self.defaults = getattr(optim, "defaults", {})
-        self._optimizer_class = getattr(optim, "_optimizer_class", type(optim))
-
-
-class _Saved(_StandsFor):
-    """An optimizer whose state dict is one that the user has, with numbers and groups."""
-
-    def __init__(self, model: nn.Module, optim: Optimizer, saved: StateDict) -> None:
-        super().__init__(optim)
-        if all(isinstance(key, int) for key in saved["state"]):
-            state = saved["state"]
-        else:
-            number_of = {name: number for number, name in enumerate(_names(model, optim))}
-            state = {number_of[clean_name(key)]: kept for key, kept in saved["state"].items()}
-        self._saved = {"state": state, "param_groups": self._groups(saved)}
-
-    def _groups(self, saved: StateDict) -> list[dict[str, Any]]:
-        """Those that are saved, or else as the optimizer has them, with numbers."""
-        options = saved.get("param_groups", self.param_groups)
-        groups, first = [], 0
-        for own, kept in zip(self.param_groups, options, strict=True):
-            end = first + len(own["params"])
-            groups.append({**kept, "params": list(range(first, end))})
-            first = end
-        return groups
-
-    def state_dict(self) -> StateDict:
-        return self._saved
-
-
-class _Loading(_StandsFor):
-    """Takes what would be loaded into an optimizer."""
-
-    def __init__(self, optim: Optimizer) -> None:
-        super().__init__(optim)
-        self.loaded: StateDict = {}
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        self.loaded = state_dict
+def _numbered(model: nn.Module, optim: Optimizer, saved: StateDict) -> StateDict:
+    """Return ``saved``, by numbers or names, as ``optim`` numbers parameters, with its groups."""
+    state: dict[Any, Any] = saved["state"]
+    if not all(isinstance(key, int) for key in state):
+        number_of = {name: number for number, name in enumerate(_names(model, optim))}
+        state = {number_of[clean_name(key)]: kept for key, kept in state.items()}
+    groups, first = [], 0
+    for own, kept in zip(
+        optim.param_groups, saved.get("param_groups", optim.param_groups), strict=True
+    ):
+        end = first + len(own["params"])
+        groups.append({**kept, "params": list(range(first, end))})
+        first = end
+    return {"state": state, "param_groups": groups}

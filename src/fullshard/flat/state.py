@@ -183,9 +183,9 @@ class StateDicts(nn.Module):
             return  # it has no parameters itself, and what is inside finds its own
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         by_name = {clean_name(name): value for name, value in given.items()}
-        entries = list(Tree(self, "load_state_dict").entries())
-        names = {entry.name for entry in entries}
-        missing_keys += [prefix + e.name for e in entries if e.name not in by_name]
+        rows = list(Tree(self, "load_state_dict").rows())
+        names = {row.name for row in rows}
+        missing_keys += [prefix + row.name for row in rows if row.name not in by_name]
         unexpected_keys += [prefix + name for name in given if clean_name(name) not in names]
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT:
             load_full_state_dict(self, given, strict=False)
@@ -195,9 +195,9 @@ class StateDicts(nn.Module):
             wrapper._loads_itself = wrapper is not self
         with taken_as_it_is():
             have = nn.Module.state_dict(self, keep_vars=True)
-        for entry in entries:
-            if not isinstance(entry.value, torch.Tensor) and entry.name in by_name:
-                have[entry.own_name] = by_name[entry.name]
+        for row in rows:
+            if not isinstance(row.value, torch.Tensor) and row.name in by_name:
+                have[row.own_name] = by_name[row.name]
         state_dict.update({prefix + name: value for name, value in have.items()})
 
 

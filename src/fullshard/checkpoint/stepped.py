@@ -1,0 +1,193 @@
+"""What an optimizer steps, as the parameters of the model that it holds.
+
+As a rule that is the same. Under ``FullyShardedDataParallel`` an optimizer steps plain pieces of
+parameters, or one flat parameter for each unit, whose state is cut here and joined again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.tree import Tree
+from fullshard.errors import ConfigError
+from fullshard.frontend.places import Held
+from fullshard.optim.groups import Groups, numbered
+from fullshard.optim.states import is_cut_tensor, one_for_many
+from fullshard.optim.trial import singles_of
+from fullshard.tensors import local_part
+
+__all__ = ["Kept", "StateDict", "Stepped"]
+
+Kept = dict[str, Any]  # what an optimizer keeps for a parameter
+StateDict = Mapping[str, Any]  # an optimizer's own, in which parameters are numbers
+
+
+class _Part(NamedTuple):
+    """A parameter that is all, or a slice, of what the optimizer steps."""
+
+    name: str
+    shown: Tensor
+    held: Held | None = None  # None: the optimizer steps ``shown`` itself
+    offset: int = 0  # in a flat parameter
+
+    def show(self, value: Any) -> Any:
+        """Return its state, cut out of state with an element for each the optimizer steps."""
+        return value if self.held is None else self.held.as_dtensor(self._slice(value))
+
+    def put(self, value: Any, whole: Tensor) -> None:
+        """Copy its state to where it belongs in ``whole``."""
+        self._slice(whole).copy_(local_part(value).reshape(self._local.shape))
+
+    def _slice(self, value: Tensor) -> Tensor:
+        return value.view(-1)[self.offset :][: self._local.numel()].view(self._local.shape)
+
+    @property
+    def _local(self) -> Tensor:
+        return self.shown if self.held is None else self.held.param
+
+
+class Stepped:
+    """The parameters of an optimizer, each with those of the model that it holds.
+
+    Args:
+        tree: the model.
+        optimizer: its groups are enough where nobody knows it.
+
+    Raises:
+        ConfigError: the optimizer has a parameter that is not in the model.
+    """
+
+    def __init__(self, tree: Tree, optimizer: Optimizer | Groups) -> None:
+        if isinstance(optimizer, Sequence):
+            self.groups, self.singles, label = optimizer, frozenset({"step"}), "the optimizer"
+        else:
+            self.groups, self.singles = optimizer.param_groups, singles_of(optimizer)
+            label = type(optimizer).__name__
+        self._params = [param for _, param in numbered(self.groups)]
+        self._parts = _parts_of(tree, self._params, label)
+        self._order = {name: at for at, (name, _) in enumerate(tree.named())}
+
+    @property
+    def shown(self) -> dict[str, Tensor]:
+        """The model's parameters by name, in the order in which the optimizer has them."""
+        return {part.name: part.shown for parts in self._parts for part in parts}
+
+    def by_group(self) -> Iterator[tuple[dict[str, Any], dict[int, list[str]]]]:
+        """Yield each group, with the names of what each of its parameters holds, by its number."""
+        first = 0
+        for group in self.groups:
+            end = first + len(group["params"])
+            yield group, {number: self._names_of(number) for number in range(first, end)}
+            first = end
+
+    def _names_of(self, number: int) -> list[str]:
+        return [part.name for part in self._parts[number]]
+
+    def by_name(self, saved: StateDict) -> dict[str, Kept]:
+        """Return the state of ``saved`` by the model's parameters, in their order there.
+
+        Optimizers of different ranks may have other orders, where state is gathered.
+        """
+        state: Mapping[int, Kept] = saved["state"]
+        singles = self.singles | one_for_many(
+            (self._params[number].shape, key, value.shape)
+            for number, kept in state.items()
+            for key, value in kept.items()
+            if isinstance(value, Tensor)
+        )
+        found: dict[str, Kept] = {}
+        for number, kept in state.items():
+            param = self._params[number]
+            cut = {key for key in kept if is_cut_tensor(param, key, kept[key], singles)}
+            for part in self._parts[number]:
+                found[part.name] = {
+                    key: part.show(value) if key in cut else value for key, value in kept.items()
+                }
+        return {name: found[name] for name in sorted(found, key=self._order.__getitem__)}
+
+    def named_groups(self, saved: StateDict) -> list[dict[str, Any]]:
+        """Return the groups of ``saved`` with names for numbers."""
+        return [
+            {
+                **group,
+                "params": [one for number in group["params"] for one in self._names_of(number)],
+            }
+            for group in saved["param_groups"]
+        ]
+
+    def to_load(self, state: Mapping[str, Kept]) -> dict[int, Kept]:
+        """Return ``state``, by names, as the optimizer loads it; what ``by_name`` cuts is joined.
+
+        Raises:
+            ConfigError: parameters in one flat parameter have different state.
+        """
+        own = {}
+        for number, parts in enumerate(self._parts):
+            kept = [state.get(part.name) for part in parts]
+            if any(one is not None for one in kept):
+                own[number] = _joined(self._params[number], parts, kept)
+        return own
+
+
+def _parts_of(tree: Tree, params: Sequence[Tensor], label: str) -> list[list[_Part]]:
+    """Return what each of ``params`` holds."""
+    found = {id(shown): [_Part(name, shown)] for name, shown in tree.named()}
+    for held in tree.all_held():
+        shown, front = tree.shown(held), held.bucket.front
+        for part in found.get(id(shown), ()):
+            if front is not None:
+                offset = held.bucket.spec.pieces[held.number].offset
+                in_front = part._replace(held=held, offset=offset)
+                found.setdefault(id(front.param), []).append(in_front)
+            elif shown is not held.param:
+                found[id(held.param)] = [part._replace(held=held)]
+    for number, param in enumerate(params):
+        if id(param) not in found:
+            raise ConfigError(
+                f"{label}: its parameter number {number}, of shape {tuple(param.shape)}, is not in "
+                f"the {type(tree.module).__name__}; pass the model that the optimizer steps, and "
+                "build the optimizer after fully_shard"
+            )
+    return [found[id(param)] for param in params]
+
+
+def _joined(param: Tensor, parts: list[_Part], kept: list[Kept | None]) -> Kept:
+    """Return the state of ``param`` from that of its parts; zeros for a part that has none."""
+    if parts[0].held is None and kept[0] is not None:
+        return kept[0]  # it is its only part
+    keys = list(dict.fromkeys(key for one in kept if one is not None for key in one))
+    joined: Kept = {}
+    for key in keys:
+        values = [None if one is None else one.get(key) for one in kept]
+        like = next((value for value in values if value is not None), None)
+        if not isinstance(like, DTensor):
+            joined[key] = _same(key, parts, values)
+            continue
+        joined[key] = whole = torch.zeros_like(param, dtype=like.dtype)
+        for part, value in zip(parts, values, strict=True):
+            if value is not None:
+                part.put(value, whole)
+    return joined
+
+
+def _same(key: str, parts: list[_Part], values: list[Any]) -> Any:
+    first = values[0]
+    others = [value for value in values if value is not first]
+    if any(value is None or not _is_equal(value, first) for value in others):
+        raise ConfigError(
+            f"optimizer state {key!r} differs between {', '.join(part.name for part in parts)}, or "
+            "some have none; one flat parameter holds them. Use use_orig_params=True"
+        )
+    return first
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
