@@ -9,8 +9,6 @@ from fullshard.checkpoint.tree import Tree
 from fullshard.comm import all_same, broadcast_object_from_first
 from fullshard.errors import ConfigError
 
-__all__ = ["check_alike"]
-
 
 def check_alike(what: str, tree: Tree, keys: Iterable[tuple[str, str]]) -> None:
     """Make sure that this is what all ranks are about to gather or to receive, in this order.

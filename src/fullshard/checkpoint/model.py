@@ -16,13 +16,6 @@ from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.sharded import taken_as_it_is
 from fullshard.tensors import local_part, taken_by
 
-__all__ = [
-    "full_state_dict",
-    "load_full_state_dict",
-    "load_sharded_state_dict",
-    "sharded_state_dict",
-]
-
 
 def full_state_dict(
     module: nn.Module, *, rank0_only: bool = True, cpu: bool = True, copies: bool = True

@@ -28,16 +28,6 @@ from fullshard.optim.groups import Groups, numbered, options_of
 from fullshard.optim.states import is_cut, one_for_many
 from fullshard.tensors import shown_like, taken_by
 
-__all__ = [
-    "full_optim_state",
-    "full_optim_state_dict",
-    "load_full_optim_state_dict",
-    "load_sharded_optim_state_dict",
-    "optim_state_to_load",
-    "sharded_optim_state",
-    "sharded_optim_state_dict",
-]
-
 
 def full_optim_state_dict(
     module: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True

@@ -8,8 +8,6 @@ from typing import Any
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["LoadPlanner"]
-
 
 class LoadPlanner(DefaultLoadPlanner):
     """A planner for ``torch.distributed.checkpoint.load`` that knows untouched parameters.

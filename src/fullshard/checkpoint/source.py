@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm import broadcast_from_first, broadcast_object_from_first
 from fullshard.errors import ConfigError
 
-__all__ = ["Key", "Source"]
-
 Key = str | tuple[str, str]
 """A name of the model's state dict, or the name of a parameter and what the optimizer keeps."""
 

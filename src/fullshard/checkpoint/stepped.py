@@ -22,8 +22,6 @@ from fullshard.optim.states import is_cut_tensor, one_for_many
 from fullshard.optim.trial import singles_of
 from fullshard.tensors import local_part
 
-__all__ = ["Kept", "StateDict", "Stepped"]
-
 Kept = dict[str, Any]  # what an optimizer keeps for a parameter
 StateDict = Mapping[str, Any]  # an optimizer's own, in which parameters are numbers
 

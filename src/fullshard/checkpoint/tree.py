@@ -25,8 +25,6 @@ from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
 from fullshard.tensors import on_larger_mesh, plainly_sharded
 
-__all__ = ["Row", "Tree", "full", "sharded"]
-
 
 class Row(NamedTuple):
     """One value of a state dict, of a model or of an optimizer."""

@@ -20,8 +20,6 @@ from fullshard.comm.protocol import Label, Pending, as_real
 from fullshard.comm.shared import Shared
 from fullshard.errors import ProtocolError
 
-__all__ = ["C10d", "Transport"]
-
 
 class Transport(enum.Enum):
     """How the bytes of gathers and means travel; broadcasts are the backend's."""

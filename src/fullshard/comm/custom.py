@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fullshard.comm.protocol import Around, Pending, Together
 
-__all__ = ["AllGather", "Comm", "Custom", "ReduceScatter"]
-
 
 class Comm(ABC):
     """A collective of the user's own; PyTorch's interface, so objects written for that do."""

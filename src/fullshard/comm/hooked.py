@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fullshard.comm.protocol import Around, Done, Pending
 
-__all__ = ["HookedCopies", "HookedShards", "Settled"]
-
 
 @dataclass(frozen=True)
 class HookedShards(Around):

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from fullshard import _torch
 from fullshard.errors import ProtocolError
 
-__all__ = ["Compared"]
-
 _DIGEST_NBYTES = 16
 _SAID_NBYTES = 256  # digest and text; what is longer is cut, and differs by the digest
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fullshard.comm.protocol import Pending
 
-__all__ = ["Divided", "begun", "put_mean"]
-
 
 def begun(values: Tensor, world: int, *, averages: bool) -> tuple[dist.ReduceOp.RedOpType, float]:
     """How a backend is to reduce ``values``, and what the result is to be divided by then.

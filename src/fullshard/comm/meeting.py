@@ -30,8 +30,6 @@ from fullshard import _torch
 from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.neighbours import Neighbour
 
-__all__ = ["Meeting", "meet"]
-
 SWITCH = "FULLSHARD_SHARED_MEMORY"
 """Environment variable; 0 on any rank: gloo carries everything."""
 

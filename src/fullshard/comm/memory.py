@@ -9,8 +9,6 @@ import weakref
 import torch
 from torch import Tensor
 
-__all__ = ["LentMemory", "Memory"]
-
 _ALIGNMENT = 64
 
 

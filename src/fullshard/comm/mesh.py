@@ -19,28 +19,6 @@ from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import Alone, Collectives, Together
 from fullshard.errors import ConfigError
 
-__all__ = [
-    "Wire",
-    "all_reduce",
-    "all_same",
-    "broadcast_from_first",
-    "broadcast_object_from_first",
-    "broadcast_pieces",
-    "broadcast_together",
-    "choose_wire",
-    "collectives_of",
-    "collectives_of_part",
-    "collectives_of_twin",
-    "default_mesh",
-    "device_types_of",
-    "gather_uneven",
-    "mesh_of_dim",
-    "mesh_of_group",
-    "mesh_of_groups",
-    "mesh_of_nodes",
-    "wrapped",
-]
-
 _BROADCAST_NBYTES = 256 << 20  # about; what is joined takes that much memory
 
 Wire = Callable[[dist.ProcessGroup, str], Collectives]

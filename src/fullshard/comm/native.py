@@ -12,8 +12,6 @@ from fullshard.comm.labels import Compared
 from fullshard.comm.means import Divided, begun
 from fullshard.comm.protocol import Done, Pending
 
-__all__ = ["Native"]
-
 
 class Native:
     """The backend's own collectives of one process group."""

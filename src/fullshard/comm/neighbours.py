@@ -18,8 +18,6 @@ from torch import Tensor
 from fullshard.comm.memory import LentMemory
 from fullshard.errors import LostRankError
 
-__all__ = ["Neighbour", "Notice", "wait_for"]
-
 _READ_NBYTES = 1 << 16
 _FAREWELL_S = 30.0
 """How long a rank that leaves waits for who reads nothing of what it has still to tell."""

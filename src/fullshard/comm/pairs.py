@@ -14,8 +14,6 @@ from fullshard.comm.labels import Compared
 from fullshard.comm.means import Divided, put_mean
 from fullshard.comm.protocol import Done, Pending, Together, put
 
-__all__ = ["Pairs"]
-
 _SMALL_NBYTES = 1 << 20
 
 # Tags tell our sends apart from the user's, and the gathers and reductions in flight from each

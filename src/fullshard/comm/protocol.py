@@ -10,18 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "Alone",
-    "Around",
-    "Collectives",
-    "Done",
-    "Label",
-    "Pending",
-    "Together",
-    "as_real",
-    "put",
-]
-
 
 class Pending(Protocol):
     """A collective that was started.

@@ -13,8 +13,6 @@ from fullshard.comm.c10d import C10d, Transport
 from fullshard.comm.means import begun
 from fullshard.comm.protocol import Pending, Together, as_real
 
-__all__ = ["Public"]
-
 _AVERAGED = (torch.float32, torch.bfloat16)
 """Dtypes of which every backend knows a mean, and whose sums do not overflow."""
 

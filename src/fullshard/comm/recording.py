@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fullshard.comm.protocol import Around, Pending
 
-__all__ = ["CollectiveCall", "Recording"]
-
 
 class CollectiveCall(NamedTuple):
     """One collective, with the elements that this rank contributes."""

@@ -24,8 +24,6 @@ from fullshard.comm.neighbours import Neighbour, Notice, wait_for
 from fullshard.comm.protocol import Pending, put
 from fullshard.errors import LostRankError, ProtocolError
 
-__all__ = ["Shared"]
-
 
 class Shared:
     """The exchanges of one process group whose ranks share a host."""

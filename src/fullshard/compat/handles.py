@@ -20,14 +20,6 @@ from fullshard.frontend import FSDPModule
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 
-__all__ = [
-    "CustomPolicy",
-    "flat_state_of",
-    "get_cls_to_fsdp_cls",
-    "policy_for_param",
-    "state_of",
-]
-
 
 def state_of(module: nn.Module) -> State | None:
     """``fully_shard.state(module)``; None if that was not sharded."""

@@ -18,8 +18,6 @@ from fullshard.frontend import (
 )
 from fullshard.optim import ShardedGradScaler
 
-__all__ = ["OURS", "is_ours", "keeps_torchs"]
-
 _FSDP1 = {name: getattr(flat, name) for name in flat.__all__}
 _NOT_IN_API = ("FullyShardedDataParallel", "OptimStateKeyType")
 

@@ -17,8 +17,6 @@ from fullshard.compat.names import OURS, is_ours, keeps_torchs
 from fullshard.engine import MixedPrecisionPolicy
 from fullshard.frontend import fully_shard
 
-__all__ = ["Patch", "patch_torch"]
-
 Namespace = dict[str, Any]
 """The names of a module."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["host_tensor"]
-
 
 def host_tensor(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """A 1-D tensor on the CPU; pinned, a device copies from and to it while the host goes on."""

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["Buffer", "Kind", "StorageMeter"]
-
 
 class Kind(enum.StrEnum):
     """What a buffer is for; see the note in ``engine/bucket.py``."""

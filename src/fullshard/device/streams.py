@@ -30,8 +30,6 @@ from torch import Tensor
 from fullshard.comm import Collectives, Pending
 from fullshard.device.wires import Beside
 
-__all__ = ["CpuLanes", "Lane", "Lanes", "Mark", "StreamLanes", "make_lanes"]
-
 
 class Lane(enum.StrEnum):
     """A stream of work."""

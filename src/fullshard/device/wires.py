@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fullshard.comm import Around, Pending
 
-__all__ = ["Beside"]
-
 
 @dataclass(frozen=True)
 class Beside(Around):

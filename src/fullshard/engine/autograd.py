@@ -37,8 +37,6 @@ from fullshard.errors import ProtocolError
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
-__all__ = ["Backward", "Use"]
-
 log = logging.getLogger("fullshard")
 
 

@@ -58,8 +58,6 @@ from fullshard.engine.unshard import Unsharded
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
 
-__all__ = ["Bucket"]
-
 
 class Bucket:
     """One layout, one shard, one unsharded buffer. See [Note: the tensors of a bucket]."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fullshard import _torch
 
-__all__ = ["MOST_DENSE", "copy_all"]
-
 MOST_DENSE = 64
 """Tensors that every build of PyTorch copies in one kernel; later ones take more."""
 

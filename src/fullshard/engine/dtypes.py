@@ -14,8 +14,6 @@ from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ConfigError
 from fullshard.tensors import ParallelSpec
 
-__all__ = ["GradDtypes"]
-
 
 @dataclass(frozen=True)
 class GradDtypes:

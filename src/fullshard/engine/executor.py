@@ -34,8 +34,6 @@ from fullshard.schedule import (
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 
-__all__ = ["Engine"]
-
 log = logging.getLogger("fullshard")
 
 # An optimizer that steps makes unsharded copies stale, whichever engine's they are: version

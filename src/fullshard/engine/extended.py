@@ -25,8 +25,6 @@ from fullshard.tensors import (
     releases_outputs,
 )
 
-__all__ = ["AnyUnsharded", "ExtendedUnsharded", "check_extendable"]
-
 
 class ExtendedUnsharded:
     """Whole parameters of which some decide themselves what travels, and what comes out.

@@ -24,18 +24,6 @@ from fullshard.engine.spec import BucketSpec
 from fullshard.engine.views import gather_plan, places_of_copies, written_in_place
 from fullshard.layout import plan_param_gather
 
-__all__ = [
-    "any_rank",
-    "cut_first",
-    "differing",
-    "flags_of_first",
-    "gather_full",
-    "gather_full_param",
-    "is_first",
-    "is_first_copy",
-    "share_first",
-]
-
 
 def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Tensor]:
     """All parameters of a bucket, whole, in one batch of collectives of the ranks of ``comm``.

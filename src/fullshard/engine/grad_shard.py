@@ -13,8 +13,6 @@ from fullshard.engine.reduce_input import Reduced
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import announce_flat
 
-__all__ = ["GradShard"]
-
 # The mean size up to which gradients are kept from step to step.
 _KEPT_NBYTES = 16 << 10
 

@@ -27,8 +27,6 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, FullshardError, ProtocolError
 from fullshard.tensors import local_gradients, local_part
 
-__all__ = ["Loan", "Terms"]
-
 
 @dataclass(frozen=True)
 class Terms:

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from fullshard.device import Lanes, Mark, host_tensor
 
-__all__ = ["Offload", "Outbound", "bring_home"]
-
 
 @dataclass(frozen=True)
 class Offload:

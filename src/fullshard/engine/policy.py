@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from fullshard.errors import ConfigError
 
-__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "ReducePolicy"]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

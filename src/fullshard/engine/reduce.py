@@ -24,8 +24,6 @@ from fullshard.tensors import local_gradients, plain
 if TYPE_CHECKING:
     from fullshard.engine.bucket import Bucket
 
-__all__ = ["Front", "Gradients", "Partial", "Waiting", "settle"]
-
 _MOST_SETS = 16  # of parameters to reduce, for which a layout is kept
 
 

@@ -16,8 +16,6 @@ from fullshard.engine.spec import BucketSpec
 from fullshard.errors import ProtocolError
 from fullshard.layout import Layout, Slot, StridedCopy, in_rows, plan_slots, round_up, subset
 
-__all__ = ["ReduceInput", "Reduced", "num_flags"]
-
 
 def num_flags(num_params: int) -> int:
     """Elements behind each rank's slice that say which of ``num_params`` have a gradient."""

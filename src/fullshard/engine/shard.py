@@ -13,8 +13,6 @@ from fullshard.errors import ProtocolError
 from fullshard.layout import Segment
 from fullshard.tensors import carry_attributes, local_part, plain
 
-__all__ = ["FlatShard", "SeparateShards", "Shards", "carry_put_on", "cut_into", "cut_shards"]
-
 
 class Shards(Protocol):
     """This rank's pieces of some parameters, all of one device and dtype."""

@@ -16,8 +16,6 @@ from fullshard.engine.offload import Offload
 from fullshard.layout import Layout, Segment
 from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_flat
 
-__all__ = ["BucketSpec", "Piece"]
-
 
 class Piece(NamedTuple):
     """Where this rank's piece of a parameter lies in its shard, and its shape."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fullshard.engine.executor import Engine
     from fullshard.engine.loan import Loan
 
-__all__ = ["Registration", "Unit"]
-
 
 class Registration(Protocol):
     """The places where a unit's parameters stand in modules; the engine knows no module."""

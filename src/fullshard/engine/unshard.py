@@ -18,8 +18,6 @@ from fullshard.engine.views import gather_plan, places_of_copies, written_in_pla
 from fullshard.layout import GatherPlan, StridedCopy, even_from, round_up
 from fullshard.tensors import local_part
 
-__all__ = ["Unsharded"]
-
 _ADDRESS = Tensor.data_ptr
 
 

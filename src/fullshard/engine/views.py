@@ -8,8 +8,6 @@ from torch import Tensor
 
 from fullshard.layout import GatherPlan, Layout, StridedCopy, plan_gather
 
-__all__ = ["gather_plan", "places_of_copies", "written_in_place"]
-
 _DIRECT_NBYTES = 512 << 10
 """Pieces of a parameter from this size on are gathered in place, where the layout allows it.
 

@@ -14,8 +14,6 @@ from fullshard.flat.options import BackwardPrefetch, CPUOffload, MixedPrecision,
 from fullshard.frontend.buckets import device_of
 from fullshard.frontend.meshes import DataMesh
 
-__all__ = ["Arguments", "Given"]
-
 
 @dataclass(frozen=True, eq=False)
 class Given:

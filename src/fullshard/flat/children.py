@@ -16,8 +16,6 @@ from fullshard.wrap.replace import replace_children
 from fullshard.wrap.units import Ignored, units_of
 from fullshard.wrap.unity import check_frozen_apart, check_tied_together
 
-__all__ = ["prepare_inside"]
-
 
 def prepare_inside(
     module: nn.Module,

@@ -10,8 +10,6 @@ from fullshard.engine import Bucket, Unit
 from fullshard.errors import AssertedConfigError, AssertedProtocolError, ConfigError
 from fullshard.frontend.hooks import engine_of
 
-__all__ = ["reduce_by_hook"]
-
 
 def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object]) -> None:
     """Let ``hook`` reduce the gradients of ``units``, which one engine runs.

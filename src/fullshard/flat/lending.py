@@ -11,8 +11,6 @@ from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 
-__all__ = ["summon"]
-
 
 def summon(
     module: nn.Module,

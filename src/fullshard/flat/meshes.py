@@ -12,8 +12,6 @@ from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.flat.options import ShardingStrategy
 from fullshard.frontend.meshes import DataMesh
 
-__all__ = ["data_mesh_of"]
-
 
 def data_mesh_of(
     strategy: ShardingStrategy,

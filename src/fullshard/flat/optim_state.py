@@ -32,8 +32,6 @@ from fullshard.flat.state import settings_of
 from fullshard.frontend.contexts import clean_name
 from fullshard.optim.groups import Groups, numbered
 
-__all__ = ["OptimStateDicts"]
-
 StateDict = dict[str, Any]
 
 

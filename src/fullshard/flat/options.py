@@ -18,25 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fullshard.errors import ArgumentTypeError
 from fullshard.schedule import Ahead
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "member_of",
-]
-
 Member = TypeVar("Member", bound=enum.Enum)
 
 

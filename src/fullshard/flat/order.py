@@ -18,8 +18,6 @@ from fullshard.engine import Engine, Unit
 from fullshard.errors import ProtocolError
 from fullshard.frontend.hooks import engine_of
 
-__all__ = ["follow_order"]
-
 
 @dataclass
 class _Order:

@@ -15,8 +15,6 @@ from fullshard.errors import ArgumentTypeError, ProtocolError
 from fullshard.flat.options import MixedPrecision
 from fullshard.tensors import find_tensors, map_tensors
 
-__all__ = ["Precision", "as_mixed_precision"]
-
 
 def as_mixed_precision(given: Any) -> MixedPrecision:
     """What the user gave, by its fields; PyTorch's own lacks those that are ours alone.

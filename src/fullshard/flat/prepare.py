@@ -18,17 +18,6 @@ from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, Unsu
 from fullshard.frontend.ownership import unit_of
 from fullshard.tensors import local_part
 
-__all__ = [
-    "as_offload",
-    "check_module",
-    "checked_device",
-    "ignored_params",
-    "materialize",
-    "move",
-    "straighten",
-    "synchronize",
-]
-
 
 def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
     """The device that the user named.

@@ -33,8 +33,6 @@ from fullshard.flat.precision import Precision
 from fullshard.frontend.contexts import WRAPPED, clean_name
 from fullshard.frontend.sharded import is_taken_as_it_is, taken_as_it_is
 
-__all__ = ["StateDicts", "settings_of"]
-
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),

@@ -53,8 +53,6 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward, Ahead
 from fullshard.wrap.units import Ignored
 
-__all__ = ["FullyShardedDataParallel"]
-
 
 class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateDicts):
     """Shards the parameters of ``module`` and runs it; the interface is PyTorch's FSDP1.

@@ -22,8 +22,6 @@ from fullshard.wrap.policies import PolicyLike
 from fullshard.wrap.units import Ignored, Wanted, units_of
 from fullshard.wrap.unity import check_read_together, check_tied_together
 
-__all__ = ["ChosenUnit", "ChosenUnits", "shard_blocks"]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Their forward reads parameters of their children, whose own forward does not run.

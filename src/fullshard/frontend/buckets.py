@@ -33,8 +33,6 @@ from fullshard.tensors import (
     local_part,
 )
 
-__all__ = ["Choices", "Plan", "Shown", "device_of", "plan_buckets"]
-
 _ALIGN_NBYTES = 16
 
 Decided = TypeVar("Decided")

@@ -25,8 +25,6 @@ from fullshard.frontend.places import Places
 from fullshard.schedule import UnitPolicy
 from fullshard.tensors import handle_ops_on
 
-__all__ = ["plan_unit", "shard_modules"]
-
 log = logging.getLogger("fullshard")
 
 

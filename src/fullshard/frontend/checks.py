@@ -23,16 +23,6 @@ from fullshard.frontend.ownership import OwnedParam, owner_of, twin_of, unit_of
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
 
-__all__ = [
-    "as_modules",
-    "check_params",
-    "checked_after_forward",
-    "checked_ignored",
-    "checked_layout",
-    "checked_offload",
-    "checked_policy",
-]
-
 
 def as_modules(module: Any) -> list[nn.Module]:
     """The modules that a call is about: those that lie in no other of them."""

@@ -25,18 +25,6 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import managed, owner_of, unit_of
 from fullshard.frontend.places import Held, Place, held_params, places_of
 
-__all__ = [
-    "WRAPPED",
-    "clean_name",
-    "full_held",
-    "full_value",
-    "is_first_rank",
-    "iter_full_params",
-    "named_sharded",
-    "units_at_rest",
-    "unshard_params",
-]
-
 
 @contextmanager
 def unshard_params(

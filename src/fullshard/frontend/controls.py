@@ -16,8 +16,6 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.sharded import ShardedModule, unit_and_engine
 
-__all__ = ["CommunicationControls", "share_comm_ctx"]
-
 
 @dataclass(frozen=True)
 class _State:

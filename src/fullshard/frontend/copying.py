@@ -13,8 +13,6 @@ from fullshard.errors import ConfigError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import enlist_copy, unit_of, units_below
 
-__all__ = ["copy_sharded"]
-
 _UNDER_WAY = "fullshard: a sharded module is being copied"
 """In the memo of ``copy.deepcopy`` while that lasts; all other keys of it are numbers."""
 

@@ -18,8 +18,6 @@ from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError
 from fullshard.frontend.ownership import sharded_twin_of, unit_of, units_below
 from fullshard.tensors import RaggedTensor
 
-__all__ = ["check_full_tensors", "check_optimizers_again", "explain_forward", "guarded_methods"]
-
 
 def _used_while_sharded(error: Exception) -> bool:
     """Whether ``error`` is what comes of computing with a sharded parameter."""

@@ -7,13 +7,6 @@ from fullshard.errors import ArgumentTypeError, ProtocolError
 from fullshard.frontend.hooks import engine_of
 from fullshard.schedule import triggers as when
 
-__all__ = [
-    "GradientReductionHandle",
-    "check_ends_by_itself",
-    "check_mode_may_change",
-    "finalize",
-]
-
 
 class GradientReductionHandle:
     """The handle of ``finalize_backward(async_op=True)``."""

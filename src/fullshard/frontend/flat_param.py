@@ -21,8 +21,6 @@ from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.places import Place, Places
 from fullshard.tensors import PlacedPart, PlainForm, announce_parts, flat_part_of
 
-__all__ = ["FLAT_PARAM", "FlatParameter", "FlatPlaces", "innermost"]
-
 FLAT_PARAM = "_flat_param"
 """Its name in the module that was wrapped."""
 

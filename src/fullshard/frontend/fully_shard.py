@@ -23,8 +23,6 @@ from fullshard.frontend.placement import PlacementFn
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
 
-__all__ = ["checked_choices", "fully_shard"]
-
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
 

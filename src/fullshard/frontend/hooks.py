@@ -16,14 +16,6 @@ from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.frontend.places import Places
 from fullshard.tensors import find_tensors, map_tensors
 
-__all__ = [
-    "engine_of",
-    "forward_interrupted",
-    "install_forward_hooks",
-    "install_state_dict_hooks",
-    "run_as_forward",
-]
-
 
 def install_forward_hooks(
     unit: Unit, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy

@@ -32,8 +32,6 @@ from fullshard.tensors import (
     spmd_shard_place,
 )
 
-__all__ = ["DataMesh", "DataParallelMeshDims", "checked_mesh", "data_mesh"]
-
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:

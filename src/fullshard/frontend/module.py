@@ -25,14 +25,6 @@ from fullshard.frontend.sharded import check_left, unit_and_engine
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
 
-__all__ = [
-    "FSDPModule",
-    "UnshardHandle",
-    "register_fsdp_forward_method",
-    "sharded_class",
-    "unshard_unit",
-]
-
 
 class UnshardHandle:
     """The handle of ``unshard(async_op=True)``."""

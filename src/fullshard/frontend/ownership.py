@@ -14,19 +14,6 @@ from fullshard import _torch
 from fullshard.engine import Unit
 from fullshard.frontend.places import Place
 
-__all__ = [
-    "OwnedParam",
-    "collect",
-    "enlist",
-    "enlist_copy",
-    "managed",
-    "owner_of",
-    "sharded_twin_of",
-    "twin_of",
-    "unit_of",
-    "units_below",
-]
-
 # Modules that were given to fully_shard, and the units they are members of.
 # Units are referred to weakly, because they know their modules; the hooks keep them alive.
 _members: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()

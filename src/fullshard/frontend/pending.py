@@ -11,8 +11,6 @@ from fullshard.engine import Bucket, Partial, Unit
 from fullshard.frontend.hooks import engine_of
 from fullshard.schedule import triggers as when
 
-__all__ = ["PendingGradient", "drop_pending", "pending_of"]
-
 
 class PendingGradient(NamedTuple):
     """What backwards that did not reduce to the end left of one parameter's gradient."""

@@ -14,8 +14,6 @@ from fullshard.errors import ConfigError
 from fullshard.frontend.meshes import DataMesh, data_mesh
 from fullshard.frontend.ownership import OwnedParam
 
-__all__ = ["Placed", "PlacementFn", "ShardPlacementResult", "placed"]
-
 
 @dataclass(frozen=True)
 class ShardPlacementResult:

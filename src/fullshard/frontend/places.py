@@ -14,8 +14,6 @@ from fullshard import _torch
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ConfigError, ProtocolError
 
-__all__ = ["Held", "Place", "Places", "held_params", "places_of"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -23,15 +23,6 @@ from fullshard.frontend.places import places_of
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK
 
-__all__ = [
-    "ShardedModule",
-    "check_left",
-    "is_taken_as_it_is",
-    "state_dict_as_it_is",
-    "taken_as_it_is",
-    "unit_and_engine",
-]
-
 _as_it_is: ContextVar[bool] = ContextVar("fullshard_state_dict_as_it_is", default=False)
 
 

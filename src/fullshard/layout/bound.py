@@ -11,8 +11,6 @@ from itertools import accumulate
 from fullshard.layout.packing import Problem, common_multiple
 from fullshard.layout.spec import round_up
 
-__all__ = ["ShardSizes"]
-
 MOST_CROWDS = 64  # beyond that many blocks in one shard, what crowding adds is next to nothing
 
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes"]
-
 
 class Box(NamedTuple):
     """A rectangular part of a tensor whose elements are neighbours in row-major order."""

@@ -9,8 +9,6 @@ from math import gcd
 from fullshard.layout.layout import Layout
 from fullshard.layout.segment import StridedCopy
 
-__all__ = ["Slot", "even_from", "in_rows", "plan_slots"]
-
 MOST_PADDING = 16  # elements before or behind a parameter, in the mean
 
 

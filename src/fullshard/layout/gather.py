@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from fullshard.layout.layout import Layout
 from fullshard.layout.segment import Band, StridedCopy, joined
 
-__all__ = ["Direct", "GatherPlan", "ParamGather", "plan_gather", "plan_param_gather"]
-
 
 @dataclass(frozen=True, slots=True)
 class Direct:

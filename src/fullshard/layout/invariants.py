@@ -16,8 +16,6 @@ from fullshard.errors import LayoutError
 from fullshard.layout.segment import Band
 from fullshard.layout.spec import ParamSpec
 
-__all__ = ["check_param", "check_shards", "check_unsharded"]
-
 
 def check_param(index: int, spec: ParamSpec, bands: Sequence[Band], *, world: int) -> None:
     """Each rank is in one band, and each element of the parameter in one segment.

@@ -12,8 +12,6 @@ from fullshard.layout.invariants import check_param, check_shards, check_unshard
 from fullshard.layout.segment import Band, Run, Segment, StridedCopy, joined, runs
 from fullshard.layout.spec import ParamSpec
 
-__all__ = ["Layout", "LayoutStrategy", "Segment", "StridedCopy"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from fullshard.layout.packing import Problem, earliest
 
-__all__ = ["Budget", "Group", "any_order", "coarse_first", "grouped", "has_few_orders"]
-
 Kind = tuple[int, int]  # size and block; items of a kind are placed in the order of their indices
 
 MOST_ITEMS = 64  # for `any_order`, which is a recursion

@@ -15,8 +15,6 @@ from functools import cached_property
 
 from fullshard.layout.spec import round_up
 
-__all__ = ["Problem", "common_multiple", "earliest", "in_order"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -11,8 +11,6 @@ from fullshard.layout.layout import Layout
 from fullshard.layout.segment import Band, Segment
 from fullshard.layout.spec import ParamSpec, check_build, pack, round_up
 
-__all__ = ["PerParameter"]
-
 
 @dataclass(frozen=True, slots=True)
 class PerParameter:

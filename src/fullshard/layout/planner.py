@@ -32,8 +32,6 @@ from fullshard.layout.orders import (
 from fullshard.layout.packing import Problem, common_multiple, in_order
 from fullshard.layout.spec import round_up
 
-__all__ = ["Plan", "plan"]
-
 # For one plan, so that it takes tenths of a second at most:
 MOST_TRIES = 30_000  # of an item at an offset, by `any_order`
 MOST_IN_A_ROW = 4_000  # items placed for lengths that follow each other, of which at most 256

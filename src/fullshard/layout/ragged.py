@@ -13,8 +13,6 @@ from fullshard.layout.planner import plan
 from fullshard.layout.segment import Band, Segment
 from fullshard.layout.spec import ParamSpec, check_build
 
-__all__ = ["Granularity", "Ragged"]
-
 Granularity = str | int | Callable[[ParamSpec], str | int]
 
 NAMES = ("element", "row", "tensor")

@@ -9,8 +9,6 @@ from fullshard.errors import LayoutError
 from fullshard.layout.layout import Layout
 from fullshard.layout.segment import Run
 
-__all__ = ["Move", "remap"]
-
 
 @dataclass(frozen=True, slots=True)
 class Move:

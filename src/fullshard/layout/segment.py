@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Band", "Run", "Segment", "StridedCopy", "joined", "runs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from fullshard.errors import LayoutError
 
-__all__ = ["ParamSpec", "check_build", "pack", "round_up"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:

@@ -11,8 +11,6 @@ from fullshard.layout.layout import Layout
 from fullshard.layout.segment import Band
 from fullshard.layout.spec import pack, round_up
 
-__all__ = ["subset"]
-
 MOST_ALIGNED = 8  # elements: 16 bytes of the narrowest that is reduced
 
 

@@ -19,8 +19,6 @@ from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim.joined import joined
 from fullshard.tensors import Spread, placed_parts_of, spread_of
 
-__all__ = ["clip_grad_norm_", "grad_norm"]
-
 
 @dataclass
 class _Alike:

@@ -23,8 +23,6 @@ from fullshard.errors import (
 from fullshard.optim.joined import joined
 from fullshard.tensors import local_part
 
-__all__ = ["ShardedGradScaler"]
-
 
 class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks skip a step together.

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Groups", "label_of", "numbered", "options_of"]
-
 Groups = Sequence[dict[str, Any]]  # an optimizer's ``param_groups``
 
 _NAMES = ("params", "param_names")

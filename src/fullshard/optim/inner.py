@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from fullshard.optim.groups import Groups, options_of
 from fullshard.optim.run import Run
 
-__all__ = ["Inner", "step_quietly"]
-
 _AMP = ("grad_scale", "found_inf")
 _MISSING = object()
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fullshard.tensors import flat_part_of
 
-__all__ = ["joined"]
-
 
 def joined(tensors: Sequence[Tensor]) -> list[Tensor]:
     """All elements of ``tensors``; those that follow each other in a buffer as one 1-D view.

@@ -18,8 +18,6 @@ from fullshard.optim.runs import Place, find_runs
 from fullshard.optim.states import is_placed_like
 from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part
 
-__all__ = ["Candidate", "Freedom", "Lineup", "align", "gradients", "line_up"]
-
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
     """The gradient of each."""

@@ -28,8 +28,6 @@ from fullshard import _torch
 from fullshard.optim.states import StateOf, is_cut, is_cut_tensor
 from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
 
-__all__ = ["Run", "same"]
-
 _NOTHING: dict[str, Any] = {}
 _MISSING = object()
 

@@ -11,8 +11,6 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Place", "find_runs"]
-
 
 class Place(NamedTuple):
     """Where a parameter stands.

@@ -17,9 +17,6 @@ from fullshard.optim.states import check_state
 from fullshard.optim.stepper import Stepper
 from fullshard.optim.trial import check_elementwise, refuse, single_keys
 
-__all__ = ["ShardedOptimizer"]
-
-
 _AMP = ("grad_scale", "found_inf")  # what GradScaler sets for a step
 
 

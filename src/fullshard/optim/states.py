@@ -12,16 +12,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import Groups, label_of
 
-__all__ = [
-    "StateOf",
-    "ages_of",
-    "check_state",
-    "is_cut",
-    "is_cut_tensor",
-    "is_placed_like",
-    "one_for_many",
-]
-
 StateOf = Mapping[Tensor, dict[str, Any]]  # an optimizer's ``state``
 
 

@@ -18,8 +18,6 @@ from fullshard.optim.run import Run
 from fullshard.optim.states import ages_of, check_state
 from fullshard.tensors import local_part
 
-__all__ = ["Stepper"]
-
 State = MutableMapping[Tensor, dict[str, Any]]
 
 

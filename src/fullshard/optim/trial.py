@@ -15,8 +15,6 @@ from fullshard.errors import UnsupportedError
 from fullshard.optim.groups import options_of
 from fullshard.optim.inner import step_quietly
 
-__all__ = ["check_elementwise", "refuse", "single_keys", "singles_of"]
-
 _SHAPES = ((2, 5), (4,), (3, 1, 3))
 _STEPS = 8  # RAdam is another optimizer after six
 _LR = 0.01

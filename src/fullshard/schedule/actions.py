@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-__all__ = ["Action", "Op", "UnitActions", "actions_of"]
-
 
 class Op(enum.StrEnum):
     """One kind of effect; the value is its text form."""

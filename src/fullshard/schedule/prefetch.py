@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from fullshard.schedule.residents import Actions, Residents
 from fullshard.schedule.state import Ahead, Hold
 
-__all__ = ["Order", "Prefetcher"]
-
-
 _UNORDERED = sys.maxsize
 
 

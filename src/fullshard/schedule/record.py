@@ -8,8 +8,6 @@ from typing import NamedTuple, Protocol
 from fullshard.schedule.actions import Action
 from fullshard.schedule.triggers import Trigger, text
 
-__all__ = ["Event", "Recorder", "Transcript"]
-
 
 class Event(NamedTuple):
     """A trigger and what followed from it."""

@@ -6,8 +6,6 @@ from fullshard.schedule.actions import Action
 from fullshard.schedule.residents import Actions
 from fullshard.schedule.state import UnitState
 
-__all__ = ["Reductions"]
-
 
 class Reductions:
     """Started in the order of backward, finished in the same; only so many in flight.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from fullshard.schedule.actions import Action
 from fullshard.schedule.state import IN_USE, Hold, Residency, UnitState
 
-__all__ = ["Actions", "Residents"]
-
 Actions = list[Action]
 
 # To look up a member of an enum takes longer than what is done with it.

@@ -28,8 +28,6 @@ from fullshard.schedule.state import (
 )
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
-__all__ = ["Scheduler"]
-
 # What the end of a unit's backward makes superfluous, whatever the policy.
 _BACKWARD_DONE = Hold.BACKWARD | Hold.RECOMPUTE | Hold.USER
 _NOT_IN_USE = Hold.KEEP | Hold.USER | Hold.GUESS | Hold.LATE

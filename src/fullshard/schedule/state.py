@@ -9,17 +9,6 @@ from dataclasses import dataclass, field, replace
 from fullshard.errors import ProtocolError
 from fullshard.schedule.actions import UnitActions, actions_of
 
-__all__ = [
-    "IN_USE",
-    "AfterForward",
-    "Ahead",
-    "Hold",
-    "MachinePolicy",
-    "Residency",
-    "UnitPolicy",
-    "UnitState",
-]
-
 
 class Residency(enum.IntEnum):
     """Where the unsharded parameters of a unit are."""

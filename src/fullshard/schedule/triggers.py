@@ -11,31 +11,6 @@ from typing import NamedTuple
 
 from fullshard.schedule.state import MachinePolicy, UnitPolicy
 
-__all__ = [
-    "NO_TASK",
-    "Accumulates",
-    "AwaitReductions",
-    "BackwardEnter",
-    "BackwardLeave",
-    "Finalize",
-    "Follows",
-    "Forget",
-    "ForwardEnter",
-    "ForwardExit",
-    "GradsReady",
-    "Reset",
-    "SetMachinePolicy",
-    "SetPolicy",
-    "TaskDied",
-    "TaskEnd",
-    "Trigger",
-    "UserReshard",
-    "UserUnshard",
-    "UserWait",
-    "WeightsChanged",
-    "text",
-]
-
 NO_TASK = -1
 """Autograd's own number for "no backward is running"."""
 

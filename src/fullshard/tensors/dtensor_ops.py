@@ -18,8 +18,6 @@ from fullshard.tensors.gathered_view import VIEW_HANDLERS
 from fullshard.tensors.random import RANDOM_HANDLERS
 from fullshard.tensors.writes import WRITE_HANDLERS
 
-__all__ = ["handle_ops_on"]
-
 Handler = Callable[[Any, DTensor, tuple[Any, ...], dict[str, Any]], object]
 """Takes the operation, the DTensor that it is about, and all positional and named arguments."""
 

@@ -34,17 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.errors import ExtensionError
 
-__all__ = [
-    "HookArguments",
-    "carry_attributes",
-    "gathered_by_itself",
-    "is_wrapper",
-    "plain",
-    "post_all_gather",
-    "pre_all_gather",
-    "releases_outputs",
-]
-
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 

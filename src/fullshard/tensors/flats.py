@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FlatPart", "announce_flat", "flat_part_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:

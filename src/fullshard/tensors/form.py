@@ -17,8 +17,6 @@ from fullshard import _torch
 from fullshard.tensors.parallel import ShardPlace
 from fullshard.tensors.pieces import PlacedPart, announce_parts
 
-__all__ = ["DTensorForm", "PlainForm", "ShardForm", "local_part", "shown_like"]
-
 
 def local_part(shown: Tensor) -> Tensor:
     """This rank's part of a DTensor, itself and not a view; a plain tensor is its own."""

@@ -21,8 +21,6 @@ from fullshard.errors import UnsupportedError
 from fullshard.tensors.own_parts import gathered, is_partial, own_part_of, replicated
 from fullshard.tensors.random import RANDOM_FILLS
 
-__all__ = ["VIEW_HANDLERS", "GatheredView"]
-
 aten = torch.ops.aten
 
 

@@ -13,8 +13,6 @@ from fullshard import _torch
 from fullshard.errors import UnsupportedError
 from fullshard.tensors.parts import coordinate_in, own_part
 
-__all__ = ["gathered", "is_partial", "keep_own_part", "own_part_of", "replicated"]
-
 
 def is_partial(tensor: DTensor) -> bool:
     """Whether it is a sum, or the like, that is still to be made."""

@@ -19,15 +19,6 @@ from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.parallel_mesh import SpmdMesh, joined_in_order, joint_mesh
 
-__all__ = [
-    "ParallelSpec",
-    "ShardPlace",
-    "parallel_spec_of",
-    "place_in_order_of_cuts",
-    "shard_place",
-    "spmd_shard_place",
-]
-
 
 @dataclass(frozen=True)
 class ParallelSpec:

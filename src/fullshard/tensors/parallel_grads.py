@@ -15,8 +15,6 @@ from fullshard.comm import all_reduce
 from fullshard.errors import ProtocolError
 from fullshard.tensors.parallel import ParallelSpec
 
-__all__ = ["local_gradients"]
-
 
 class _WrongGradient(ProtocolError, AssertionError):
     """A gradient that does not lie where its parameter does."""

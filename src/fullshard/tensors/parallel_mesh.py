@@ -30,8 +30,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
 
-__all__ = ["SpmdMesh", "joined_in_order", "joint_mesh", "names_of"]
-
 _MAX_PARALLEL_DIMS = 2
 _MAX_DIMS = 4
 

@@ -17,8 +17,6 @@ from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
-__all__ = ["Spread", "chunk_of", "coordinate_in", "own_part", "spread_of"]
-
 
 def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...]:
     """Where this rank is in ``mesh``, one number for each mesh dim.

@@ -10,8 +10,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.tensors.parallel import ShardPlace
 
-__all__ = ["PlacedPart", "announce_parts", "placed_parts_of"]
-
 
 class PlacedPart(NamedTuple):
     """Some elements of a plain Parameter, and of its gradient, that lie on a mesh together.

@@ -24,8 +24,6 @@ from fullshard.layout.boxes import Box, boxes
 from fullshard.tensors.parts import chunk_of, coordinate_in
 from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
-__all__ = ["RaggedCut", "cut_of", "is_ragged"]
-
 
 def is_ragged(value: object) -> bool:
     """Whether ``value`` is placed as a RaggedTensor."""

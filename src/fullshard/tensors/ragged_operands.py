@@ -12,8 +12,6 @@ from fullshard import _torch
 from fullshard.errors import RaggedOperationError
 from fullshard.tensors.ragged_cut import is_ragged
 
-__all__ = ["Handler", "first_ragged", "operand", "refusal"]
-
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # op, args, kwargs
 
 

@@ -24,8 +24,6 @@ from fullshard.tensors.ragged_operands import Handler, first_ragged, operand, re
 from fullshard.tensors.ragged_whole import WHOLE_HANDLERS
 from fullshard.tensors.random import RANDOM_FILLS, RANDOM_LIKE
 
-__all__ = ["run_on_intervals"]
-
 aten = torch.ops.aten
 
 

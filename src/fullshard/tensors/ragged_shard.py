@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Placement
 
-__all__ = ["Interval", "RaggedShard"]
-
 
 class Interval(NamedTuple):
     """Elements ``start`` to ``start + length`` of a tensor, in row-major order."""

@@ -25,8 +25,6 @@ from fullshard.tensors.ragged_cut import cut_of
 from fullshard.tensors.ragged_ops import run_on_intervals
 from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
-__all__ = ["RaggedTensor"]
-
 
 class RaggedTensor(_torch.OwnDispatch):
     """A tensor cut into intervals of its elements, in row-major order; each rank holds one.

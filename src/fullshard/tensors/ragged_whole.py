@@ -21,8 +21,6 @@ from fullshard.tensors.form import local_part
 from fullshard.tensors.parts import Spread, spread_of
 from fullshard.tensors.ragged_operands import Handler, first_ragged, operand, refusal
 
-__all__ = ["WHOLE_HANDLERS"]
-
 aten = torch.ops.aten
 
 

@@ -26,8 +26,6 @@ from fullshard.tensors.own_parts import (
     replicated,
 )
 
-__all__ = ["RANDOM_FILLS", "RANDOM_HANDLERS", "RANDOM_LIKE"]
-
 aten = torch.ops.aten
 
 RANDOM_FILLS = (

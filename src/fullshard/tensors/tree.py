@@ -12,8 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.errors import UnsupportedError
 
-__all__ = ["find_tensors", "map_tensors"]
-
 _MAX_DEPTH = 128
 
 

@@ -16,8 +16,6 @@ from fullshard.tensors.ragged_cut import cut_of, is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 
-__all__ = ["on_larger_mesh", "part_like", "plainly_sharded", "taken_by"]
-
 
 def part_like(whole: Tensor, like: DTensor) -> Tensor:
     """What this rank holds of ``whole`` where it is placed as ``like``; no communication.

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_map
 from fullshard import _torch
 from fullshard.tensors.own_parts import gathered, is_partial, keep_own_part
 
-__all__ = ["WRITE_HANDLERS"]
-
 aten = torch.ops.aten
 
 

@@ -15,14 +15,6 @@ from .data import LEAST_TOKENS, MOST_TOKENS
 from .hf import load_hf
 from .model import GPT
 
-__all__ = [
-    "Architecture",
-    "choose_architecture",
-    "count_parameters",
-    "next_token_logits",
-    "num_tokens",
-]
-
 
 class Architecture(Protocol):
     """A causal language model that can be built, and what must be known of it before."""

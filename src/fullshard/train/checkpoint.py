@@ -21,8 +21,6 @@ from fullshard.checkpoint import LoadPlanner
 from .rundir import CheckpointInfo, write_info
 from .world import World
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 
 def save_checkpoint(
     path: Path, model: nn.Module, optimizer: Optimizer, info: CheckpointInfo, world: World

@@ -21,8 +21,6 @@ from .rundir import RunDir
 from .worker import work
 from .world import is_worker, num_local_workers
 
-__all__ = ["run_app", "train_command"]
-
 _DEFAULT = TrainConfig()
 
 

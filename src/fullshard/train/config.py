@@ -13,8 +13,6 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["HF", "SIZES", "Dtype", "LayoutName", "ModelConfig", "TrainConfig", "default_lr"]
-
 
 class Dtype(enum.StrEnum):
     """The dtype a forward and backward compute in; parameters and AdamW always keep fp32."""

@@ -25,8 +25,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .documents import HELD_OUT_OF_256, Document, collect
 
-__all__ = ["Order", "TokenizedText", "load_text", "train_tokenizer"]
-
 Tokens = npt.NDArray[np.uint16]  # 1D
 Indices = npt.NDArray[np.int64]
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 
-__all__ = ["Document", "collect"]
-
 _SKIPPED_FOLDERS = frozenset(
     ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
 )

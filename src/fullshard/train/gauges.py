@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 
-__all__ = ["peak_memory_nbytes", "shard_nbytes", "waited_s"]
-
 
 def peak_memory_nbytes(device: torch.device) -> int:
     """The most that this worker has needed so far: tensors on a GPU, the whole process on CPU."""

@@ -13,8 +13,6 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 
-__all__ = ["HfArchitecture", "load_hf"]
-
 # What says nothing of the model, or names where and by whom it was written.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 

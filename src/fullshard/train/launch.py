@@ -22,8 +22,6 @@ from .prepare import prepare
 from .rundir import RunDir
 from .world import STORE, check_gpus
 
-__all__ = ["default_nproc", "launch"]
-
 
 def default_nproc() -> int:
     """As many workers as there are GPUs, or two on CPU."""

@@ -28,8 +28,6 @@ from .progress import Reporter
 from .rundir import RunDir, check_continues, describe
 from .world import Rows, World
 
-__all__ = ["build_optimizer", "build_sharded_model", "learning_rate", "train"]
-
 _LAYOUTS = {
     LayoutName.PER_PARAMETER: fullshard.PerParameter(),
     LayoutName.RAGGED: fullshard.Ragged(),

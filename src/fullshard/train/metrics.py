@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["MetricsFile", "StepRecord", "drop_after", "read_metrics"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:

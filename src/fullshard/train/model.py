@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .config import ModelConfig
 
-__all__ = ["GPT", "Block"]
-
 _ROTARY_BASE = 10_000.0
 
 

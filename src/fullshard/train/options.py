@@ -16,8 +16,6 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["read_options"]
-
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 

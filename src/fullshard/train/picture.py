@@ -6,8 +6,6 @@ from pathlib import Path
 
 from .metrics import read_metrics
 
-__all__ = ["draw_loss"]
-
 
 def draw_loss(metrics: Path, picture: Path) -> bool:
     """Draws training loss and held-out bits per byte; returns whether matplotlib is installed."""

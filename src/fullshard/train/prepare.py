@@ -13,8 +13,6 @@ from .data import TokenizedText, load_text, num_windows
 from .rundir import RunDir, check_continues
 from .runlock import RunLock
 
-__all__ = ["prepare"]
-
 
 def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     """Chooses the model, tokenizes the text, checks that the run can start, makes its folder.

@@ -15,8 +15,6 @@ from rich.text import Text
 
 from .metrics import StepRecord
 
-__all__ = ["Reporter", "plain_console"]
-
 _PLAIN_LINES = 30  # how many lines a run prints where there is no terminal
 
 

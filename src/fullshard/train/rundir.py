@@ -21,8 +21,6 @@ from fullshard.errors import ConfigError
 
 from .config import TrainConfig
 
-__all__ = ["CheckpointInfo", "RunDir"]
-
 _INFO = "run.json"
 
 

@@ -14,8 +14,6 @@ from typing import Self, TextIO
 
 from fullshard.errors import ConfigError
 
-__all__ = ["RunLock"]
-
 _UNKNOWN_THERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

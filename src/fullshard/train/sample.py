@@ -10,8 +10,6 @@ from .architecture import next_token_logits
 from .data import END
 from .world import World
 
-__all__ = ["sample"]
-
 
 @torch.no_grad()
 def sample(

@@ -37,8 +37,6 @@ from .runlock import RunLock
 from .sample import sample
 from .world import World, is_first_here, join_world, speaks
 
-__all__ = ["run_worker", "work"]
-
 Result = TypeVar("Result")
 
 _PROMPT = (

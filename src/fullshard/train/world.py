@@ -14,19 +14,6 @@ from torch import Tensor
 
 from fullshard.errors import ConfigError
 
-__all__ = [
-    "STORE",
-    "Rows",
-    "World",
-    "check_gpus",
-    "is_first_here",
-    "is_worker",
-    "join_world",
-    "num_local_workers",
-    "speaks",
-]
-
-
 STORE = "FULLSHARD_STORE"
 """Environment variable; the file by which workers meet that our launcher started."""
 

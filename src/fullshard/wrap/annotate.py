@@ -13,8 +13,6 @@ from torch import nn
 from fullshard.errors import AssertedConfigError, UnsupportedError
 from fullshard.wrap.policies import Options
 
-__all__ = ["enable_wrap", "wrap"]
-
 
 @dataclass(frozen=True)
 class _Wrapping:

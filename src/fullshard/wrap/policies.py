@@ -16,19 +16,6 @@ from torch import nn
 
 from fullshard.errors import ArgumentTypeError
 
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "Options",
-    "Policy",
-    "PolicyFn",
-    "PolicyLike",
-    "always_wrap_policy",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-]
-
 Options = dict[str, Any]  # those of one unit, where they differ from the model's
 PolicyFn = Callable[..., bool]
 Classes = Collection[type[nn.Module]]

@@ -9,8 +9,6 @@ from torch import nn
 from fullshard.errors import AssertedConfigError
 from fullshard.wrap.units import Wanted
 
-__all__ = ["replace_children"]
-
 
 def replace_children(
     root: nn.Module, units: Sequence[Wanted], make: Callable[[Wanted], nn.Module]

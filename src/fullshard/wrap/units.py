@@ -11,8 +11,6 @@ from torch import nn
 from fullshard.errors import ArgumentTypeError
 from fullshard.wrap.policies import Options, Policy, PolicyFn, PolicyLike
 
-__all__ = ["Ignored", "Wanted", "bottom_up", "managed_by", "units_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Wanted:

@@ -9,8 +9,6 @@ from torch import nn
 from fullshard.errors import ConfigError
 from fullshard.wrap.units import Ignored, Wanted, managed_by
 
-__all__ = ["check_frozen_apart", "check_read_together", "check_tied_together"]
-
 _SHOWN = 5  # names in a message
 
 
