@@ -33,7 +33,7 @@ def _lost_gradients(plain: Changed) -> Changed:
 
     @wraps(plain)
     def changed(self: Gradients) -> Any:
-        self.pending = [None] * len(self.pending)
+        self._waiting.pending = None
         return plain(self)
 
     return changed
@@ -44,7 +44,7 @@ def _lost_partial_sums(plain: Changed) -> Changed:
 
     @wraps(plain)
     def changed(self: Gradients) -> Any:
-        self._partial = None
+        self._waiting.partial = None
         return plain(self)
 
     return changed

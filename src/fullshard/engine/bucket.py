@@ -75,7 +75,7 @@ class Bucket:
         self.unsharded: AnyUnsharded | None = None
         self.gradients: Gradients | None = None
         self.front: Front | None = None
-        self._waiting: Waiting | None = None  # gradients, while there is no unsharded side
+        self.waiting = Waiting()
         self.reduce_policy = ReducePolicy()
         self.keeps_memory = False  # of the unsharded parameters, when they are resharded
         self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
@@ -87,7 +87,8 @@ class Bucket:
         new = copy.copy(self)
         new._label = copy.copy(self._label)
         new.spec = self.spec.labelled(new._label)
-        new.unsharded = new.gradients = new._waiting = None
+        new.unsharded = new.gradients = None
+        new.waiting = Waiting()
         new.shards = self.shards.copy()
         new.sharded_params = []
         new._set_grad_dtypes = list(self._set_grad_dtypes)
@@ -153,14 +154,12 @@ class Bucket:
                 params,
                 self.sharded_params,
                 self.grad_dtypes(params[0].dtype),
+                self.waiting,
                 lanes,
                 meter,
             )
             self.gradients.front = self.front
             self.gradients.policy = self.reduce_policy
-            if self._waiting is not None:
-                self.gradients.take_up(self._waiting)
-                self._waiting = None
             self._requires_grad = None
         return self.unsharded
 
@@ -283,19 +282,13 @@ class Bucket:
         """Forget the unsharded side, but for gradients that wait; only while it is resharded."""
         if self.unsharded is not None and self.keeps_memory:
             self.unsharded.free()
-        if self.gradients is not None:
-            self._waiting = self.gradients.waiting()
         self.unsharded = self.gradients = None
 
-    def waiting(self) -> Waiting | None:
-        """Gradients that were not reduced to the end."""
-        return self._waiting if self.gradients is None else self.gradients.waiting()
-
     def forget_gradients(self) -> None:
-        """Forget all that were not reduced."""
-        self._waiting = None
+        """Forget all gradients that were not reduced."""
+        self.waiting.clear()
         if self.gradients is not None:
-            self.gradients.forget()
+            self.gradients.discard()
 
     def is_current(self) -> bool:
         """Whether the sharded parameters are still around the local tensors that we made."""

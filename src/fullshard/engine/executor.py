@@ -263,11 +263,15 @@ class Engine:
         if op is Op.UNSHARD:
             self._unshard(unit)
             return
-        _ACTS[op](unit)
+        if op in _ON_GRADIENTS:
+            for gradients in unit.gradients():
+                _ON_GRADIENTS[op](gradients)
+        else:
+            _ON_UNITS[op](unit)
         if op in _TAKES_GRADIENTS:
             self._backward.reduced(unit)
         elif op in _GIVES_GRADIENTS:
-            self._asking += unit.asking()
+            self._asking += [one for one in unit.gradients() if one.asked is not None]
 
     def _fence(self) -> None:
         """Gathers see what the optimizer wrote."""
@@ -409,20 +413,24 @@ class Engine:
         unit.start_unshard()
 
 
-_ACTS: dict[Op, Callable[[Unit], None]] = {
+_ON_UNITS: dict[Op, Callable[[Unit], None]] = {
     Op.WAIT: Unit.finish_unshard,
     Op.CONCEAL: Unit.conceal,
     Op.RESHARD: Unit.reshard,
     Op.RESHARD_TO_SECONDARY: partial(Unit.reshard, to_secondary=True),
-    Op.REDUCE_SCATTER: Unit.reduce,
-    Op.ALL_REDUCE: Unit.all_reduce,
-    Op.KEEP_PARTIAL: Unit.keep_partial,
-    Op.FINISH_REDUCE: Unit.finish_reduce,
-    Op.ACCUMULATE: Unit.accumulate,
-    Op.DISCARD: Unit.discard,
     Op.FORGET: Unit.forget,
 }
 """What a unit does by itself; to unshard it takes the engine."""
+
+_ON_GRADIENTS: dict[Op, Callable[[Gradients], None]] = {
+    Op.REDUCE_SCATTER: Gradients.start,
+    Op.ALL_REDUCE: Gradients.all_reduce,
+    Op.KEEP_PARTIAL: Gradients.keep_partial,
+    Op.FINISH_REDUCE: Gradients.finish,
+    Op.ACCUMULATE: Gradients.accumulate,
+    Op.DISCARD: Gradients.discard,
+}
+"""What is done to the gradients of each of a unit's buckets."""
 
 _BY_ITSELF = frozenset({Op.CONCEAL, Op.RESHARD, Op.DISCARD, Op.FORGET})
 """What communicates nothing."""

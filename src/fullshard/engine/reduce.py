@@ -56,15 +56,30 @@ class Unsure(NamedTuple):
     owed: frozenset[int]
 
 
-class Waiting(NamedTuple):
-    """Gradients of earlier passes."""
+@dataclass
+class Waiting:
+    """Gradients of earlier passes, which a bucket keeps until a backward reduces them."""
 
-    pending: list[Tensor | None] | None
-    """Whole ones, by parameter."""
-    partial: Partial | None
-    """What is reduced over shards only."""
-    owed: frozenset[int]
+    pending: list[Tensor | None] | None = None
+    """Whole gradients, by parameter; None on all ranks if there are none on any."""
+    partial: Partial | None = None
+    """The sum over shards, which has not been reduced over replicas."""
+    owed: frozenset[int] = frozenset()
     """Numbers of all parameters that either may have come from; the same on all ranks."""
+
+    def __bool__(self) -> bool:
+        return self.pending is not None or self.partial is not None
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.pending, self.partial, self.owed = None, None, frozenset()
+
+    def move(self, device: torch.device, reduced: torch.dtype) -> None:
+        """Bring them to where and in what dtype the bucket reduces by now."""
+        if self.pending is not None:
+            self.pending = [None if grad is None else grad.to(device) for grad in self.pending]
+        if self.partial is not None:
+            self.partial = self.partial._replace(row=self.partial.row.to(device, reduced))
 
 
 class Front(Protocol):
@@ -102,12 +117,13 @@ class Gradients:
         params: Sequence[nn.Parameter],
         sharded_params: Sequence[nn.Parameter],
         dtypes: GradDtypes,
+        waiting: Waiting,
         lanes: Lanes,
         meter: StorageMeter,
     ) -> None:
         self.sharded_params = sharded_params
         self.params = params
-        self.pending: list[Tensor | None] = [None] * len(params)
+        self._waiting = waiting
         self._spec = spec
         self._dtypes = dtypes
         self._lanes = lanes
@@ -115,16 +131,14 @@ class Gradients:
         self._replicas = spec.replicas and lanes.wire(Lane.REDUCE, spec.replicas)
         self._in_flight: _Reduction | None = None
         self._last: GradShard | None = None
-        self._partial: Partial | None = None
         self._unsure: Unsure | None = None
-        self._owed: frozenset[int] = frozenset()
         self._reduced = Reduced.of(spec, tuple(range(len(params))))
         self._sets = {self._reduced.numbers: self._reduced}
         self._meter = meter
         self.policy = ReducePolicy()
         self.front: Front | None = None
-        self._has_pending = False  # the same on all ranks
         dtypes.expect(spec, params)
+        waiting.move(params[0].device, dtypes.reduced)
 
     def start(self) -> None:
         """Start to reduce what the parameters have, and what was pending, if there can be any."""
@@ -133,7 +147,7 @@ class Gradients:
             return
         settle([self], self._lanes)  # the same memory may be reduced to
         reduced = self._reduced_of(numbers)
-        has_pending, owed = self._has_pending, self._owed
+        has_pending, owed = self._waiting.pending is not None, self._waiting.owed
         grads = self._take(numbers)
         dtype = self._wire_dtype(grads, has_pending=has_pending)
         buffer = reduced.input(dtype, self.params[0].device, self._meter)
@@ -150,7 +164,7 @@ class Gradients:
             shown, row = self._result_for(reduced, buffer.row, source.device)
             pending = self._comm.reduce_scatter_mean(row, source)
         self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, owed)
-        self._owed = frozenset()
+        self._waiting.owed = frozenset()
 
     def _trainable(self) -> frozenset[int]:
         """The parameters that are not frozen, by number; the same on all ranks."""
@@ -161,7 +175,7 @@ class Gradients:
         numbers = tuple(
             number
             for number, param in enumerate(self.sharded_params)
-            if param.requires_grad or number in self._owed
+            if param.requires_grad or number in self._waiting.owed
         )
         if numbers and self._spec.clean_padding:  # somebody sees them all as one
             return tuple(range(len(self.params)))
@@ -213,7 +227,7 @@ class Gradients:
     def all_reduce(self) -> None:
         """Go on to the replicas, with what was kept partial; or reduce just that."""
         replicas = self._replicas
-        if replicas is None or (self._in_flight is None and self._partial is None):
+        if replicas is None or (self._in_flight is None and self._waiting.partial is None):
             return
         with self._lanes.on(Lane.REDUCE):
             reduced, row, present = self._end_first_half()
@@ -221,7 +235,7 @@ class Gradients:
             self._free_source(self._in_flight)
         with self._lanes.on(Lane.REDUCE):
             if self._in_flight is None:
-                owed, self._owed = self._owed, frozenset()
+                owed, self._waiting.owed = self._waiting.owed, frozenset()
                 self._in_flight = _Reduction(Done(), reduced, row, None, present, None, owed)
             self._in_flight.row = row
             self._in_flight.present = present
@@ -233,8 +247,8 @@ class Gradients:
             self.finish()
         elif self._in_flight is not None:
             with self._lanes.on(Lane.REDUCE):
-                self._partial = self._end_first_half()
-            self._owed = frozenset(self._partial.reduced.numbers)
+                self._waiting.partial = self._end_first_half()
+            self._waiting.owed = frozenset(self._waiting.partial.reduced.numbers)
             self._end(self._in_flight)
 
     def _end_first_half(self) -> Partial:
@@ -244,7 +258,7 @@ class Gradients:
         flags add up like the rest. Of parameters that were unfrozen since there was nothing; those
         that were frozen are reduced on, for what they are owed.
         """
-        partial, self._partial = self._partial, None
+        partial, self._waiting.partial = self._waiting.partial, None
         reduction = self._in_flight
         if reduction is None:
             assert partial is not None
@@ -334,39 +348,13 @@ class Gradients:
         for i, grad in enumerate(kept):  # one after the other: what was cast gives its memory back
             kept[i] = None if grad is None else grad.detach().to(dtype)
             self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
-        self.pending = kept
-        self._has_pending = True
-        self._owed |= self._trainable()
+        self._waiting.pending = kept
+        self._waiting.owed |= self._trainable()
 
     def discard(self) -> None:
         """Forget what a backward that died left behind."""
         for param in self.params:
             param.grad = None
-
-    def forget(self) -> None:
-        """Forget everything that was not reduced."""
-        self._has_pending = False
-        self._partial = None
-        self._owed = frozenset()
-        self.discard()
-        self.pending = [None] * len(self.params)
-
-    def waiting(self) -> Waiting | None:
-        """What was not reduced to its end, to be taken up by other ``Gradients`` of the bucket."""
-        if not self._has_pending and self._partial is None:
-            return None
-        return Waiting(self.pending if self._has_pending else None, self._partial, self._owed)
-
-    def take_up(self, waiting: Waiting) -> None:
-        """Go on with what was waiting elsewhere, perhaps on another device or in other dtypes."""
-        device = self.params[0].device
-        if waiting.pending is not None:
-            self.pending = [None if g is None else g.to(device) for g in waiting.pending]
-            self._has_pending = True
-        if waiting.partial is not None:
-            row = waiting.partial.row.to(device, self._dtypes.reduced)
-            self._partial = waiting.partial._replace(row=row)
-        self._owed = waiting.owed
 
     def _take(self, numbers: Iterable[int]) -> list[Tensor | None]:
         """Take off each parameter's gradient, with what is pending for it added.
@@ -382,10 +370,9 @@ class Gradients:
             grads = local_gradients(grads, self._spec.parallel)
         if self._spec.are_wrapped:
             grads = [None if grad is None else plain(grad) for grad in grads]
-        if not self._has_pending:
+        pending, self._waiting.pending = self._waiting.pending, None
+        if pending is None:
             return [grads[number] for number in numbers]
-        pending, self.pending = self.pending, [None] * len(grads)
-        self._has_pending = False
         both = [
             (waited, grad)
             for waited, grad in zip(pending, grads, strict=True)

@@ -185,40 +185,6 @@ class Unit:
         for bucket in self.buckets:
             bucket.reshard(to_secondary=to_secondary)
 
-    def reduce(self) -> None:
-        """Start the reductions of the buckets in which something is trainable, or was."""
-        for gradients in self._gradients():
-            gradients.start()
-
-    def all_reduce(self) -> None:
-        """Go on to reduce over replicas, in the buckets that have any."""
-        for gradients in self._gradients():
-            gradients.all_reduce()
-
-    def keep_partial(self) -> None:
-        """End reductions: those over replicas are put off, the others are complete."""
-        for gradients in self._gradients():
-            gradients.keep_partial()
-
-    def finish_reduce(self) -> None:
-        """Put reduced gradients where the optimizer looks, or leave that to ``settle``."""
-        for gradients in self._gradients():
-            gradients.finish()
-
-    def asking(self) -> list[Gradients]:
-        """Gradients that ``settle`` is to put where the optimizer looks."""
-        return [gradients for gradients in self._gradients() if gradients.asked is not None]
-
-    def accumulate(self) -> None:
-        """Keep gradients whole."""
-        for gradients in self._gradients():
-            gradients.accumulate()
-
-    def discard(self) -> None:
-        """Forget the gradients of a backward that died."""
-        for gradients in self._gradients():
-            gradients.discard()
-
     def forget(self) -> None:
         """Forget all gradients that were not reduced."""
         for bucket in self.buckets:
@@ -228,8 +194,8 @@ class Unit:
         """The unsharded sides that have been made."""
         return [bucket.unsharded for bucket in self.buckets if bucket.unsharded is not None]
 
-    def _gradients(self) -> list[Gradients]:
-        """What reduces, where the unsharded side has been made."""
+    def gradients(self) -> list[Gradients]:
+        """Return what takes part in reductions: of buckets whose unsharded side has been made."""
         return [bucket.gradients for bucket in self.buckets if bucket.gradients is not None]
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -51,6 +51,7 @@ from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward, Ahead
+from fullshard.schedule import triggers as when
 from fullshard.wrap.units import Ignored
 
 
@@ -348,7 +349,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         """
         super().zero_grad(set_to_none)
         for unit in units_below([self]):
-            unit.forget()
+            engine_of(unit).trigger(when.Forget(unit.key))
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
         """Let ``hook`` reduce the gradients of all units, instead of the mean over ranks.

@@ -45,8 +45,8 @@ def drop_pending(units: Iterable[Unit]) -> None:
 
 
 def _of_bucket(bucket: Bucket) -> Iterator[tuple[nn.Parameter, PendingGradient]]:
-    waiting = bucket.waiting()
-    if waiting is None:
+    waiting = bucket.waiting
+    if not waiting:
         return
     whole = waiting.pending or [None] * len(bucket.sharded_params)
     partial = _partial_pieces(bucket, waiting.partial)
