@@ -92,8 +92,8 @@ def filled(
     if len(numbers) < len(layout.params):
         spec.layout = subset(layout, numbers)
     names = tuple(param.name for param in layout.params)
-    reduced = Reduced(numbers, spec, names)
-    buffer = reduced.input(dtype, CPU, StorageMeter())
+    reduced = Reduced(numbers, spec, names, StorageMeter())
+    buffer = reduced.input(dtype, CPU)
     assert isinstance(buffer, ReduceInput)
     buffer.fill(grads)  # what it leaves behind is nobody's any more
     buffer.free()

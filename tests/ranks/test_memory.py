@@ -88,9 +88,8 @@ def most_held(mesh: tuple[int, ...], budget_of: float | None, policy: Any) -> di
     step(model)
     unit = unit_of(model.layers[0])
     assert unit is not None
-    copy = unit.buckets[0].gradients._reduced.input(
-        unit.buckets[0].grad_dtypes().wire, torch.device("cpu"), engine_of(model).meter
-    )
+    bucket = unit.buckets[0]
+    copy = bucket.gradients._sets.now.input(bucket.grad_dtypes().wire, torch.device("cpu"))
     nbytes = copy._buffer.nbytes
     assert nbytes <= unit.reduction_nbytes
     if budget_of is not None:

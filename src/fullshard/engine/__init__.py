@@ -20,9 +20,9 @@ from fullshard.engine.policy import (
     OffloadPolicy,
     ReducePolicy,
 )
-from fullshard.engine.reduce import Partial
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Registration, Unit
+from fullshard.engine.waiting import Partial
 
 __all__ = [
     "Bucket",

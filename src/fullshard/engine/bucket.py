@@ -39,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +50,25 @@ from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
 from fullshard.engine.policy import ReducePolicy
-from fullshard.engine.reduce import Front, Gradients, Waiting
+from fullshard.engine.reduce import Front as ReduceFront
+from fullshard.engine.reduce import Gradients
 from fullshard.engine.reduce_input import num_flags
 from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
+from fullshard.engine.waiting import Waiting
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
+
+
+class Front(ReduceFront, Protocol):
+    """A ``reduce.Front`` of one bucket, whose memory it shares."""
+
+    def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> Front:
+        """Return one for a copy of the bucket; ``memo`` learns of it and of its parameter."""
+
+    def lead(self) -> None:
+        """Be over the memory of the shard, which may be another one than before."""
 
 
 class Bucket:
@@ -149,17 +161,8 @@ class Bucket:
         if self.unsharded is None:
             self.unsharded = self._make_unsharded(lanes, meter)
             params = self.unsharded.params
-            self.gradients = Gradients(
-                self.spec,
-                params,
-                self.sharded_params,
-                self.grad_dtypes(params[0].dtype),
-                self.waiting,
-                lanes,
-                meter,
-            )
-            self.gradients.front = self.front
-            self.gradients.policy = self.reduce_policy
+            dtypes = self.grad_dtypes(params[0].dtype)
+            self.gradients = Gradients(self, params, dtypes, lanes, meter)
             self._requires_grad = None
         return self.unsharded
 
@@ -232,8 +235,6 @@ class Bucket:
     def change_reduction(self, **changes: Any) -> None:
         """Replace fields of ``ReducePolicy``."""
         self.reduce_policy = replace(self.reduce_policy, **changes)
-        if self.gradients is not None:
-            self.gradients.policy = self.reduce_policy
 
     def rewire(self, **wires: Any) -> None:
         """Replace wires of ``spec``; only while the bucket is resharded and nothing is pending."""

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.device import StorageMeter
 from fullshard.engine.reduce_input import Reduced
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import announce_flat
 
 # The mean size up to which gradients are kept from step to step.
 _KEPT_NBYTES = 16 << 10
+_MOST_SETS = 16  # of parameters to reduce, for which a layout is kept
 
 
 class GradShard:
@@ -61,6 +63,41 @@ class GradShard:
         """How many refer to the memory, and to the tensors."""
         holders = _torch.num_holders(self.shown) + _torch.num_holders(self.locals)
         return _torch.num_owners(self._storages), holders
+
+
+class ReducedSets:
+    """What is known about the sets of a bucket's parameters that were reduced together.
+
+    As a rule there is one set; another costs time in its first step only.
+    """
+
+    def __init__(self, spec: BucketSpec, meter: StorageMeter) -> None:
+        self._spec = spec
+        self._meter = meter
+        self.now = Reduced.of(spec, tuple(range(len(spec.layout.params))), meter)
+        self._known = {self.now.numbers: self.now}
+        self._last: GradShard | None = None
+
+    def choose(self, numbers: tuple[int, ...]) -> Reduced:
+        """Return the set of these parameters, which is reduced next."""
+        if numbers != self.now.numbers:
+            known = self._known.get(numbers)
+            if known is None:
+                if len(self._known) >= _MOST_SETS:
+                    self._known.clear()
+                known = self._known[numbers] = Reduced.of(self._spec, numbers, self._meter)
+            known.is_agreed = known.is_all  # of too many gradients the wire takes notice
+            self.now = known
+        return self.now
+
+    def result(self, numel: int, dtype: torch.dtype, device: torch.device) -> GradShard:
+        """Return last step's gradients of the set if nobody has them any more, else new ones."""
+        last = self._last
+        if last is not None and last.reduced is self.now and last.is_free():
+            return last
+        new = GradShard(self.now, torch.empty(numel, dtype=dtype, device=device))
+        self._last = new if new.is_small else None
+        return new
 
 
 def _cast(spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:

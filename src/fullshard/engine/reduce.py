@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,14 @@ from fullshard import _torch
 from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
-from fullshard.engine.grad_shard import GradShard
+from fullshard.engine.grad_shard import GradShard, ReducedSets
 from fullshard.engine.offload import bring_home
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import Reduced, ReduceInput
 from fullshard.engine.spec import BucketSpec
+from fullshard.engine.waiting import Partial, Waiting
 from fullshard.errors import ProtocolError
 from fullshard.tensors import local_gradients, plain
-
-if TYPE_CHECKING:
-    from fullshard.engine.bucket import Bucket
-
-_MOST_SETS = 16  # of parameters to reduce, for which a layout is kept
 
 
 @dataclass
@@ -40,15 +36,6 @@ class _Reduction:
     owed: frozenset[int]  # numbers of those with gradients of earlier passes, frozen by now or not
 
 
-class Partial(NamedTuple):
-    """A row that is reduced over shards only, and waits for the replicas."""
-
-    reduced: Reduced
-    row: Tensor
-    present: list[bool]
-    """Which of these parameters had a gradient on this rank, in some pass."""
-
-
 class Unsure(NamedTuple):
     """A result that waits for its flags to be read, as this rank had not all gradients."""
 
@@ -56,50 +43,31 @@ class Unsure(NamedTuple):
     owed: frozenset[int]
 
 
-@dataclass
-class Waiting:
-    """Gradients of earlier passes, which a bucket keeps until a backward reduces them."""
-
-    pending: list[Tensor | None] | None = None
-    """Whole gradients, by parameter; None on all ranks if there are none on any."""
-    partial: Partial | None = None
-    """The sum over shards, which has not been reduced over replicas."""
-    owed: frozenset[int] = frozenset()
-    """Numbers of all parameters that either may have come from; the same on all ranks."""
-
-    def __bool__(self) -> bool:
-        return self.pending is not None or self.partial is not None
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self.pending, self.partial, self.owed = None, None, frozenset()
-
-    def move(self, device: torch.device, reduced: torch.dtype) -> None:
-        """Bring them to where and in what dtype the bucket reduces by now."""
-        if self.pending is not None:
-            self.pending = [None if grad is None else grad.to(device) for grad in self.pending]
-        if self.partial is not None:
-            self.partial = self.partial._replace(row=self.partial.row.to(device, reduced))
-
-
 class Front(Protocol):
     """A parameter that is shown instead of the sharded ones of a bucket, all together."""
 
     @property
     def param(self) -> nn.Parameter:
-        """What users see, and put hooks on."""
-
-    def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> Front:
-        """One for a copy of the bucket; ``memo`` learns of it and of its parameter."""
-
-    def lead(self) -> None:
-        """Be over the memory of the shard, which may be another one than before."""
+        """The parameter, which users put hooks on."""
 
     def tell_gradients(self) -> None:
         """Let the sharded parameters have what the user left as its gradient."""
 
     def take_gradients(self) -> None:
         """Have what the sharded parameters have as gradients."""
+
+
+class Reducible(Protocol):
+    """What ``Gradients`` need of their bucket."""
+
+    spec: BucketSpec
+    sharded_params: list[nn.Parameter]
+    waiting: Waiting
+    reduce_policy: ReducePolicy
+
+    @property
+    def front(self) -> Front | None:
+        """What stands for the sharded parameters, if anything does."""
 
 
 class Gradients:
@@ -113,32 +81,26 @@ class Gradients:
 
     def __init__(
         self,
-        spec: BucketSpec,
+        bucket: Reducible,
         params: Sequence[nn.Parameter],
-        sharded_params: Sequence[nn.Parameter],
         dtypes: GradDtypes,
-        waiting: Waiting,
         lanes: Lanes,
         meter: StorageMeter,
     ) -> None:
-        self.sharded_params = sharded_params
+        spec = bucket.spec
         self.params = params
-        self._waiting = waiting
+        self._bucket = bucket
         self._spec = spec
+        self._waiting = bucket.waiting
         self._dtypes = dtypes
         self._lanes = lanes
         self._comm = lanes.wire(Lane.REDUCE, spec.reducing)
         self._replicas = spec.replicas and lanes.wire(Lane.REDUCE, spec.replicas)
         self._in_flight: _Reduction | None = None
-        self._last: GradShard | None = None
         self._unsure: Unsure | None = None
-        self._reduced = Reduced.of(spec, tuple(range(len(params))))
-        self._sets = {self._reduced.numbers: self._reduced}
-        self._meter = meter
-        self.policy = ReducePolicy()
-        self.front: Front | None = None
+        self._sets = ReducedSets(spec, meter)
         dtypes.expect(spec, params)
-        waiting.move(params[0].device, dtypes.reduced)
+        bucket.waiting.move(params[0].device, dtypes.reduced)
 
     def start(self) -> None:
         """Start to reduce what the parameters have, and what was pending, if there can be any."""
@@ -146,52 +108,43 @@ class Gradients:
         if not numbers:
             return
         settle([self], self._lanes)  # the same memory may be reduced to
-        reduced = self._reduced_of(numbers)
+        reduced = self._sets.choose(numbers)
         has_pending, owed = self._waiting.pending is not None, self._waiting.owed
         grads = self._take(numbers)
         dtype = self._wire_dtype(grads, has_pending=has_pending)
-        buffer = reduced.input(dtype, self.params[0].device, self._meter)
+        buffer = reduced.input(dtype, self.params[0].device)
         source = buffer.fill(grads)
         # What is frozen by now and owed nothing is not asked after.
         present = [
-            grad is not None or not (self.sharded_params[number].requires_grad or number in owed)
+            grad is not None
+            or not (self._bucket.sharded_params[number].requires_grad or number in owed)
             for number, grad in zip(numbers, grads, strict=True)
         ]
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         del grads  # their memory may serve for what comes next
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
-            shown, row = self._result_for(reduced, buffer.row, source.device)
+            shown, row = self._result_for(buffer.row, source.device)
             pending = self._comm.reduce_scatter_mean(row, source)
         self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, owed)
         self._waiting.owed = frozenset()
 
     def _trainable(self) -> frozenset[int]:
         """The parameters that are not frozen, by number; the same on all ranks."""
-        return frozenset(i for i, param in enumerate(self.sharded_params) if param.requires_grad)
+        return frozenset(
+            i for i, param in enumerate(self._bucket.sharded_params) if param.requires_grad
+        )
 
     def _numbers(self) -> tuple[int, ...]:
         """The parameters to reduce, ascending; the same on all ranks."""
         numbers = tuple(
             number
-            for number, param in enumerate(self.sharded_params)
+            for number, param in enumerate(self._bucket.sharded_params)
             if param.requires_grad or number in self._waiting.owed
         )
         if numbers and self._spec.clean_padding:  # somebody sees them all as one
             return tuple(range(len(self.params)))
         return numbers
-
-    def _reduced_of(self, numbers: tuple[int, ...]) -> Reduced:
-        """What is known about reducing these; a change costs time in the first step only."""
-        if numbers != self._reduced.numbers:
-            known = self._sets.get(numbers)
-            if known is None:
-                if len(self._sets) >= _MOST_SETS:
-                    self._sets.clear()
-                known = self._sets[numbers] = Reduced.of(self._spec, numbers)
-            known.is_agreed = known.is_all  # of too many gradients the wire takes notice
-            self._reduced = known
-        return self._reduced
 
     def _wire_dtype(self, grads: Sequence[Tensor | None], *, has_pending: bool) -> torch.dtype:
         """The dtype that gradients travel in; the same on all ranks.
@@ -206,9 +159,7 @@ class Gradients:
             return self._dtypes.wire if came <= {self._dtypes.wire} else self._dtypes.reduced
         return self._dtypes.wire
 
-    def _result_for(
-        self, reduced: Reduced, numel: int, device: torch.device
-    ) -> tuple[GradShard | None, Tensor]:
+    def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
         """Where to reduce to: last step's gradients if they are free, else new memory.
 
         What has to be reduced over replicas too, now or later, or is shown in several dtypes,
@@ -217,12 +168,8 @@ class Gradients:
         dtype = self._dtypes.one_shown
         if self._spec.replicas is not None or self._spec.offload is not None or dtype is None:
             return None, torch.empty(numel, dtype=self._dtypes.reduced, device=device)
-        last = self._last
-        if last is not None and last.reduced is reduced and last.is_free():
-            return last, last.flat
-        new = GradShard(reduced, torch.empty(numel, dtype=dtype, device=device))
-        self._last = new if new.is_small else None
-        return new, new.flat
+        shown = self._sets.result(numel, dtype, device)
+        return shown, shown.flat
 
     def all_reduce(self) -> None:
         """Go on to the replicas, with what was kept partial; or reduce just that."""
@@ -297,7 +244,9 @@ class Gradients:
                 if shown is None:
                     shown = self._at_home(reduction.reduced, reduction.row)
                 present = reduction.present
-                if shown.reduced.is_agreed and (self.policy.fill_absent or all(present)):
+                if shown.reduced.is_agreed and (
+                    self._bucket.reduce_policy.fill_absent or all(present)
+                ):
                     self._assign(shown, [True] * len(present), reduction.owed)
                 else:
                     self._unsure = Unsure(shown, reduction.owed)
@@ -314,7 +263,7 @@ class Gradients:
 
     def _edit(self, spec: BucketSpec, row: Tensor) -> None:
         """Let the user's choices act on what is reduced."""
-        policy = self.policy
+        policy = self._bucket.reduce_policy
         if policy.hook is not None:
             with self._lanes.aside(policy.hook_stream):
                 for start, length in spec.gaps:
@@ -397,7 +346,7 @@ class Gradients:
         assert self._unsure is not None
         (shown, owed), self._unsure = self._unsure, None
         present = shown.reduced.present(flags)
-        if self.policy.fill_absent:
+        if self._bucket.reduce_policy.fill_absent:
             present = [True] * len(present)
         self._assign(shown, present, owed)
 
@@ -406,17 +355,18 @@ class Gradients:
 
         As without sharding, what was frozen since keeps the gradients of passes before that.
         """
-        if self.front is not None:
-            self.front.tell_gradients()
+        params, front = self._bucket.sharded_params, self._bucket.front
+        if front is not None:
+            front.tell_gradients()
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        numbered = ((number, self.sharded_params[number]) for number in result.reduced.numbers)
+        numbered = ((number, params[number]) for number in result.reduced.numbers)
         wanted = [
             (i, param)
             for i, (number, param) in enumerate(numbered)
             if present[i] and (param.requires_grad or number in owed)
         ]
-        forced = self._spec.grad_dtype is not None or self.front is not None
+        forced = self._spec.grad_dtype is not None or front is not None
         put = _torch.set_grad if forced else _torch.put_grad
         for i, param in wanted:
             if param.grad is None:
@@ -426,9 +376,9 @@ class Gradients:
                 parts.append(result.locals[i])
         if sums:
             torch._foreach_add_(sums, parts)
-        if self.front is not None:
-            self.front.take_gradients()
-        seen = [param for _, param in wanted] if self.front is None else [self.front.param]
+        if front is not None:
+            front.take_gradients()
+        seen = [param for _, param in wanted] if front is None else [front.param]
         for param, hook in _torch.post_accumulate_grad_hooks(seen):
             hook(param)  # as autograd would have called it; an optimizer may step in one
 

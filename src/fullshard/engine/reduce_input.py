@@ -36,18 +36,20 @@ class Reduced:
     """That of the bucket, with the layout of these."""
     names: tuple[str, ...]
     """Of all parameters of the bucket, which all have flags."""
+    meter: StorageMeter
+    """That books the copies."""
     is_agreed: bool = True
     """Whether other ranks are known to reduce the same ones."""
     inputs: dict[torch.dtype, ReduceInput] = field(default_factory=dict)
     """By the dtype on the wire."""
 
     @classmethod
-    def of(cls, spec: BucketSpec, numbers: tuple[int, ...]) -> Reduced:
+    def of(cls, spec: BucketSpec, numbers: tuple[int, ...], meter: StorageMeter) -> Reduced:
         """``numbers`` of the bucket with ``spec``."""
         names = tuple(param.name for param in spec.layout.params)
         if len(numbers) < len(names):
             spec = replace(spec, layout=subset(spec.layout, numbers))
-        return cls(numbers, spec, names)
+        return cls(numbers, spec, names, meter)
 
     @property
     def is_all(self) -> bool:
@@ -59,11 +61,11 @@ class Reduced:
         """Elements of one rank's slice, the flags included; the same in every dtype."""
         return self.spec.layout.shard_numel + num_flags(len(self.names))
 
-    def input(self, dtype: torch.dtype, device: torch.device, meter: StorageMeter) -> ReduceInput:
+    def input(self, dtype: torch.dtype, device: torch.device) -> ReduceInput:
         """Where their gradients are copied to, to travel in ``dtype``."""
         buffer = self.inputs.get(dtype)
         if buffer is None:
-            buffer = self.inputs[dtype] = ReduceInput(self, dtype, device, meter)
+            buffer = self.inputs[dtype] = ReduceInput(self, dtype, device)
         return buffer
 
     def flags(self, row: Tensor) -> Tensor:
@@ -102,13 +104,11 @@ class ReduceInput:
     gradient, up to a multiple of 8, which are at least 16 bytes.
     """
 
-    def __init__(
-        self, reduced: Reduced, dtype: torch.dtype, device: torch.device, meter: StorageMeter
-    ) -> None:
+    def __init__(self, reduced: Reduced, dtype: torch.dtype, device: torch.device) -> None:
         spec, layout = reduced.spec, reduced.spec.layout
         self.row = reduced.row
         self._reduced = reduced
-        self._meter = meter
+        self._meter = meter = reduced.meter
         self._ones: dict[torch.dtype, Tensor] = {}
         self._boxes: list[list[StridedCopy] | None] = [[] for _ in layout.params]
         self._targets: list[list[Tensor]] = [[] for _ in layout.params]
