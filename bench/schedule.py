@@ -6,7 +6,7 @@ import statistics
 import time
 
 from bench.machine import idle, table
-from fullshard.schedule import Scheduler
+from fullshard.schedule import Scheduler, UnitState
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import Follows
 
@@ -39,7 +39,7 @@ def microseconds(units: int, budget: int | None) -> float:
     """Median microseconds a unit and step."""
     machine = Scheduler()
     for unit in range(units + 1):
-        machine.add(unit, nbytes=1000, encloses=unit == units)
+        machine.add(UnitState(unit, nbytes=1000, encloses=unit == units))
     machine.on(when.SetMachinePolicy(when.MachinePolicy(prefetch_budget=budget)))
     taken = []
     for task in range(60):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.schedule import Action, AfterForward, Ahead, MachinePolicy, Op, UnitPolicy
+from fullshard.schedule import Action, AfterForward, Ahead, MachinePolicy, Op, UnitPolicy, UnitState
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import Follows
 from tests.pure.walk import Walk
@@ -512,7 +512,7 @@ def test_actions_have_a_text_form_that_reads_back() -> None:
 
 def test_members_share_a_use_until_all_have_run() -> None:
     walk = Walk(0)
-    walk.machine.add(1, nbytes=100, num_members=2)
+    walk.machine.add(UnitState(1, nbytes=100, num_members=2))
     walk.say(when.ForwardEnter(0))
     walk.say(when.ForwardEnter(1, member=1))
     first = walk.machine.current_use

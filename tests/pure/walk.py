@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from fullshard.schedule import Action, Event, Op, Scheduler, Transcript, UnitPolicy
+from fullshard.schedule import Action, Event, Op, Scheduler, Transcript, UnitPolicy, UnitState
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
@@ -33,11 +33,13 @@ class Walk:
         for unit in range(self.num_blocks + 1):
             encloses = unit == self.root
             self.machine.add(
-                unit,
-                nbytes=self.nbytes,
-                encloses=encloses,
-                replicated=self.replicated,
-                policy=self.policy,
+                UnitState(
+                    unit,
+                    nbytes=self.nbytes,
+                    encloses=encloses,
+                    replicated=self.replicated,
+                    policy=self.policy,
+                )
             )
         self._tasks = count()
         self._gathered: dict[int, str] = {}

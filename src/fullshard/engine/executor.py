@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.reduce import Gradients, settle
+from fullshard.engine.steps import watch_steps
 from fullshard.engine.unit import Unit
 from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import (
@@ -35,25 +35,6 @@ from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 
 log = logging.getLogger("fullshard")
-
-# An optimizer that steps makes unsharded copies stale, whichever engine's they are: version
-# counters do not see what foreach and fused optimizers write. Where ranks are threads, the others
-# may be in the middle of a step, and must not gather what this rank does not.
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-_engines_lock = threading.Lock()
-
-
-@_torch.never_compiled
-def _after_optimizer_step(optimizer: Optimizer, *_: object) -> None:
-    """Tell the engines of this thread; those of others only if it is their parameters."""
-    with _engines_lock:
-        engines = list(_engines)
-    for engine in engines:
-        if engine.thread == threading.get_ident() or engine.shares_params(optimizer):
-            engine.trigger(when.WeightsChanged())
-
-
-register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 class Engine:
@@ -84,17 +65,8 @@ class Engine:
         for key, (unit, policy) in enumerate(zip(units, policies, strict=True)):
             unit.key = key
             unit.engine = self
-            self.scheduler.add(
-                key,
-                nbytes=unit.nbytes,
-                reduction_nbytes=unit.reduction_nbytes,
-                num_members=unit.num_members,
-                encloses=unit.encloses,
-                replicated=unit.replicated,
-                policy=policy,
-            )
-        with _engines_lock:
-            _engines.add(self)
+            self.scheduler.add(unit.state(policy))
+        watch_steps(self)
 
     @classmethod
     def join(cls, engines: Iterable[Engine], unit: Unit, policy: UnitPolicy) -> Engine:
@@ -194,15 +166,16 @@ class Engine:
         """Sharded parameters may have new values."""
         self.trigger(when.WeightsChanged())
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Take note of a step of ``optimizer``, if it is of our thread or of our parameters."""
+        if self.thread == threading.get_ident() or self.shares_params(optimizer):
+            self.weights_changed()
+
     def shares_params(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` steps some of our parameters."""
+        """Return whether ``optimizer`` steps some of our parameters."""
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return any(
-            id(param) in stepped
-            for unit in self.units
-            for bucket in unit.buckets
-            for param in bucket.stepped_params
-        )
+        params = (p for unit in self.units for b in unit.buckets for p in b.stepped_params)
+        return any(id(param) in stepped for param in params)
 
     def trigger(self, trigger: Trigger) -> None:
         """Let the scheduler decide, then act."""

@@ -17,6 +17,7 @@ from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
 from fullshard.errors import AssertedProtocolError, BusyError, ProtocolError, UnsupportedError
+from fullshard.schedule import UnitPolicy, UnitState
 
 if TYPE_CHECKING:
     from fullshard.engine.executor import Engine
@@ -133,6 +134,18 @@ class Unit:
     def replicated(self) -> bool:
         """Whether other ranks hold the same shard of some bucket."""
         return any(bucket.spec.replicas is not None for bucket in self.buckets)
+
+    def state(self, policy: UnitPolicy) -> UnitState:
+        """Return the unit as the scheduler knows it, resharded."""
+        return UnitState(
+            self.key,
+            nbytes=self.nbytes,
+            reduction_nbytes=self.reduction_nbytes,
+            num_members=self.num_members,
+            encloses=self.encloses,
+            replicated=self.replicated,
+            policy=policy,
+        )
 
     @property
     def num_params(self) -> int:

@@ -17,6 +17,7 @@ from fullshard.schedule.state import (
     MachinePolicy,
     Residency,
     UnitPolicy,
+    UnitState,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "Scheduler",
     "Transcript",
     "UnitPolicy",
+    "UnitState",
 ]

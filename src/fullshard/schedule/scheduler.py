@@ -8,7 +8,7 @@ same order. A unit is unsharded while something holds it; dropping the last hold
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from fullshard.schedule import triggers as when
 from fullshard.schedule.actions import FENCE, Action
@@ -23,7 +23,6 @@ from fullshard.schedule.state import (
     MachinePolicy,
     Residency,
     Task,
-    UnitPolicy,
     UnitState,
 )
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
@@ -58,22 +57,9 @@ class Scheduler:
         self._tasks: dict[int, Task] = {}
         self.reductions = Reductions()
 
-    def add(
-        self,
-        unit: int,
-        *,
-        nbytes: int,
-        reduction_nbytes: int = 0,
-        num_members: int = 1,
-        encloses: bool = False,
-        replicated: bool = False,
-        policy: UnitPolicy | None = None,
-    ) -> UnitState:
-        """Make a unit known, see ``UnitState``."""
-        policy = policy or UnitPolicy()
-        state = UnitState(unit, nbytes, reduction_nbytes, num_members, encloses, replicated, policy)
-        self._units[unit] = state
-        return state
+    def add(self, unit: UnitState) -> None:
+        """Make a unit known."""
+        self._units[unit.key] = unit
 
     def on(self, trigger: Trigger) -> tuple[Action, ...]:
         """What to do, in order, because ``trigger`` happened."""
@@ -90,11 +76,6 @@ class Scheduler:
     def in_backward(self) -> bool:
         """Whether a backward is under way."""
         return bool(self._tasks)
-
-    @property
-    def root(self) -> int | None:
-        """The unit whose forward encloses all that is running."""
-        return self._iteration.root if self._iteration else None
 
     @property
     def depth(self) -> int:
@@ -205,10 +186,8 @@ class Scheduler:
                 state.holds &= ~(Hold.KEEP | Hold.USER)
                 self.residents.settle(state, out)
         else:
-            units = self._units
-            self._back.follow(
-                [u for u in reversed(iteration.left) if units[u].policy.unshard_in_backward]
-            )
+            left = (self._units[key] for key in reversed(iteration.left))
+            self._back.follow([unit.key for unit in left if unit.policy.unshard_in_backward])
         if not event.failed:
             self._learned[iteration.root] = iteration.entered
 
@@ -271,9 +250,8 @@ class Scheduler:
         self.residents.settle(state, out)
 
     def _backward_leave(self, event: when.BackwardLeave, out: Actions) -> None:
-        task = self._tasks.get(event.task)
-        if task is not None:
-            self._leave_younger(task, event.task, event.until, out)
+        if event.task in self._tasks:
+            self._leave_younger(self._tasks[event.task], event.task, event.until, out)
 
     def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
         """Reduce on leaving the unit's earliest use.
@@ -307,8 +285,8 @@ class Scheduler:
                 self._reduce(state, task, out)
         for state in map(self._units.__getitem__, sorted(task.recomputed)):
             state.holds &= ~Hold.RECOMPUTE
-            for use in [use for use in state.graph_uses if use >= task.first_use]:
-                del state.graph_uses[use]
+            uses = state.graph_uses
+            state.graph_uses = {use: uses[use] for use in uses if use < task.first_use}
             self.residents.settle(state, out)
         if not self._tasks:
             self._end_backward(out)
@@ -351,8 +329,8 @@ class Scheduler:
             self.reductions.finish(out)
 
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
-        task = self._tasks.pop(event.task, None)
-        due = sorted(task.due) if task is not None else []  # a nested task may have left some
+        task = self._tasks.pop(event.task, None) or Task(0)
+        due = sorted(task.due)  # a nested task may have left some
         out.extend(self._units[key].do.discard for key in dict.fromkeys((*event.leftovers, *due)))
         if self._tasks:
             return
@@ -365,10 +343,8 @@ class Scheduler:
 
     def _outer_task(self, unit: int, task: int) -> Task | None:
         """Another task that is inside the unit: ``task`` is nested in it."""
-        for number, other in self._tasks.items():
-            if number != task and other.is_inside(unit):
-                return other
-        return None
+        others = (other for number, other in self._tasks.items() if number != task)
+        return next((other for other in others if other.is_inside(unit)), None)
 
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         task.dealt_with.add(state.key)
@@ -393,9 +369,7 @@ class Scheduler:
         state.holds |= Hold.USER
         if not state.is_held:
             self.residents.gather(state, gathers)
-        if gathers and self.idle:
-            out.append(FENCE)
-        out += gathers
+        out += [FENCE, *gathers] if gathers and self.idle else gathers
 
     def _user_wait(self, event: when.UserWait, out: Actions) -> None:
         state = self._units[event.unit]
@@ -441,21 +415,5 @@ class Scheduler:
 
 
 _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
-    when.ForwardEnter: Scheduler._forward_enter,
-    when.ForwardExit: Scheduler._forward_exit,
-    when.BackwardEnter: Scheduler._backward_enter,
-    when.BackwardLeave: Scheduler._backward_leave,
-    when.GradsReady: Scheduler._grads_ready,
-    when.TaskEnd: Scheduler._task_end,
-    when.TaskDied: Scheduler._task_died,
-    when.Finalize: Scheduler._finalize,
-    when.AwaitReductions: Scheduler._await_reductions,
-    when.UserUnshard: Scheduler._user_unshard,
-    when.UserWait: Scheduler._user_wait,
-    when.UserReshard: Scheduler._user_reshard,
-    when.WeightsChanged: Scheduler._weights_changed,
-    when.SetPolicy: Scheduler._set_policy,
-    when.SetMachinePolicy: Scheduler._set_machine_policy,
-    when.Forget: Scheduler._forget,
-    when.Reset: Scheduler._reset,
+    kind: getattr(Scheduler, f"_{when.kind_of(kind)}") for kind in get_args(Trigger)
 }

@@ -185,15 +185,20 @@ Trigger = (
 )
 
 
+def kind_of(trigger: type[Trigger]) -> str:
+    """Return the name of a kind of trigger in text form, and that of its handler."""
+    name = trigger.__name__
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
 def text(trigger: Trigger) -> str:
     """Text form: the kind, then its fields.
 
     >>> text(GradsReady(unit=2, task=0))
     'grads_ready unit=2 task=0'
     """
-    kind = "".join(f"_{c.lower()}" if c.isupper() else c for c in type(trigger).__name__)
     fields = (f"{name}={_value(value)}" for name, value in trigger._asdict().items())
-    return " ".join((kind.lstrip("_"), *fields))
+    return " ".join((kind_of(type(trigger)), *fields))
 
 
 def _value(value: object) -> str:

@@ -1,0 +1,44 @@
+"""Steps of optimizers, which make unsharded copies stale, whoever has built the optimizer.
+
+Version counters do not see what foreach and fused optimizers write. Where ranks are threads, the
+others may be in the middle of a step, and must not gather what this rank does not.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fullshard import _torch
+
+
+class Watcher(Protocol):
+    """An engine."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Learn of a step; called in the thread of the optimizer, whosever that is."""
+
+
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def watch_steps(watcher: Watcher) -> None:
+    """Tell ``watcher`` of all steps, for as long as it lives."""
+    with _lock:
+        _watchers.add(watcher)
+
+
+@_torch.never_compiled
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    with _lock:
+        watchers = list(_watchers)
+    for watcher in watchers:
+        watcher.stepped(optimizer)
+
+
+register_optimizer_step_post_hook(_after_step)
