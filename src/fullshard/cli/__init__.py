@@ -20,8 +20,8 @@ def _fullshard() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``fullshard ARGUMENTS`` (the process's own if None); returns the exit code.
+    """Run ``fullshard ARGUMENTS`` (``sys.argv`` if None) and return the exit code.
 
-    0 after success, 1 if a worker failed, 2 if the user can mend it, 130 after Ctrl-C.
+    The code is 0 after success, 1 if a worker failed, 2 for a user error, 130 after Ctrl-C.
     """
     return run_app(app, "fullshard", arguments)

@@ -1,4 +1,4 @@
-"""``python -m fullshard.cli``."""
+"""Entry point of ``python -m fullshard.cli``."""
 
 import sys
 

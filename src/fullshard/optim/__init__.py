@@ -1,7 +1,7 @@
-"""What is done between steps, on local tensors: optimizers, norms, loss scales.
+"""Optimizers, gradient norms and loss scaling on local tensors.
 
-They find out where parameters and gradients lie from the tensors themselves, and import no engine:
-any DTensors will do.
+This room reads the memory layout of parameters and gradients from the tensors themselves and
+imports no engine, so any DTensors work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The norm of all gradients together: one local norm, one all-reduce a group of ranks."""
+"""Gradient norm and clipping: one local norm, then one all-reduce per process group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fullshard.tensors import Spread, placed_parts_of, spread_of
 
 @dataclass
 class _Alike:
-    """Local gradients that are spread over the same groups of ranks."""
+    """Local gradients that are spread over the same process groups."""
 
     spread: Spread
     locals: list[Tensor] = field(default_factory=list)
 
     @cached_property
     def joined(self) -> list[Tensor]:
-        """Their elements in as few tensors as can be."""
+        """The elements of ``locals`` in as few tensors as possible."""
         return joined(self.locals)
 
 
@@ -39,21 +39,21 @@ def grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The norm of the gradients of ``parameters``, as if they were one vector.
+    """Return the norm of the gradients of ``parameters``, taken as one vector.
 
     Args:
-        parameters: parameters, or one; DTensors that are cut or replicated, on any meshes, those
+        parameters: one or several parameters: sharded or replicated DTensors on any meshes, those
             of ``FullyShardedDataParallel``, and other plain tensors, which must be the same on all
-            ranks. Replicas count once, those without a gradient do not count.
+            ranks. Replicas count once; parameters without a gradient do not count.
         norm_type: any p, ``inf`` included.
-        error_if_nonfinite: raise if the norm is not finite, which waits for the device.
-        foreach: False takes norms one by one.
+        error_if_nonfinite: raise if the norm is not finite; the check waits for the device.
+        foreach: False computes the norm of one tensor at a time.
 
     Returns:
-        A plain tensor without dimensions, in fp32 or wider, the same on all ranks.
+        A plain 0-dim tensor in fp32 or wider, the same on all ranks.
 
     Raises:
-        NonFiniteError: the norm is not finite, if asked for.
+        NonFiniteError: the norm is not finite and ``error_if_nonfinite`` is set.
         UnsupportedError: a gradient is a partial sum.
     """
     return _norm(_sorted_by_groups(parameters), norm_type, error_if_nonfinite, foreach)
@@ -68,11 +68,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``.
 
-    The interface and the arithmetic of ``torch.nn.utils.clip_grad_norm_``, with one all-reduce
-    for each mesh dim that parameters are spread over, and a plain tensor back.
+    Interface and arithmetic are those of ``torch.nn.utils.clip_grad_norm_``, with one all-reduce
+    for each mesh dimension over which parameters are spread.
 
     Returns:
-        The norm before; see ``grad_norm``, also for the arguments and errors.
+        The norm before clipping, a plain tensor; see ``grad_norm``, also for arguments and errors.
     """
     alike = _sorted_by_groups(parameters)
     norm = _norm(alike, norm_type, error_if_nonfinite, foreach)
@@ -88,7 +88,6 @@ def clip_grad_norm_(
 
 
 def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Gradients of one device together, with the scale there."""
     found: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         found.setdefault(grad.device, []).append(grad)
@@ -150,7 +149,7 @@ def _norm(
 
 
 def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
-    """The sum of powers (of order inf: the largest) of what this rank holds, for its copies."""
+    """Return this rank's sum of powers divided by ``copies``, or, for order inf, its maximum."""
     wide = torch.float32
     for dtype in {grad.dtype for grad in one.locals}:
         wide = torch.promote_types(wide, dtype.to_real())
@@ -171,11 +170,11 @@ def _part(one: _Alike, norm_type: float, foreach: bool | None) -> Tensor:
 def _over(
     groups: tuple[dist.ProcessGroup, ...], parts: Sequence[Tensor], norm_type: float
 ) -> Tensor:
-    """What ranks hold together, from parts of each; one all-reduce for each group."""
+    """Combine the parts of all ranks of ``groups``, with one all-reduce per group."""
     is_max = math.isinf(norm_type)
     stacked = torch.stack([part.to(parts[0].device) for part in parts])
     total = stacked.amax() if is_max else stacked.sum()
-    # A largest value may lose a NaN on the way, so that travels beside it.
+    # A max all-reduce may lose a NaN, so a NaN flag is sent beside the total.
     sent = torch.stack([total.nan_to_num(0.0, posinf=math.inf), total.isnan().to(total.dtype)])
     for group in groups:
         all_reduce(sent, group, is_max=is_max)

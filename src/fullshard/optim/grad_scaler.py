@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``: loss scaling for gradients of which each rank holds a part."""
+"""``ShardedGradScaler``: loss scaling for sharded gradients."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from fullshard.tensors import local_part
 class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks skip a step together.
 
-    An infinity or NaN in the gradients of one rank counts for all ranks of the process group, also
-    for those that have no gradients, by one all-reduce for each ``unscale_`` or ``step``. Gradients
-    may be plain tensors, DTensors and RaggedTensors, on any meshes and together, on any devices,
-    fp16 and sparse ones too; every rank must call in the same order.
+    If the gradients of one rank hold an infinity or NaN, all ranks of the process group skip the
+    step, even ranks without gradients. This takes one all-reduce per ``unscale_`` or ``step``, so
+    all ranks must make the same calls in the same order. Gradients may be any mix of plain tensors,
+    DTensors and RaggedTensors, on any meshes and devices, in fp16 or sparse too.
 
-    It is used as that one is, with any optimizer::
+    The usage is that of ``torch.amp.GradScaler``, with any optimizer::
 
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
     """
 
-    def __init__(  # by position too, in PyTorch's order
+    def __init__(  # arguments may be positional, in PyTorch's order
         self,
         device: str = "cuda",
         init_scale: float = 2.0**16,
@@ -49,20 +49,21 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """
+        """Create a scaler.
+
         Args:
-            device: type of the devices; where there is no CUDA, "cuda" is the CPU.
-            init_scale: the first scale.
-            backoff_factor: what the scale is multiplied by after a step that was skipped.
-            growth_factor: what it is multiplied by after ``growth_interval`` steps in a row.
-            growth_interval: that many steps.
-            enabled: False: losses are not scaled, and no step is skipped.
-            process_group: the ranks that skip together: at least those over which parameters are
-                cut, copied, or parallel in any other way. None: all; without a process group this
-                one.
+            device: type of the devices; without CUDA, "cuda" means the CPU.
+            init_scale: the initial scale.
+            backoff_factor: factor for the scale after a skipped step.
+            growth_factor: factor for the scale after ``growth_interval`` steps in a row.
+            growth_interval: number of steps in a row before the scale grows.
+            enabled: if False, losses are not scaled and no step is skipped.
+            process_group: the ranks that skip together; it must include all ranks over which
+                parameters are sharded, replicated or parallelized otherwise. None means all ranks,
+                or only this process if there is no default process group.
 
         Raises:
-            AssertedConfigError: a factor that would not let the scale grow, or back off.
+            AssertedConfigError: ``growth_factor`` is at most 1, or ``backoff_factor`` at least 1.
         """
         if enabled and not (growth_factor > 1.0 and backoff_factor < 1.0):
             raise AssertedConfigError(
@@ -80,14 +81,14 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs`` times the scale, each in its own dtype.
+        """Return ``outputs`` times the scale, each tensor in its own dtype.
 
         Args:
-            outputs: a tensor, or an iterable of such, nested or not; lists and tuples stay what
-                they are, others become iterators.
+            outputs: a tensor or a possibly nested iterable of tensors; lists and tuples keep their
+                type, other iterables become iterators.
 
         Raises:
-            ArgumentTypeError: something in it is neither a tensor nor iterable.
+            ArgumentTypeError: ``outputs`` holds something that is neither a tensor nor iterable.
         """
         if not self._enabled:
             return outputs
@@ -101,15 +102,15 @@ class ShardedGradScaler(GradScaler):
         scaled = map(self.scale, outputs)
         if isinstance(outputs, (list, tuple)):
             cls = type(outputs)
-            return getattr(cls, "_make", cls)(scaled)  # a named tuple takes no iterable
+            return getattr(cls, "_make", cls)(scaled)  # a named tuple is not built from an iterable
         return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, and agree on whether all are finite.
+        """Divide the gradients of ``optimizer`` by the scale, and agree whether all are finite.
 
         Raises:
-            ProtocolError: called twice before ``update``, or after ``step``.
-            AssertedProtocolError: nothing was scaled before.
+            ProtocolError: called twice without ``update`` in between, or after ``step``.
+            AssertedProtocolError: ``scale`` has not been called yet.
         """
         if self._enabled:
             self._check_scaled("unscale_")
@@ -123,11 +124,11 @@ class ShardedGradScaler(GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """``optimizer.step(*args, **kwargs)`` on gradients without the scale, if all are finite.
+        """Call ``optimizer.step(*args, **kwargs)`` on unscaled gradients if all are finite.
 
         Raises:
-            ProtocolError: called twice before ``update``, or with a closure.
-            AssertedProtocolError: nothing was scaled before.
+            ProtocolError: called twice without ``update`` in between, or with a closure.
+            AssertedProtocolError: ``scale`` has not been called yet.
         """
         if self._enabled:
             self._check_scaled("step")
@@ -144,13 +145,13 @@ class ShardedGradScaler(GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the scale grow or back off, at the end of an iteration.
+        """Grow the scale or back it off; call this at the end of an iteration.
 
         Args:
-            new_scale: take this one instead.
+            new_scale: a scale to set instead.
 
         Raises:
-            AssertedProtocolError: no gradients were looked at since the last call.
+            AssertedProtocolError: no gradients were checked since the last ``update``.
             AssertedConfigError: ``new_scale`` is a tensor of several elements.
         """
         if self._enabled:
@@ -190,14 +191,14 @@ class ShardedGradScaler(GradScaler):
         found_inf: Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, Tensor]:
-        """Where GradScaler looks at gradients, for itself and for fused optimizers.
+        """Unscale and check the gradients; GradScaler also calls this for fused optimizers.
 
-        Always one answer, on the device of the scale: a rank that has no gradients gives one too,
-        and no rank more than one.
+        The result has exactly one entry on every rank, also on a rank without gradients:
+        ``found_inf``, on the device of the scale.
         """
         with torch.no_grad():
             for (device, _), grads in _by_kind(optimizer).items():
-                found = found_inf.to(device)  # itself, if it is there
+                found = found_inf.to(device)  # no copy if already there
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     joined(grads), found, inv_scale.to(device)
                 )
@@ -209,7 +210,7 @@ class ShardedGradScaler(GradScaler):
 
 
 def _by_kind(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """What this rank holds of the gradients, by what one kernel can do."""
+    """Return this rank's gradient memory by device and dtype: each entry is work for one kernel."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     found = defaultdict(list)
     for values in map(_values, params):
@@ -219,13 +220,13 @@ def _by_kind(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], lis
 
 
 def _values(param: Tensor) -> Tensor | None:
-    """The memory of this rank's part of the gradient, as real numbers."""
+    """Return the memory of this rank's part of the gradient, viewed as real numbers."""
     grad = param.grad
     if grad is None:
         return None
     if grad.is_sparse:
         if not grad.is_coalesced():
-            # Values at one place are added up in fp32, or could overflow without being seen.
+            # Sum duplicate indices in fp32 at least: an overflow in the sum could go unnoticed.
             wide = torch.promote_types(grad.dtype, torch.float32)
             param.grad = grad = grad.to(wide).coalesce().to(grad.dtype)
         return grad._values()

@@ -1,4 +1,4 @@
-"""Parameter groups, as torch's optimizers have them."""
+"""Helpers for the parameter groups of torch's optimizers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _NAMES = ("params", "param_names")
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a group but its parameters."""
+    """Return a copy of a group without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in _NAMES}
 
 
 def numbered(groups: Groups) -> Iterator[tuple[int, Tensor]]:
-    """Each parameter with the number of its group."""
+    """Yield the group number of each parameter, and the parameter."""
     for number, group in enumerate(groups):
         for param in group["params"]:
             yield number, param
 
 
 def label_of(groups: Groups, param: Tensor) -> str:
-    """What people call ``param``: its name, if the optimizer was told, or where it stands."""
+    """Return a label for error messages: the name of ``param`` if given, else index or shape."""
     for number, group in enumerate(groups):
         for index, one in enumerate(group["params"]):
             if one is param:

@@ -1,4 +1,4 @@
-"""The optimizer that does the work: one of the user's class, which knows runs only."""
+"""The inner optimizer: an instance of the user's class that steps runs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _MISSING = object()
 
 
 def step_quietly(optimizer: Optimizer) -> None:
-    """``optimizer.step()`` without global hooks, which see the optimizer that users know."""
+    """Call ``optimizer.step()`` without global hooks; those run for the user's optimizer."""
     step: Any = type(optimizer).step
     if step.__code__ is _CALLS_HOOKS:
         step = step.__wrapped__
     step(optimizer)
 
 
-# Optimizer.__init__ wraps the step of each class into this.
+# Code of the wrapper that Optimizer.__init__ puts around the step method of each class.
 _CALLS_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 class Inner:
-    """An optimizer of the user's class, fed with runs."""
+    """An optimizer of the user's class whose parameters are the tensors of runs."""
 
     def __init__(self, optimizer_class: type[Optimizer], kwargs: dict[str, Any]) -> None:
-        # Matrix optimizers take this one, and are refused later with a better reason.
+        # 2-D, so that matrix optimizers accept it: they are refused later with a better reason.
         stand_in = nn.Parameter(torch.zeros(2, 2, device="cpu"))
         self._optimizer = optimizer_class([stand_in], **kwargs)
         self._class, self._kwargs = optimizer_class, kwargs
@@ -44,16 +44,16 @@ class Inner:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the class makes state when it is constructed."""
+        """Return whether the class creates state when it is constructed."""
         return self._is_eager
 
     @property
     def knows_scaling(self) -> bool:
-        """Whether it scales gradients back by itself, as fused optimizers do."""
+        """Return whether the optimizer unscales gradients by itself, as fused ones do."""
         return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
 
     def set_runs(self, groups: Groups, runs: Iterable[Sequence[Run]]) -> None:
-        """Step on these from now on, one sequence for each group."""
+        """Replace the runs to step on; ``runs`` has one sequence per group."""
         mine = self._optimizer.param_groups
         del mine[len(groups) :]
         for group in groups[len(mine) :]:
@@ -62,35 +62,35 @@ class Inner:
             known["params"][:] = [run.tensor for run in its_runs]
 
     def state_of(self, run: Run) -> dict[str, Any] | None:
-        """What it has kept for the run; None if nothing."""
+        """Return the optimizer's state of the run; None if it has none."""
         return self._optimizer.state.get(run.tensor)
 
     def set_state(self, run: Run, values: dict[str, Any]) -> None:
-        """Replace what it has kept for the run."""
+        """Replace the optimizer's state of the run."""
         self._optimizer.state[run.tensor] = values
 
     def keep_only(self, runs: Iterable[Run]) -> None:
-        """Forget the state of all other runs."""
+        """Delete the state of all runs except ``runs``."""
         kept = {id(run.tensor) for run in runs}
         for tensor in [t for t in self._optimizer.state if id(t) not in kept]:
             del self._optimizer.state[tensor]
 
     def first_state(self, run: Run, group: dict[str, Any]) -> dict[str, Any]:
-        """What the class makes at construction for the run, which has its memory."""
+        """Return the state that the class creates at construction; the run must have memory."""
         made = self._class([{"params": [run.tensor], **options_of(group)}], **self._kwargs)
         return dict(made.state.get(run.tensor, {}))
 
     def read_again(self) -> None:
-        """Let the class look over its state, as it does after a load (of an older version's)."""
+        """Let the class upgrade its state, as after loading a state dict of an older version."""
         known = self._optimizer
         known.__setstate__({"state": known.state, "param_groups": known.param_groups})
 
     def step(self, groups: Groups, amp: Mapping[str, Tensor]) -> None:
-        """One step with the options of ``groups``, where what the class changes is put back.
+        """Step once with the options of ``groups``, and write changed options back to them.
 
         Args:
-            groups: as the user sees them; the class may count in them.
-            amp: what a GradScaler has set, see ``knows_scaling``.
+            groups: the user's groups; some classes keep counters in theirs.
+            amp: attributes set by a GradScaler, see ``knows_scaling``.
         """
         for mine, group in zip(self._optimizer.param_groups, groups, strict=True):
             mine.update(options_of(group))

@@ -1,4 +1,4 @@
-"""The same elements in fewer tensors."""
+"""Merging of neighboring tensors into fewer tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fullshard.tensors import flat_part_of
 
 
 def joined(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All elements of ``tensors``; those that follow each other in a buffer as one 1-D view.
+    """Return ``tensors`` with neighbors in a buffer merged into one 1-D view each.
 
-    Without padding between them, that is. Tensors without elements are left out. The order is that
-    of the first tensor in each view: it depends on what is in which buffer, never on where buffers
-    happen to be, or sums over the views would.
+    Neighbors have no padding between them. Tensors without elements are left out. Views are sorted
+    by the first index of their tensors, so the order depends on which buffer holds what, never on
+    addresses; otherwise the rounding of sums over the views would depend on addresses too.
     """
     filled = list(filter(Tensor.numel, tensors))
     try:
@@ -43,7 +43,7 @@ def joined(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _view(
     tensors: Sequence[Tensor], starts: list[int], first: int, last: int
 ) -> tuple[int, Tensor]:
-    """Neighbours in memory, from ``first`` up to ``last`` or the end of the buffer, as one."""
+    """Merge neighbors from ``first`` up to ``last`` or the buffer's end; also return the stop."""
     place = flat_part_of(tensors[first]) if last > first + 1 else None
     if place is None:
         return first + 1, tensors[first]

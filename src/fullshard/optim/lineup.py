@@ -1,4 +1,4 @@
-"""The runs of a step, and whether they are still right for the step after."""
+"""The runs of a step, and the check whether the next step can reuse them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part
 
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """The gradient of each."""
+    """Return the gradient of each parameter."""
     return list(map(_grad_of, params))
 
 
@@ -29,14 +29,14 @@ _grad_of = attrgetter("grad")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A parameter that steps, and where it and its gradient lie.
+    """A parameter to step, with the positions of its memory and of its gradient's.
 
     Attributes:
-        group: the number of its group.
-        age: what parameters must have in common to share state.
-        local: this rank's part.
-        part: where that lies in a buffer, if in one.
-        grad_part: the same of the gradient.
+        group: number of its parameter group.
+        age: the value that parameters must have in common to share state.
+        local: its local tensor.
+        part: position of ``local`` in a flat buffer; None if it is in none.
+        grad_part: the same for the gradient.
     """
 
     param: Tensor
@@ -48,14 +48,14 @@ class Candidate:
 
     @classmethod
     def of(cls, param: Tensor, grad: Tensor | None, group: int, age: Hashable) -> Candidate:
-        """``grad`` None: it will lie as the parameter does."""
+        """Describe ``param``; without ``grad``, assume a gradient laid out like the parameter."""
         local = local_part(param)
         part = _part_of(local)
         grad_part = part if grad is None else _part_of(local_part(grad))
         return cls(param, group, age, local, part, grad_part)
 
     def place(self, *, by_grad: bool) -> Place | None:
-        """Where this stands; without ``by_grad``, if its gradient lay as well as can be."""
+        """Return the place, None if in no buffer; without ``by_grad``, assume an ideal gradient."""
         if not self.local.numel():
             return Place((self.group, self.age, self.local.dtype, self.local.device), None)
         grad_part = self.grad_part if by_grad else self.part
@@ -75,12 +75,12 @@ def _part_of(local: Tensor) -> FlatPart | None:
 
 
 class Freedom(NamedTuple):
-    """Where gradients may lie next time without there being fewer runs, or other ones.
+    """Limits within which gradients may move before the runs must be recomputed.
 
     Attributes:
-        anywhere: there are as few runs as if gradients lay like their parameters.
-        stray: else a parameter whose gradient is in no buffer, if that is the reason; while it is
-            in none, nothing is won by looking again.
+        anywhere: True if there are as few runs as if gradients were laid out like parameters.
+        stray: a parameter that is in a buffer while its gradient is in none, if there is one.
+            As long as this gradient is in none, recomputing the runs gains nothing.
     """
 
     anywhere: bool
@@ -88,7 +88,7 @@ class Freedom(NamedTuple):
 
 
 def line_up(candidates: Sequence[Candidate]) -> tuple[list[Run], Freedom]:
-    """New runs, and what may change without changing them."""
+    """Return new runs, and how far gradients may move before these are outdated."""
     runs = find_runs([one.place(by_grad=True) for one in candidates])
     fewest = find_runs([one.place(by_grad=False) for one in candidates])
     strays = (one.param for one in candidates if one.part and not one.grad_part)
@@ -108,12 +108,12 @@ def _run_of(members: Sequence[Candidate]) -> Run:
 
 
 class Lineup:
-    """The runs of a step, and the facts that they follow from.
+    """The runs of a step, and the facts from which they were computed.
 
     Attributes:
-        runs: one for each tensor that the inner optimizer steps on.
-        firsts: for each the number of its first parameter, among those of all groups.
-        exposed: parameters that autograd may have saved; others it knows in unsharded copies.
+        runs: one run for each tensor that the inner optimizer steps.
+        firsts: for each run the number of its first parameter, counted over all groups.
+        exposed: parameters that autograd may have saved; it saves unsharded copies of the rest.
     """
 
     def __init__(
@@ -123,12 +123,13 @@ class Lineup:
         runs: Sequence[Run],
         freedom: Freedom,
     ) -> None:
-        """
+        """Record the facts on which ``runs`` depend.
+
         Args:
-            groups: of all parameters.
-            grads: the gradient of each.
-            runs: of those that have one.
-            freedom: where gradients may lie next time.
+            groups: the groups of all parameters.
+            grads: the gradient of each parameter, or None.
+            runs: the runs of all parameters with gradients.
+            freedom: how far gradients may move before ``runs`` are outdated.
         """
         self._params = params = [param for _, param in numbered(groups)]
         self._sizes = [len(group["params"]) for group in groups]
@@ -148,10 +149,10 @@ class Lineup:
         self._chains = _Chains(bound, grads)
 
     def stands(self, groups: Groups, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
-        """Whether the same runs are right, for all that can be seen from addresses.
+        """Return whether the runs are still right as far as addresses tell.
 
-        Besides, each run must still find its memory, see ``Run.memory``: addresses say nothing
-        once a buffer is gone.
+        The caller must also check that each run finds its memory, see ``Run.memory``, because
+        addresses prove nothing once a buffer has been freed.
         """
         return (
             same(params, self._params)
@@ -168,20 +169,20 @@ class Lineup:
 
 
 class _Chains:
-    """Gradients that must be neighbours.
+    """Gradients that must stay neighbors.
 
-    Only addresses are kept: gradients are let go after each step and come back, perhaps elsewhere,
-    with the next. While they lie among each other as before, nothing has to be looked up for each
-    of them: all checks are passes over lists in C.
+    Only addresses are kept, because gradients are freed after each step and may come back at other
+    addresses. While their distances from each other stay the same, no lookup per gradient is
+    needed: all checks are passes over lists in C.
     """
 
     def __init__(
         self, pairs: Iterable[tuple[Run, Sequence[int]]], grads: Sequence[Tensor | None]
     ) -> None:
-        """``pairs``: runs, and the numbers of their parameters."""
-        self._numbers: list[int] = []  # run after run
-        self._leaders: list[int] = []  # where in that list the first of the run is
-        self._nbytes: list[int] = []  # how far behind that one's gradient its own must lie
+        """Record addresses; ``pairs`` holds runs with the numbers of their parameters."""
+        self._numbers: list[int] = []  # of parameters, run after run
+        self._leaders: list[int] = []  # index in ``_numbers`` of the run's first
+        self._nbytes: list[int] = []  # distance of its gradient from that of the run's first
         for run, numbers in pairs:
             grad = grads[numbers[0]]
             if run.parts is not None and grad is not None:
@@ -191,7 +192,7 @@ class _Chains:
         self._addresses = self._find(grads)
 
     def hold(self, grads: Sequence[Any], *, anywhere: bool) -> bool:
-        """Whether gradients lie where they did, or ``anywhere`` else in the same way."""
+        """Return whether addresses are the old ones, or, if ``anywhere``, only the distances."""
         found = self._find(grads)
         if found is None or found == self._addresses:
             return found is not None
@@ -199,7 +200,7 @@ class _Chains:
         return anywhere and found == list(map(add, firsts, self._nbytes))
 
     def _find(self, grads: Sequence[Any]) -> list[int] | None:
-        """Where they begin; None if one is not contiguous or, being sparse, begins nowhere."""
+        """Return their addresses; None if one is not contiguous or has no address (sparse)."""
         locals_now = list(map(local_part, map(grads.__getitem__, self._numbers)))
         try:
             all_there = all(map(Tensor.is_contiguous, locals_now))
@@ -209,9 +210,10 @@ class _Chains:
 
 
 def align(params: Sequence[Tensor], grads: list[Tensor | None]) -> None:
-    """Place gradients as their parameters are, in the same order on all ranks, as it communicates.
+    """Give gradients in the list ``grads`` the placements of their parameters.
 
-    A plain optimizer on DTensors leaves this to their operations.
+    This communicates, so parameters are taken in the same order on all ranks. A plain optimizer
+    leaves such redistribution to the operations of DTensor.
     """
     for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if isinstance(param, DTensor) and isinstance(grad, DTensor) and not is_ready(param, grad):
@@ -220,13 +222,13 @@ def align(params: Sequence[Tensor], grads: list[Tensor | None]) -> None:
 
 
 def _placed_like(param: DTensor, grad: DTensor) -> Tensor:
-    if is_ragged(param) and not is_ragged(grad):  # intervals are nothing that DTensor can make
+    if is_ragged(param) and not is_ragged(grad):  # DTensor cannot redistribute to ragged intervals
         return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     return grad.redistribute(param.device_mesh, param.placements)
 
 
 def is_ready(param: Tensor, grad: Tensor) -> bool:
-    """Whether the gradient lies as the parameter does, and need not be waited for."""
+    """Return whether the gradient has the parameter's placements and no pending collective."""
     if not isinstance(param, DTensor):
         return True
     return is_placed_like(param, grad) and type(local_part(grad)) is Tensor

@@ -1,17 +1,17 @@
-"""A run: parameters that step as one tensor, and their state as parts of its state.
+"""A run: parameters that step as one tensor; their state is parts of the run's state.
 
-    parameters    | w w w w w w | . . | b b b |    a slice of the buffer that they lie in
-    gradients     | g g g g g g | . . | g g g |    a slice of theirs, which lies alike
+    parameters    | w w w w w w | . . | b b b |    a slice of their buffer
+    gradients     | g g g g g g | . . | g g g |    a slice of theirs, laid out alike
     exp_avg       | m m m m m m | . . | m m m |    flat, made by the inner optimizer
-    step          3                                ... and so is this
-    steps         [3, 3]                           a copy of it for each parameter
+    step          3                                made by the inner optimizer too
+    steps         [3, 3]                           one copy of step per parameter
 
     state[w]      exp_avg: a view of the first six, in the form of w; step: a view of steps[0]
 
-The inner optimizer works on ``tensor``, to which memory is lent for the time of a step: a run that
-held on to parameters would keep what ``.to()`` replaced, one that held on to gradients would keep
-the engine from using their buffer again. What users see is memory of the run, and so are parts of
-it where runs split: edits in place need no copying, and what users hold stays true.
+The inner optimizer steps ``tensor``, to which memory is lent only during a step: a run that held
+references would keep alive parameters that ``.to()`` replaced, and would keep the engine from
+reusing the buffer of the gradients. Users see views of the run's state, and when a run splits, the
+new runs use views of it too: edits in place need no copying, and what users hold stays valid.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MISSING = object()
 
 
 def same(one: Iterable[object], other: Iterable[object]) -> bool:
-    """Whether both are the same objects, as many and in the same order."""
+    """Return whether both hold the same objects in the same order."""
     return all(map(is_, chain(one, (_MISSING,)), chain(other, (_MISSING,))))
 
 
 class Part(NamedTuple):
-    """Where the elements of a parameter are in the tensor of its run."""
+    """The position of a parameter's elements in the tensor of its run."""
 
     offset: int
     numel: int
@@ -49,15 +49,15 @@ class Run:
     """Parameters that step as one tensor.
 
     Attributes:
-        params: neighbours in a buffer, or one parameter, or any number without elements here.
-        tensor: what the inner optimizer knows; without memory between steps.
-        parts: where parameters are in the tensor, which is 1-D; None if it has the shape of the
-            one parameter that there is.
-        is_shown: whether users see its state.
+        params: neighbors in a buffer, or one parameter, or any number without local elements.
+        tensor: the parameter of the inner optimizer; it has no memory between steps.
+        parts: positions of the parameters in ``tensor``, which is 1-D; None if the run has a single
+            parameter and ``tensor`` has the shape of its local tensor.
+        is_shown: True once users see the state of the run.
     """
 
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int] | None) -> None:
-        """``offsets``: of each parameter in the tensor; None for one that stays as it is."""
+        """Create a run with parameters at ``offsets``, or None for one that keeps its shape."""
         self.params = tuple(params)
         self.tensor = nn.Parameter(torch.empty(0, device="cpu"))
         self.parts: tuple[Part, ...] | None = None
@@ -70,37 +70,37 @@ class Run:
             )
             self._shape = torch.Size([self.parts[-1].offset + self.parts[-1].numel])
         self.is_shown = False
-        self._shown: dict[str, object] = {}  # what the user's views are views of, or it itself
-        self._copies: dict[str, Tensor] = {}  # one row for each parameter of what they share
-        self._flats: dict[str, Tensor] = {}  # the announced buffers that state lies in
+        self._shown: dict[str, object] = {}  # by key: the value shown, or the base of the views
+        self._copies: dict[str, Tensor] = {}  # by key: one row for each parameter
+        self._flats: dict[str, Tensor] = {}  # by key: the announced buffer of cut state
         self._entries: list[object] = []
         self._version = 0
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor, those of nobody included."""
+        """Number of elements of the tensor, padding included."""
         return self._shape.numel()
 
     @property
     def is_joined(self) -> bool:
-        """Whether parameters and gradients must be neighbours."""
+        """Return whether parameters and gradients must be neighbors."""
         return len(self.params) > 1 and self.numel > 0
 
     @property
     def flats(self) -> Iterable[Tensor]:
-        """The buffers of the state, which can be found by ``flat_part_of`` while this lives."""
+        """The buffers of the state; ``flat_part_of`` finds them while the run is alive."""
         return self._flats.values()
 
     def is_like(self, other: Run) -> bool:
-        """Whether both are the same parameters, in the same places."""
+        """Return whether both runs have the same parameters at the same offsets."""
         return self.parts == other.parts and same(self.params, other.params)
 
     # memory
 
     def memory(self, first: Tensor) -> Tensor | None:
-        """The memory of the run, from the local tensor of its first parameter or gradient.
+        """Return the memory of the run, given the local tensor of its first parameter or gradient.
 
-        None if that is not in a buffer with room for the run.
+        Return None if ``first`` is not in a buffer with room for the run.
         """
         if self.parts is None:
             return first.detach()
@@ -112,19 +112,19 @@ class Run:
         return place.flat.narrow(0, place.start, self._shape[0])
 
     def lend(self, memory: Tensor, grad: Tensor | None) -> None:
-        """Give the tensor its memory."""
+        """Lend ``memory`` and ``grad`` to the tensor."""
         self.tensor.data = memory
         _torch.set_grad(self.tensor, grad)
 
     def take_back(self) -> None:
-        """Take the memory from the tensor."""
+        """Take memory and gradient away from the tensor."""
         self.tensor.grad = None
         self.tensor.data = _EMPTY
 
     # state
 
     def is_untouched(self, state: StateOf) -> bool:
-        """Whether ``state`` still is what was shown, as far as it does not share our memory."""
+        """Return whether ``state`` is as shown; edits in memory of the run do not count."""
         owns = map(state.get, self.params, repeat(_NOTHING))
         return self._version == _torch.versions(self._copies.values()) and same(
             chain.from_iterable(map(dict.values, owns)), self._entries
@@ -133,10 +133,10 @@ class Run:
     def read(
         self, state: StateOf, flats: Container[int], singles: Container[str]
     ) -> dict[str, Any]:
-        """The state for the tensor, from that of the parameters, which are of one age.
+        """Return state for the tensor, joined from that of the parameters, which are of one age.
 
-        Where it lies in one of ``flats`` (by ``id``) as the run does, it is used in place.
-        ``singles``: see ``is_cut``.
+        State that one of ``flats`` (``id`` of buffers) already holds in the layout of the run is
+        used in place. ``singles``: see ``is_cut``.
         """
         values: dict[str, Any] = {}
         for key, value in state.get(self.params[0], _NOTHING).items():
@@ -153,7 +153,7 @@ class Run:
         state: MutableMapping[Tensor, dict[str, Any]],
         singles: Container[str],
     ) -> None:
-        """Let ``state`` show ``values``, the inner optimizer's state of the tensor.
+        """Show ``values``, the inner optimizer's state of the tensor, in ``state``.
 
         ``singles``: see ``is_cut``.
         """
@@ -182,11 +182,11 @@ class Run:
         if value is shown:
             return
         if isinstance(shown, Tensor) and _is_alike(value, shown):
-            values[key] = shown.copy_(value)  # made anew each step: what users see is the old one
+            values[key] = shown.copy_(value)  # new each step; users keep the old tensor
             return
         grad = self.tensor.grad
         if grad is not None and grad.numel() and value.data_ptr() == grad.data_ptr():
-            values[key] = value = value.clone()  # a gradient kept for later, which is only lent
+            values[key] = value = value.clone()  # state is the gradient itself, only lent
         if self.parts is not None and (key not in self._flats or shown is not None):
             announce_flat(value, ((part.offset, part.numel) for part in self.parts))
             self._flats[key] = value
@@ -222,7 +222,7 @@ class Run:
         self._entries = [*chain.from_iterable(map(dict.values, owns))]
 
     def _views(self, value: Tensor) -> list[Tensor]:
-        """For each parameter its part of ``value``, in its shape."""
+        """Return each parameter's part of ``value``, in the local shape of the parameter."""
         if self.parts is None:
             return [value]
         views = [value.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
@@ -241,7 +241,7 @@ class Run:
         return joined
 
     def _neighbours(self, locals_now: Sequence[Tensor]) -> tuple[Tensor | None, int]:
-        """The buffer that tensors lie in as the parts do, and where the first of them begins."""
+        """Return the buffer that holds the tensors at offsets like the parts', and its start."""
         places = [flat_part_of(local) for local in locals_now]
         first = places[0]
         for place, part in zip(places, self.parts or (), strict=True):

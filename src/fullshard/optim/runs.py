@@ -1,8 +1,8 @@
-"""Which parameters can step as one tensor: the decision, without tensors.
+"""The decision which parameters can step as one tensor, made without tensors.
 
 memory       | w1 | b1 | w2 | b2 |  .  .  | w3 |
-line            x    x    y    x              x     places of a line differ in number alone
-runs           (w1   b1) (w2) (b2             w3)   neighbours on one line
+line            x    x    y    x              x     places on one line differ only in number
+runs           (w1   b1) (w2) (b2             w3)   neighbors on one line
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a parameter stands.
+    """The place of a parameter in memory.
 
     Attributes:
-        line: all that members of a run have in common: their group, the buffers that they and
-            their gradients lie in, how these are shifted against each other, the age of their
-            state.
-        number: the place in the order of memory; neighbours have numbers that follow. None: next
-            to everyone on the line, as it takes no room.
+        line: everything that members of a run have in common: their group, the buffers of
+            parameters and of gradients, the shift between the two, the age of their state.
+        number: the index in memory order; neighbors have consecutive numbers. None for a parameter
+            without elements, which is a neighbor of all parameters on its line.
     """
 
     line: Hashable
@@ -28,14 +27,14 @@ class Place(NamedTuple):
 
 
 def find_runs(places: Sequence[Place | None]) -> list[tuple[int, ...]]:
-    """The fewest runs: each parameter is in one, and members of a run are neighbours on a line.
+    """Split all parameters into the fewest runs whose members are neighbors on one line.
 
     Args:
-        places: one for each parameter; None for one that has no neighbours. The numbers on a line
-            are all None, or none is.
+        places: one place per parameter; None for a parameter without neighbors. On any one line
+            either all numbers are None or none is.
 
     Returns:
-        Indexes into ``places``, in a run by place, runs by their first index.
+        Runs of indices into ``places``; each run is in memory order, runs by first member.
     """
     lines: dict[Hashable, list[tuple[int, int]]] = {}
     runs: list[tuple[int, ...]] = []

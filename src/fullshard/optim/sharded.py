@@ -17,29 +17,29 @@ from fullshard.optim.states import check_state
 from fullshard.optim.stepper import Stepper
 from fullshard.optim.trial import check_elementwise, refuse, single_keys
 
-_AMP = ("grad_scale", "found_inf")  # what GradScaler sets for a step
+_AMP = ("grad_scale", "found_inf")  # attributes that GradScaler sets for a step
 
 
 class ShardedOptimizer(Optimizer):
-    """``optimizer_class`` on sharded parameters, stepping on buffers instead of on parameters.
+    """An optimizer for sharded parameters that steps whole buffers with ``optimizer_class``.
 
-    Parameters that are neighbours in a buffer of ``fully_shard``, in one group, with state of one
-    age and gradients this time, step as one tensor, a *run*. So the time of a step on the host
-    depends on the number of units, not on that of parameters, and nothing goes through DTensor.
-    The results are those of ``optimizer_class`` itself (fused ones may round differently).
+    Parameters that are neighbors in a buffer of ``fully_shard``, are in one group, have gradients
+    and have state of one age step as one tensor, a *run*. The host time of a step therefore depends
+    on the number of units, not of parameters, and nothing goes through DTensor dispatch. Results
+    are those of ``optimizer_class`` itself (fused classes may round differently).
 
-    It is used like the optimizer it stands for: ``param_groups`` and ``state`` show parameters,
-    each with state in its own form, so schedulers, hooks, ``GradScaler``, state dicts and
-    ``torch.distributed.checkpoint`` see what they always see, and each other's state dicts fit.
-    What is loaded is copied, and so is, at the next step, what is put into ``state`` by hand.
-    Methods that the class adds to those of every optimizer are not passed on.
+    Usage is that of ``optimizer_class``: ``param_groups`` and ``state`` show parameters, each with
+    state in the parameter's own form, so schedulers, hooks, ``GradScaler`` and
+    ``torch.distributed.checkpoint`` work unchanged, and state dicts are interchangeable with those
+    of ``optimizer_class``. Loaded state is copied; state set by hand is copied at the next step.
+    Methods that ``optimizer_class`` adds to those of every optimizer are not available.
 
-    Any parameters will do, on any mesh. Plain ones and torch's own DTensors step one by one, on
-    their local tensors. State that is not shaped like its parameter, such as a step count, is one
-    for the run; whoever is of another age, because it was frozen for a while, is in another run.
+    Any parameters on any mesh are accepted. Plain tensors and torch's own DTensors step one by one,
+    on their local tensors. A run has one value of state that is not shaped like its parameter, such
+    as a step count; parameters of another age, say, once frozen ones, are in another run.
 
-    Copies (``copy.deepcopy``, pickle) hold copies of the parameters, as those of every optimizer,
-    or those that were copied with them, ``copy.deepcopy((model, optimizer))``; and no hooks.
+    Copies (``copy.deepcopy``, pickle) hold copies of the parameters, as with every optimizer; with
+    ``copy.deepcopy((model, optimizer))`` these are the copied model's. Copies have no hooks.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class ShardedOptimizer(Optimizer):
         elementwise: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """
+        """Create the optimizer.
+
         Args:
-            params: parameters, named parameters, or groups of them as for any optimizer; they may
+            params: parameters, named parameters or parameter groups as for any optimizer; they may
                 still be on the meta device.
-            optimizer_class: a class of ``torch.optim``, or one like those, that treats each
-                element by itself.
-            elementwise: True vouches for it, which is otherwise tried, on small tensors of our
-                own; False says that it is not so.
+            optimizer_class: a class like those of ``torch.optim``, updating each element by itself.
+            elementwise: True asserts that the class does so, False that it does not; None tests
+                the class on small tensors of our own.
             kwargs: arguments of ``optimizer_class``.
 
         Raises:
-            UnsupportedError: the class is not element-wise, or is to be differentiable.
-            ConfigError: there is no parameter, or one is given twice.
-            ArgumentTypeError: something is not a parameter or not an optimizer class.
+            UnsupportedError: the class is not element-wise, or ``differentiable`` is set.
+            ConfigError: ``params`` is empty or contains a parameter twice.
+            ArgumentTypeError: ``params`` or ``optimizer_class`` has a wrong type.
         """
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise ArgumentTypeError(
@@ -94,25 +94,25 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def num_runs(self) -> int:
-        """How many tensors the last step was on, on this rank."""
+        """Number of runs, each one tensor, in the last step on this rank."""
         return self._stepper.num_runs
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """For GradScaler: a fused optimizer scales gradients back by itself."""
+        """Tell GradScaler whether the optimizer unscales gradients by itself, as fused ones do."""
         return self._inner.knows_scaling
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all parameters that have gradients.
+        """Step all parameters that have gradients.
 
         Args:
-            closure: computes loss and gradients first.
+            closure: a function that computes loss and gradients; called before the step.
 
         Returns:
-            What ``closure`` returns.
+            The result of ``closure``, or None.
 
         Raises:
-            ConfigError: state that was loaded does not fit its parameter; nothing was stepped.
+            ConfigError: some state does not fit its parameter; no parameter was stepped.
         """
         loss = None
         if closure is not None:
@@ -125,11 +125,11 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as to any optimizer; for one, when layers are unfrozen.
+        """Add a parameter group, as to any optimizer, for example when layers are unfrozen.
 
         Raises:
-            ConfigError: a parameter is in it twice, or in another group.
-            ArgumentTypeError: it holds something that is no tensor.
+            ConfigError: a parameter is twice in the group, or already in another group.
+            ArgumentTypeError: the group holds something that is not a tensor.
             UnsupportedError: the class is not element-wise with the options of the group.
         """
         if isinstance(param_group, dict) and not isinstance(param_group["params"], (Tensor, set)):
@@ -149,7 +149,6 @@ class ShardedOptimizer(Optimizer):
             self._stepper.prepare(self.param_groups, self.state, loaded=False)
 
     def _learn(self, many_options: Iterable[dict[str, Any]]) -> None:
-        """Find out what state there is with the options of these groups."""
         for options in many_options:
             self._inner.singles |= single_keys(self._optimizer_class, self._kwargs, options)
 
@@ -174,10 +173,10 @@ class ShardedOptimizer(Optimizer):
         return {**super().__getstate__(), **{name: vars(self)[name] for name in mine}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also the last act of ``load_state_dict``.
+        """Restore a copy; also called at the end of ``load_state_dict``.
 
         Raises:
-            ConfigError: state does not fit its parameter; nothing was loaded.
+            ConfigError: some state does not fit its parameter; nothing was loaded.
         """
         if "_stepper" not in vars(self):  # a copy
             self._optimizer_class, self._kwargs = state["_optimizer_class"], state["_kwargs"]
@@ -189,7 +188,7 @@ class ShardedOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
-                group.setdefault(key, value)  # a state dict of an older version lacks some
+                group.setdefault(key, value)  # state dicts of older versions lack some options
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=True)
         self._was_loaded = True

@@ -1,4 +1,4 @@
-"""The state of single parameters, as the user sees it, edits it and loads it."""
+"""The optimizer state of single parameters, as users see, edit and load it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def is_cut(
     *,
     is_dtensor: bool = False,
 ) -> bool:
-    """Tell whether state has an element for each of its parameter's; a step count, say, has not.
+    """Return whether state has one element per parameter element, unlike a step count.
 
-    Shapes tell, except for parameters of one element, where both kinds of state may look alike.
+    Shapes decide, except for parameters of one element, where both kinds of state may look alike.
 
     Args:
-        key: what the optimizer calls the state.
-        shape: of the state; None if it is no tensor.
-        whole: the shape of the parameter, or of the part of it that the optimizer steps.
-        singles: names of state that has one value for any parameter, see ``single_keys``.
-        is_dtensor: the state is a DTensor, which only state with many elements is.
+        key: the optimizer's name of the state.
+        shape: shape of the state; None if the state is not a tensor.
+        whole: shape of the parameter, or of the part of the parameter that the optimizer steps.
+        singles: names of state with one value for any parameter, see ``single_keys``.
+        is_dtensor: whether the state is a DTensor; only state with many elements is.
     """
     if is_dtensor or shape != whole:
         return is_dtensor
@@ -40,24 +40,24 @@ def is_cut(
 
 
 def is_cut_tensor(param: Tensor, key: str, value: object, singles: Container[str]) -> bool:
-    """Tell whether ``value``, which an optimizer keeps for ``param``, is cut as that is."""
+    """Return whether the optimizer state ``value`` is cut like its parameter ``param``."""
     if isinstance(param, DTensor) or not isinstance(value, Tensor):
         return isinstance(value, DTensor)
     return is_cut(key, value.shape, param.shape, singles)
 
 
 def is_placed_like(param: Tensor, other: Tensor) -> bool:
-    """Whether both are plain tensors, or DTensors of which ranks hold the same elements."""
+    """Return whether both are plain tensors, or DTensors with the same mesh and placements."""
     if isinstance(param, DTensor) and isinstance(other, DTensor):
         return param.placements == other.placements and param.device_mesh == other.device_mesh
     return isinstance(param, DTensor) == isinstance(other, DTensor)
 
 
 def one_for_many(kept: Iterable[tuple[torch.Size, str, torch.Size | None]]) -> set[str]:
-    """Return the names of state of which larger parameters have one value.
+    """Return the names of state that has one value for a parameter of several elements.
 
     Args:
-        kept: shapes of parameters, each with the name and the shape of a state of it.
+        kept: the shape of a parameter, the name of one of its states, the shape of this state.
     """
     return {
         key
@@ -69,10 +69,10 @@ def one_for_many(kept: Iterable[tuple[torch.Size, str, torch.Size | None]]) -> s
 def check_state(
     groups: Groups, param: Tensor, own: Mapping[str, Any], singles: Container[str]
 ) -> None:
-    """Refuse state that has an element for each of the parameter's but lies otherwise.
+    """Check that state with one element per parameter element is placed like the parameter.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: its shape or its placement differs from the parameter's.
     """
     for key, value in own.items():
         if not isinstance(value, Tensor):
@@ -96,9 +96,9 @@ def _describe(tensor: Tensor) -> str:
 
 
 def ages_of(params: Sequence[Tensor], state: StateOf, singles: Container[str]) -> list[Hashable]:
-    """For each parameter what must be equal where parameters share state.
+    """Return the age of each parameter; parameters share state only if their ages are equal.
 
-    That is the value of everything that is not cut, and which cut tensors of which kind there are.
+    An age holds the value of all state that is not cut, and name, dtype and device of cut tensors.
     """
     owns = [state.get(param, {}) for param in params]
     values = _values_of(
@@ -121,7 +121,7 @@ def _trait(value: object, values: Mapping[int, Hashable]) -> Hashable:
 
 
 def _values_of(tensors: Iterable[Tensor]) -> dict[int, Hashable]:
-    """What small tensors hold, by ``id``: read in one go, as each reading waits for the device."""
+    """Return the values of small tensors by ``id``, in few reads: each waits for the device."""
     alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(tensor)

@@ -1,4 +1,4 @@
-"""Steps the parameters of an optimizer run by run."""
+"""The stepper, which updates the parameters of an optimizer run by run."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class Stepper:
-    """Finds runs, lends them memory, lets the inner optimizer step and shows the state.
+    """The driver of a ``ShardedOptimizer``: finds runs, lends memory, steps, and shows state.
 
-    While parameters, gradients and state are where they were, a step looks at parameters in
-    passes over lists only. Otherwise runs are found anew, and take over the state of parameters
-    that were in others before.
+    While parameters, gradients and state stay in the same memory, a step checks parameters only in
+    passes over lists. Otherwise the runs are recomputed; parameters that change from one run to
+    another keep their state.
     """
 
     def __init__(self, inner: Inner) -> None:
         self._inner = inner
         self._lineup: Lineup | None = None
-        self._run_of: dict[Tensor, Run] = {}  # where the state of each parameter is
+        self._run_of: dict[Tensor, Run] = {}  # the run that holds each parameter's state
 
     @property
     def num_runs(self) -> int:
-        """How many tensors the last step was on."""
+        """Number of runs, each one tensor, in the last step."""
         return len(self._lineup.runs) if self._lineup else 0
 
     def prepare(self, groups: Groups, state: State, *, loaded: bool) -> None:
-        """Take in state that was ``loaded``, or make what the class makes at construction.
+        """Adopt state that was ``loaded``, or create what the class creates at construction.
 
-        Parameters on the meta device are left for later.
+        Parameters on the meta device are skipped until later.
         """
         if loaded or self._inner.is_eager:
             chosen = [(n, p) for n, p in numbered(groups) if (p in state) == loaded]
@@ -56,9 +56,9 @@ class Stepper:
 
         Args:
             groups: the user's ``param_groups``.
-            state: the user's ``state``, which shows that of the runs afterwards.
+            state: the user's ``state``; it shows the state of the runs afterwards.
             amp: see ``Inner.step``.
-            was_loaded: the state may be one that an older version of the class has made.
+            was_loaded: True if an older version of the class may have made the state.
         """
         params = list(chain.from_iterable(map(itemgetter("params"), groups)))
         grads = gradients(params)
@@ -83,7 +83,7 @@ class Stepper:
         torch.autograd.graph.increment_version(lineup.exposed)
 
     def _new_lineup(self, groups: Groups, grads: list[Tensor | None], state: State) -> Lineup:
-        """The runs for these gradients, which have their memory."""
+        """Return a lineup for these gradients, with memory lent to its runs."""
         align([param for _, param in numbered(groups)], grads)
         pairs = zip(numbered(groups), grads, strict=True)
         chosen = [(member, grad) for member, grad in pairs if grad is not None]
@@ -106,7 +106,7 @@ class Stepper:
         grads: Sequence[Tensor | None],
         state: State,
     ) -> tuple[list[Run], Freedom]:
-        """Runs of these parameters, with their state in place; see ``line_up``."""
+        """Return the runs of these parameters, with their state in place; see ``line_up``."""
         params = [param for _, param in members]
         for param in params:
             _check_class(groups, param)
@@ -122,12 +122,12 @@ class Stepper:
         return runs, freedom
 
     def _known(self, run: Run, state: State) -> Run | None:
-        """The run of old that is like this one, if its state is what users see."""
+        """Return the existing run equal to ``run`` if the state that users see is still its own."""
         old = self._run_of.get(run.params[0])
         return old if old and old.is_like(run) and old.is_untouched(state) else None
 
     def _settle(self, new: Sequence[Run], groups: Groups, state: State) -> None:
-        """Give these runs the state of their parameters."""
+        """Give the runs in ``new`` the state of their parameters."""
         flats = {id(flat) for run in {*self._run_of.values()} for flat in run.flats}
         options = {id(param): groups[number] for number, param in numbered(groups)}
         for run in new:
@@ -152,7 +152,7 @@ class Stepper:
     def _show(self, runs: Sequence[Run], groups: Groups, state: State) -> None:
         kept = [(run, values) for run in runs if (values := self._inner.state_of(run)) is not None]
         if not all(run.is_shown for run, _ in kept):
-            # In the order of parameters, which is that of a plain optimizer and of all ranks.
+            # In parameter order, like a plain optimizer, and the same on all ranks.
             new = {param for run, _ in kept for param in run.params if param not in state}
             for param in (param for _, param in numbered(groups) if param in new):
                 state[param] = {}
@@ -161,7 +161,7 @@ class Stepper:
 
 
 def _lend(lineup: Lineup, grads: Sequence[Tensor | None]) -> bool:
-    """Give the runs their memory; False, and none of them has it, if one lies nowhere."""
+    """Lend all runs their memory; return False and lend none if memory of one is not found."""
     lent: list[Run] = []
     for run, first in zip(lineup.runs, lineup.firsts, strict=True):
         grad = grads[first]

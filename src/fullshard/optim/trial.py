@@ -1,4 +1,4 @@
-"""Whether an optimizer treats each element alone, found out by trying."""
+"""Trials that tell whether an optimizer updates each element independently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.optim.groups import options_of
 from fullshard.optim.inner import step_quietly
 
 _SHAPES = ((2, 5), (4,), (3, 1, 3))
-_STEPS = 8  # RAdam is another optimizer after six
+_STEPS = 8  # RAdam changes its update rule after six
 _LR = 0.01
 
 _passed: set[Hashable] = set()
@@ -26,18 +26,18 @@ _singles: dict[Hashable, frozenset[str]] = {}
 def check_elementwise(
     optimizer_class: type[Optimizer], kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Try whether joined tensors step as the same tensors do alone, each by an optimizer.
+    """Check that joined tensors step like the same tensors, each stepped by its own optimizer.
 
-    The tensors are small and of our own, on the CPU and the same on all ranks; no hook and no
-    random number of the user's is touched. What an optimizer passed with is not tried again.
+    The tensors are small, on the CPU and the same on all ranks; hooks and random state of the user
+    are not touched. A class that has passed is not tried again with similar options.
 
     Args:
-        optimizer_class: what is tried.
+        optimizer_class: the class to try.
         kwargs: its arguments.
-        options: those of the group.
+        options: the options of the parameter group.
 
     Raises:
-        UnsupportedError: they end elsewhere, or cannot step at all.
+        UnsupportedError: the results differ, or a step fails.
     """
     key = (optimizer_class, _kind(kwargs), _kind(options))
     if key in _passed:
@@ -58,8 +58,8 @@ def single_keys(
 ) -> frozenset[str]:
     """Return the names of state that has one value for any parameter, such as a step count.
 
-    Found out by trying, as for ``check_elementwise``, on tensors of several elements, where shapes
-    tell. A class that cannot step so has a step count, if anything.
+    Found by a trial as in ``check_elementwise``, on tensors of several elements, where shapes
+    decide. For a class that cannot step these tensors, the result is ``step`` alone.
     """
     key = (optimizer_class, _kind(kwargs), _kind(options))
     if key not in _singles:
@@ -72,7 +72,7 @@ def single_keys(
 
 
 def singles_of(optimizer: Any) -> frozenset[str]:
-    """Return ``single_keys`` of an optimizer, or of what stands for one, with all its groups."""
+    """Return ``single_keys`` for all groups of an optimizer or of an object similar to one."""
     optimizer_class = getattr(optimizer, "_optimizer_class", type(optimizer))
     kwargs = getattr(optimizer, "defaults", {})
     found = (single_keys(optimizer_class, kwargs, options_of(g)) for g in optimizer.param_groups)
@@ -80,7 +80,7 @@ def singles_of(optimizer: Any) -> frozenset[str]:
 
 
 def refuse(optimizer_class: type[Optimizer]) -> None:
-    """Raise what a failed trial raises.
+    """Raise the error of a failed trial.
 
     Raises:
         UnsupportedError: always.
@@ -101,7 +101,7 @@ def _refusal(optimizer_class: type[Optimizer], reason: str) -> UnsupportedError:
 def _try(
     optimizer_class: type[Optimizer], kwargs: dict[str, Any], options: dict[str, Any]
 ) -> float:
-    """How far tensors end from where they end when they are joined."""
+    """Return the largest difference between tensors stepped alone and stepped joined."""
     alone = [nn.Parameter(_values(shape, seed)) for seed, shape in enumerate(_SHAPES)]
     joined = nn.Parameter(_flat(alone))
     optimizers = [
@@ -124,7 +124,7 @@ def _singles_on(
     kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> set[str]:
-    """Return the names of state that is shaped otherwise than a parameter of this shape."""
+    """Return the names of state whose shape differs from that of its parameter."""
     param = nn.Parameter(_values(shape, seed))
     optimizer = optimizer_class([{"params": [param], **options}], **kwargs)
     for step in range(_STEPS):
@@ -136,7 +136,7 @@ def _singles_on(
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """For the time of a trial: no warnings, nothing of random numbers, the CPU."""
+    """Silence warnings, preserve random state and default to the CPU during a trial."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.device("cpu"):
         warnings.simplefilter("ignore")
         yield
@@ -147,13 +147,13 @@ def _flat(tensors: list[Any]) -> Tensor:
 
 
 def _values(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Values in (-1, 1), the same everywhere."""
+    """Return values in (-1, 1), the same on all ranks."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + seed * 78.233).view(shape)
 
 
 def _tame(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for the CPU, with a rate that moves something: it may begin at zero."""
+    """Adapt options to the CPU, with a nonzero learning rate: the user's may start at zero."""
     tamed = {key: _plain(value) for key, value in options.items()}
     if isinstance(tamed.get("lr"), (int, float)):
         tamed["lr"] = _LR
@@ -169,7 +169,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Hashable:
-    """Equal for values that are alike in a trial: numbers are zero or not."""
+    """Return a key, equal for values alike in a trial: of a float only whether it is zero."""
     if isinstance(value, Mapping):
         return tuple((key, _kind(one)) for key, one in sorted(value.items()))
     if type(value) in (tuple, list):
@@ -181,5 +181,5 @@ def _kind(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return object()  # like nothing else: tried anew each time
+        return object()  # equal to no other key: tried again each time
     return (type(value), value)

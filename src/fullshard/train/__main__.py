@@ -1,4 +1,4 @@
-"""``python -m fullshard.train``: the command ``fullshard train``, also for torchrun's ``-m``."""
+"""Entry point of ``python -m fullshard.train`` and of torchrun's ``-m fullshard.train``."""
 
 import sys
 

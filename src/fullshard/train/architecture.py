@@ -1,4 +1,4 @@
-"""Which model ``--model`` names: one of our sizes, or any causal one of ``transformers``."""
+"""The model that ``--model`` names: one of our sizes or a causal one of ``transformers``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .model import GPT
 
 
 class Architecture(Protocol):
-    """A causal language model that can be built, and what must be known of it before."""
+    """A causal language model to build, with the facts that are needed beforehand."""
 
     @property
     def vocab_size(self) -> int:
-        """Rows of its embedding."""
+        """Number of rows of the embedding."""
 
     @property
     def max_seq(self) -> int | None:
-        """The longest sequence that it can read, if there is a limit."""
+        """Longest sequence that the model can read, in tokens; None if there is no limit."""
 
     def description(self) -> dict[str, Any]:
-        """What makes it this model and no other; goes into checkpoints, as JSON."""
+        """Return the fields that identify the model; checkpoints store them as JSON."""
 
     def build(self, *, seq: int, checkpoint_activations: bool) -> nn.Module:
-        """The model with new weights in fp32, from torch's default generator."""
+        """Return the model with new fp32 weights, drawn from torch's default generator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Ours:
 
     @property
     def max_seq(self) -> int | None:
-        return None  # rotary positions have a row for each token that --seq asks for
+        return None  # the rotary table is built with --seq rows
 
     def description(self) -> dict[str, Any]:
         sizes = asdict(self.config)
@@ -56,11 +56,11 @@ class _Ours:
 
 
 def choose_architecture(config: TrainConfig) -> Architecture:
-    """What ``config.model`` names, if it fits the rest of ``config``.
+    """Return the model that ``config.model`` names, if it fits the rest of ``config``.
 
     Raises:
-        ConfigError: if its file is missing or unknown to transformers, transformers is not
-            installed, or ``config.seq`` is too long for it.
+        ConfigError: its file is missing or unknown to transformers, transformers is not installed,
+            ``config.seq`` is too long for it, or its vocabulary is too small.
     """
     name = config.model
     chosen = _Ours(SIZES[name]) if name in SIZES else load_hf(name.removeprefix(HF))
@@ -77,15 +77,15 @@ def choose_architecture(config: TrainConfig) -> Architecture:
 
 
 def num_tokens(architecture: Architecture) -> int:
-    """How large a vocabulary to train for it: its own, within what the text and 16 bits bear."""
+    """Return the vocabulary size to train: the model's own, but at most ``MOST_TOKENS``."""
     return min(architecture.vocab_size, MOST_TOKENS)
 
 
 def count_parameters(architecture: Architecture, config: TrainConfig) -> int:
-    """Elements of all its parameters, without the memory for them.
+    """Return the number of elements of all parameters, without allocating them.
 
     Raises:
-        ConfigError: if it cannot be built, or cannot recompute its activations.
+        ConfigError: the model cannot be built, or cannot recompute its activations.
     """
     with torch.device("meta"):
         model = architecture.build(
@@ -95,9 +95,9 @@ def count_parameters(architecture: Architecture, config: TrainConfig) -> int:
 
 
 def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits ``[B, T, V]`` in fp32 of what follows each of ``tokens`` ``[B, T]``.
+    """Return fp32 logits ``[B, T, V]`` of the token after each of ``tokens`` ``[B, T]``.
 
-    Here alone it matters whether the model is ours or of ``transformers``, which wraps them up.
+    Only this function knows that models of ``transformers`` wrap their logits in an object.
     """
     output = model(tokens)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits

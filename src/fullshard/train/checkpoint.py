@@ -1,7 +1,7 @@
-"""Checkpoints of a run through ``torch.distributed.checkpoint``: complete, or not there.
+"""Checkpoints of a run, complete or absent, through ``torch.distributed.checkpoint``.
 
-Every worker writes its shards; the tensors' own metadata lets another number of workers read them.
-There is no random state to keep: dropout and ``Order`` need the step alone.
+Every worker writes its shards; metadata of the tensors lets any number of workers read them. There
+is no random state to save: dropout and ``Order`` depend only on configuration, step and rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .world import World
 def save_checkpoint(
     path: Path, model: nn.Module, optimizer: Optimizer, info: CheckpointInfo, world: World
 ) -> None:
-    """Writes model and optimizer under a temporary name and gives it ``path``'s when complete."""
+    """Write model and optimizer under a temporary name, renamed to ``path`` when complete."""
     unfinished = path.with_name("unfinished-" + path.name)
     if world.is_first:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -39,9 +39,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Reads ``path`` into model and optimizer, each worker its own shards.
+    """Load ``path`` into model and optimizer; each worker reads its own shards.
 
-    Parameters that had no gradient until then, such as experts nobody was sent to, have no state.
+    Parameters without a gradient so far, such as experts that received no token, have no state.
     """
     state = _state(model, optimizer)
     load(state, checkpoint_id=path, planner=LoadPlanner())

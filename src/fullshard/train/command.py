@@ -1,4 +1,4 @@
-"""``fullshard train``: options to a configuration, a configuration to a job."""
+"""The command ``fullshard train``: turns options into a configuration and starts the job."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def train_command(
 
 
 def resolve(context: typer.Context) -> TrainConfig:
-    """The configuration that the options ask for: by hand first, then by ``--config``.
+    """Return the configuration that the options ask for; options override ``--config``.
 
-    With ``--resume`` it is the run's own, except for what was asked for now; how an earlier start
-    ended (``stop_after``) is never taken over.
+    With ``--resume``, options that are not given keep the values of the resumed run, except for
+    ``stop_after``, which is never taken over.
 
     Raises:
-        ConfigError: if a value cannot work, or there is no run to resume.
+        ConfigError: a value cannot work, or there is no run to resume.
     """
     given = {key: value for key, value in context.params.items() if _is_given(context, key)}
     file = given.pop("config_file", None)
@@ -131,13 +131,13 @@ def resolve(context: typer.Context) -> TrainConfig:
 
 
 def _kinds() -> dict[str, Any]:
-    """The options that a file may hold, and their types: those of the command, but ``--config``."""
+    """Return names and types of options for a file: all of the command but ``--config``."""
     hints = typing.get_type_hints(train_command)
     return {key: hints[key] for key in hints if key not in ("context", "config_file", "return")}
 
 
 def _folder(given: dict[str, Any], from_file: dict[str, Any]) -> str:
-    """The folder of the run, as ``--out`` or ``--name`` say it, those given by hand first."""
+    """Return the run's folder by ``--out``, else ``--name``; ``given`` overrides the file."""
     for options in (given, from_file):
         if "out" in options:
             return str(options["out"])
@@ -150,7 +150,7 @@ def _folder(given: dict[str, Any], from_file: dict[str, Any]) -> str:
 
 
 def _nproc_of_launcher(given: dict[str, Any]) -> int:
-    """How many workers torchrun started here; it has the last word on that."""
+    """Return the number of workers that torchrun started here; ``--nproc`` may not differ."""
     started = num_local_workers()
     if given.get("nproc", started) != started:
         raise ConfigError(
@@ -161,20 +161,20 @@ def _nproc_of_launcher(given: dict[str, Any]) -> int:
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; what the user can mend is one line on stderr and exit code 2."""
+    """Run a command line; a user error prints one line on stderr and returns exit code 2."""
     try:
         outcome = app(args=arguments, prog_name=program, standalone_mode=False)
     except FullshardError as error:
         message = str(error)
     except Exception as error:
-        # A usage error of click's, which some versions of typer carry and others depend on; they
-        # share no public name, but all of them say it this way.
+        # A usage error of click. Some versions of typer bundle click, some depend on it, so its
+        # classes share no public name, but all have this method.
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()
     else:
         return int(outcome or 0)
-    if os.environ.get("RANK", "0") == "0":  # under torchrun every worker refuses alike
+    if os.environ.get("RANK", "0") == "0":  # under torchrun all workers refuse alike
         print(f"fullshard: error: {message}", file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""What a run is: one frozen value, saved as JSON beside everything the run produces."""
+"""The configuration of a run: one frozen value, saved as JSON in the folder of the run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fullshard.errors import ConfigError
 
 
 class Dtype(enum.StrEnum):
-    """The dtype a forward and backward compute in; parameters and AdamW always keep fp32."""
+    """The dtype of forward and backward; parameters and AdamW state are always fp32."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
 class LayoutName(enum.StrEnum):
-    """How parameters lie in the shards."""
+    """The layout of parameters in the shards."""
 
     PER_PARAMETER = "per-parameter"
     RAGGED = "ragged"
@@ -30,7 +30,7 @@ class LayoutName(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of our GPT, and the peak learning rate that suits them."""
+    """The sizes of our GPT, with a peak learning rate suited to them."""
 
     dim: int
     num_layers: int
@@ -41,19 +41,19 @@ class ModelConfig:
 
 
 SIZES: Mapping[str, ModelConfig] = MappingProxyType(
-    {  # what two CPU cores train in minutes; then what wants patience, a GPU, several
+    {  # for two CPU cores and minutes; for patience; for a GPU; for several
         "2m": ModelConfig(192, 4, 4, 512, vocab_size=2048, lr=4e-3),
         "10m": ModelConfig(320, 6, 5, 864, vocab_size=4096, lr=2e-3),
         "125m": ModelConfig(768, 12, 12, 2048, vocab_size=25_600, lr=6e-4),
         "1b": ModelConfig(2048, 18, 16, 5504, vocab_size=32_000, lr=3e-4),
     }
 )
-HF = "hf:"  # before the path of a configuration file of transformers
+HF = "hf:"  # prefix of the path of a transformers configuration file
 _HF_LR = 1e-3
 
 
 def default_lr(model: str) -> float:
-    """The peak learning rate of a run that names none."""
+    """Return the peak learning rate of a run that does not set one."""
     return SIZES[model].lr if model in SIZES else _HF_LR
 
 
@@ -62,27 +62,27 @@ class TrainConfig:
     """Everything that decides what a run computes.
 
     Attributes:
-        out: folder of the run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``loss.png``.
+        out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and ``loss.png``.
         model: a name in ``SIZES``, or ``hf:`` and the path of a ``transformers`` configuration.
         data: a file of text, JSONL or parquet, or a folder of them; ``None`` reads Python's own
             standard library.
-        nproc: local workers to start; under torchrun its ``--nproc-per-node`` counts instead.
+        nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
         steps: optimizer steps of the whole schedule.
-        stop_after: step after which to stop early; the schedule stays that of ``steps``.
+        stop_after: step after which to stop early, without changing the schedule.
         batch: sequences per worker and microbatch.
         seq: tokens per sequence.
         accumulate: microbatches per optimizer step.
-        lr: peak learning rate, reached after ``warmup`` steps; a cosine takes it down to
-            ``lr_floor`` of itself.
-        layout: checkpoints of one are read by the other.
-        replicas: copies of the shards, over which gradients are reduced last; it divides the number
-            of workers, and checkpoints do not depend on it.
+        lr: peak learning rate, reached after ``warmup`` steps; it then decays along a cosine to
+            ``lr_floor`` times its peak.
+        layout: layout of the shards; either layout reads checkpoints of the other.
+        replicas: copies of the shards, over which gradients are reduced last; must divide the
+            number of workers. Checkpoints do not depend on it.
         reshard: free each block's full parameters between its forward and its backward.
-        eval_sequences: how many held-out sequences, evenly spread, an evaluation reads.
+        eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
         resume: continue from the newest complete checkpoint of ``out``.
 
     Raises:
-        ConfigError: if a value cannot work.
+        ConfigError: a value cannot work.
     """
 
     out: str = "runs/default"
@@ -124,16 +124,16 @@ class TrainConfig:
 
     @property
     def last_step(self) -> int:
-        """The step after which this start of the run ends."""
+        """Last step of this start of the run."""
         return self.steps if self.stop_after is None else min(self.steps, self.stop_after)
 
     def to_json(self) -> str:
-        """The text that ``from_json`` reads."""
+        """Return the configuration as JSON text, to be read by ``from_json``."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Reads ``to_json``'s text; raises ``ConfigError`` if it is not that."""
+        """Parse the text of ``to_json``; raise ``ConfigError`` if it is invalid."""
         try:
             fields: dict[str, Any] = json.loads(text)
             fields["dtype"] = Dtype(fields["dtype"])
@@ -143,14 +143,14 @@ class TrainConfig:
             raise ConfigError(f"not the configuration of a run: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Writes the configuration to ``path``, at no moment half of it."""
+        """Write the configuration to ``path`` atomically."""
         unfinished = path.with_name(path.name + ".tmp")
         unfinished.write_text(self.to_json(), encoding="utf-8")
         os.replace(unfinished, path)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
-        """Reads what ``save`` wrote; raises ``ConfigError`` naming the path if it cannot."""
+        """Read a file written by ``save``; on failure raise ``ConfigError`` that names ``path``."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ConfigError) as error:

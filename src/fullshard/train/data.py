@@ -1,9 +1,9 @@
-"""Real text as tokens, in an order that the step number alone decides.
+"""Real text as tokens, in an order that depends only on the step number.
 
     documents --byte-level BPE--> tokens (uint16) --Order--> windows of a step
 
-Documents are sorted, the ones held out are chosen by a hash of their names, and the tokens are
-cached under a hash of everything they depend on: every worker and every restart reads the same
+Documents are sorted, held-out documents are chosen by a hash of their names, and tokens are cached
+under a hash of everything that they depend on, so every worker and every restart reads the same
 arrays.
 """
 
@@ -28,16 +28,16 @@ from .documents import HELD_OUT_OF_256, Document, collect
 Tokens = npt.NDArray[np.uint16]  # 1D
 Indices = npt.NDArray[np.int64]
 
-END = "<|end|>"  # stands between documents; its id is 0
-LEAST_TOKENS = 257  # the bytes, and END
-MOST_TOKENS = 1 << 15  # a vocabulary that more text than most have still fills; ids are uint16
-_FORMAT = 2  # part of the cache key: raise it with every change of what the cache holds
-_AT_ONCE = 1024  # documents encoded together: ids in Python's lists are large
+END = "<|end|>"  # end mark between documents; its id is 0
+LEAST_TOKENS = 257  # one per byte value, and END
+MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
+_FORMAT = 2  # part of the cache key: raise it whenever the content of the cache changes
+_AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """The text of a run; equal keys mean equal tokens."""
+    """The tokenized text of a run; equal keys mean equal tokens."""
 
     train: Tokens
     held_out: Tokens
@@ -47,20 +47,20 @@ class TokenizedText:
     nbytes: int
 
     def bytes_per_token(self) -> Indices:
-        """How many bytes of text each token id stands for (the end mark for none), ``[vocab]``."""
+        """Return the number of text bytes of each token id (0 for ``END``), ``[vocab]``."""
         vocabulary = self.tokenizer.get_vocab()
         counts = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
         for token, index in vocabulary.items():
-            counts[index] = 0 if token == END else len(token)  # one character stands for one byte
+            counts[index] = 0 if token == END else len(token)  # one character per byte
         return counts
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which windows of the text every worker reads at every step.
+    """The assignment of text windows to workers and steps.
 
-    An epoch is a permutation drawn from ``seed`` and the epoch's number; steps read on across its
-    end. Nothing is remembered between steps, so a resumed run needs the step number only.
+    An epoch is a permutation drawn from ``seed`` and the epoch's number; a step may read across the
+    end of an epoch. There is no state between steps, so a resumed run needs only the step number.
     """
 
     num_windows: int
@@ -70,7 +70,7 @@ class Order:
     num_workers: int
 
     def windows(self, *, step: int, microbatch: int, rank: int) -> Indices:
-        """Indices of the ``batch`` windows that ``rank`` reads; ``step`` counts from 1."""
+        """Return indices of the ``batch`` windows that ``rank`` reads; ``step`` counts from 1."""
         row = (step - 1) * self.accumulate + microbatch
         first = (row * self.num_workers + rank) * self.batch
         places = range(first, first + self.batch)
@@ -79,22 +79,22 @@ class Order:
 
 
 def num_windows(tokens: Tokens, seq: int) -> int:
-    """How many windows of ``seq`` inputs, each with a next token for its last, ``tokens`` hold."""
+    """Return the number of windows of ``seq`` inputs, each followed by a token as target."""
     return max(0, (len(tokens) - 1) // seq)
 
 
 def read_windows(tokens: Tokens, indices: Indices, seq: int) -> Indices:
-    """The windows' tokens, ``[len(indices), seq + 1]``: inputs, and one more for the targets."""
+    """Return the windows' tokens, ``[len(indices), seq + 1]``: inputs and one more for targets."""
     starts = indices[:, None] * seq
     windows: Indices = tokens[starts + np.arange(seq + 1)].astype(np.int64)
     return windows
 
 
 def load_text(data: str | None, *, vocab_size: int) -> TokenizedText:
-    """Collects and tokenizes the text, or reads the tokens back from the cache.
+    """Collect the text and tokenize it, or read its tokens from the cache.
 
     Raises:
-        ConfigError: as ``collect``.
+        ConfigError: see ``collect``.
     """
     documents = collect(data)
     key = _key(documents, vocab_size)
@@ -112,7 +112,7 @@ def load_text(data: str | None, *, vocab_size: int) -> TokenizedText:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE that gives back every text exactly; small texts give fewer tokens."""
+    """Train a lossless byte-level BPE; small texts give fewer tokens than ``vocab_size``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -127,10 +127,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def split(documents: Sequence[Document]) -> tuple[list[str], list[str]]:
-    """The texts to train on and the texts held out.
+    """Return the texts to train on and the held-out texts.
 
-    Where the names choose far from a sixteenth, as with few documents or one large one, the last
-    sixteenth of every document is held out instead.
+    If choosing by name holds out much more or less than a sixteenth, as with few documents or one
+    large document, the last sixteenth of every document is held out instead.
     """
     train = [document.text for document in documents if not document.is_held_out]
     held_out = [document.text for document in documents if document.is_held_out]
@@ -148,7 +148,7 @@ def _permutation(num_windows: int, seed: int, epoch: int) -> Indices:
 
 
 def _fill_cache(folder: Path, documents: Sequence[Document], vocab_size: int) -> None:
-    """Writes the tokens beside ``folder`` and renames: it is complete or absent."""
+    """Write the tokens beside ``folder``, then rename: ``folder`` is complete or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     try:

@@ -1,4 +1,4 @@
-"""Text files, JSONL and parquet, as named documents: what ``--data`` reads."""
+"""Reading of ``--data`` (text files, JSONL and parquet) into named documents."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ _SKIPPED_FOLDERS = frozenset(
     ["test", "tests", "encodings", "idlelib", "pydoc_data", "site-packages", "dist-packages"]
 )
 HELD_OUT_OF_256 = 16  # one document in sixteen
-_FIELD = "text"  # of a JSONL record, and the column of a parquet file
+_FIELD = "text"  # field of a JSONL record, column of a parquet file
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text; ``name`` is its file below the folder that was given, and the record in it."""
+    """One text; ``name`` is its file, relative to the given folder, and any record number."""
 
     name: str
     text: str
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is kept for evaluation, decided by its name alone."""
+        """Return whether the document is kept for evaluation; only its name decides."""
         return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT_OF_256
 
 
 def collect(data: str | None) -> list[Document]:
-    """The texts to train on, sorted by name.
+    """Return the texts to train on, sorted by name.
 
     Args:
-        data: a file, or a folder of which every UTF-8 file counts, hidden ones excepted; of
-            ``*.jsonl`` and ``*.parquet`` the field or column ``text`` of every record. ``None``
-            for the ``*.py`` of Python's standard library, without tests and tables.
+        data: a file, or a folder of which every UTF-8 file is read except hidden ones; of
+            ``*.jsonl`` and ``*.parquet`` files, the field or column ``text`` of every record.
+            ``None`` reads the ``*.py`` of Python's standard library, without tests and tables.
 
     Raises:
-        ConfigError: if the path is missing or holds no text, a record has no ``text``, or
-            parquet cannot be read here.
+        ConfigError: the path is missing or holds no text, a record has no ``text``, or a JSONL or
+            parquet file cannot be read.
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -72,11 +72,11 @@ def _read(path: Path, name: str) -> Iterator[Document]:
         yield Document(name, _read_text(path))
         return
     for number, text in texts:
-        yield Document(f"{name}:{number:09d}", text)  # sorts as the file does
+        yield Document(f"{name}:{number:09d}", text)  # names sort in file order
 
 
 def _read_text(path: Path) -> str:
-    """The file's text, exactly; empty if it is none."""
+    """Return the file's exact text, or an empty string if the file is not text."""
     try:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
@@ -85,7 +85,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers and texts; empty lines are none."""
+    """Yield line numbers and texts, skipping empty lines."""
     try:
         lines = path.read_bytes().decode().split("\n")  # no splitlines: JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
@@ -108,7 +108,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, str]]:
-    """Row numbers and texts; a null is an empty one."""
+    """Yield row numbers and texts; a null becomes an empty text."""
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet

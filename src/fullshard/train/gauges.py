@@ -1,4 +1,4 @@
-"""What a worker's memory holds, and what it waits for."""
+"""Measurements of a worker's memory and of its waiting time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fullshard
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
-    """The most that this worker has needed so far: tensors on a GPU, the whole process on CPU."""
+    """Return this worker's peak memory so far: of tensors on a GPU, of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -21,7 +21,7 @@ def peak_memory_nbytes(device: torch.device) -> int:
 
 
 def shard_nbytes(model: nn.Module) -> int:
-    """The parameters that this worker keeps between steps, as large as their gradients."""
+    """Return the bytes of this worker's parameters between steps; gradients are as large."""
     return sum(
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
         for parameter in model.parameters()
@@ -29,5 +29,5 @@ def shard_nbytes(model: nn.Module) -> int:
 
 
 def waited_s(model: nn.Module) -> float:
-    """Seconds that computation has waited for communication so far; take a difference."""
+    """Return the total seconds that computation waited for communication; use differences."""
     return model.waited_s() if isinstance(model, fullshard.FSDPModule) else 0.0

@@ -1,4 +1,4 @@
-"""Causal language models of ``transformers``, from their configuration files; an optional extra."""
+"""Causal language models of ``transformers`` from configuration files; an optional extra."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 
-# What says nothing of the model, or names where and by whom it was written.
+# Fields that do not describe the model: origin, version, dtype, caching.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 
 
 @dataclass(frozen=True, slots=True)
 class HfArchitecture:
-    """A configuration of ``transformers``; see ``Architecture`` for its properties."""
+    """An ``Architecture`` from a configuration of ``transformers``."""
 
     path: str
     config: Any  # a PretrainedConfig
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         size: int = self.config.get_text_config().vocab_size
         return size
 
     @property
     def max_seq(self) -> int | None:
-        """``max_position_embeddings``, whatever the model calls it; some have none."""
+        """Value of ``max_position_embeddings``, under any name; None if the model has no limit."""
         limit: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return limit
 
     def description(self) -> dict[str, Any]:
-        """What the configuration says beyond its class's defaults, and its class."""
+        """Return the fields that differ from the defaults of the class, and the class."""
         fields: dict[str, Any] = self.config.to_diff_dict()
         return {key: value for key, value in fields.items() if key not in _NOT_THE_MODEL}
 
     def build(self, *, seq: int, checkpoint_activations: bool) -> nn.Module:
-        """The model with new weights; raises ``ConfigError`` if the configuration has none."""
+        """Return the model with new weights; raise ``ConfigError`` if it cannot be built."""
         from transformers import AutoModelForCausalLM
 
         family: Any = AutoModelForCausalLM  # typed in part only
         try:
-            # A configuration names the dtype of weights that were published; ours start in fp32.
+            # A configuration names the dtype of the published weights; new weights are fp32.
             model = family.from_config(self.config, dtype=torch.float32)
             if checkpoint_activations:
                 _enable_checkpoints(model)
-        except Exception as error:  # sizes that do not fit fail anywhere in a model's own code
+        except Exception as error:  # inconsistent sizes fail anywhere in the model's code
             raise _refusal(self.path, error) from error
         built: nn.Module = model.train()
         return built
 
 
 def load_hf(path: str) -> HfArchitecture:
-    """Reads the configuration at ``path``, a JSON file or a folder with ``config.json``.
+    """Read the configuration at ``path``, a JSON file or a folder with ``config.json``.
 
     Raises:
-        ConfigError: if transformers is not installed, or knows no model for it.
+        ConfigError: no file at ``path``, no transformers installed, or no language model for it.
     """
     if not Path(path).exists():
         raise ConfigError(f"--model hf:{path}: there is no such file or folder")
@@ -71,7 +71,7 @@ def load_hf(path: str) -> HfArchitecture:
         raise ConfigError(
             f"--model hf:{path} needs transformers: pip install 'fullshard[hf]'"
         ) from error
-    # Every worker would say what the first says.
+    # Otherwise every worker would repeat the same messages.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -79,12 +79,12 @@ def load_hf(path: str) -> HfArchitecture:
         raise _refusal(path, error) from error
     if not hasattr(config.get_text_config(), "vocab_size"):
         raise ConfigError(f"--model hf:{path}: a {config.model_type} is no language model")
-    config.use_cache = False  # keys and values of earlier calls, which training has no use for
+    config.use_cache = False  # the key-value cache is useless in training
     return HfArchitecture(path, config)
 
 
 def _enable_checkpoints(model: Any) -> None:
-    """Recomputes the layers in backward; the method got another name in transformers 5."""
+    """Enable activation checkpointing; transformers 5 renamed the method."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a job on this machine, and says in one place why it failed."""
+"""The launcher: starts the workers of a job on this machine and explains a failure once."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .world import STORE, check_gpus
 
 
 def default_nproc() -> int:
-    """As many workers as there are GPUs, or two on CPU."""
+    """Return the number of GPUs, or 2 on CPU."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def launch(config: TrainConfig) -> int:
-    """Trains with ``config.nproc`` local workers; returns the exit code.
+    """Train with ``config.nproc`` local workers and return the exit code.
 
     Raises:
-        ConfigError: if something cannot work, before any worker starts.
+        ConfigError: something cannot work; raised before any worker starts.
     """
     check_gpus(config.nproc)
     with prepare(config, num_workers=config.nproc):
@@ -40,10 +40,10 @@ def launch(config: TrainConfig) -> int:
 
 
 def _run(config: TrainConfig) -> int:
-    """Starts the workers, waits for their end, and says what came of it."""
+    """Start the workers, wait for them, report a failure and return the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // config.nproc)))
     run = RunDir(Path(config.out))
-    # The launcher's log would stand above the one error that matters.
+    # Otherwise torch's launcher would log above the one error that matters.
     logging.disable(logging.ERROR)
     try:
         _start_workers(config.nproc, run.config)
@@ -54,26 +54,26 @@ def _run(config: TrainConfig) -> int:
         return 128 + getattr(error, "sigval", signal.SIGINT)
     finally:
         logging.disable(logging.NOTSET)
-        Console().show_cursor()  # a worker that died in mid-line left it hidden
+        Console().show_cursor()  # a worker that died may have left the cursor hidden
     return 0
 
 
 def num_cores() -> int:
-    """The cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _start_workers(nproc: int, config: Path) -> None:
-    """Runs the workers through torchrun's launcher and waits for their end.
+    """Run the workers through torchrun's launcher and wait for them.
 
-    Stores unpickle what is put in them, and PyTorch's listen to the network. All workers are here,
-    so they meet by files of this user's instead, and gloo and NCCL listen on loopback only.
+    Stores unpickle their content, and PyTorch's TCP stores listen to the network. As all workers
+    are on this machine, rendezvous uses files of this user, and gloo and NCCL only loopback.
     """
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         os.environ[STORE] = f"{folder}/store"
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # another one, of the launcher's
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # no TCP store in the launcher
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -93,7 +93,7 @@ def _start_workers(nproc: int, config: Path) -> None:
 
 
 def _explain(failures: dict[int, ProcessFailure], config: TrainConfig, run: RunDir) -> int:
-    """Prints the error of the worker that failed first; returns the exit code."""
+    """Print the error of the worker that failed first and return the exit code."""
     rank = min(failures, key=lambda rank: _failed_at(failures[rank]))
     failure = failures[rank]
     details = _details(failure)
@@ -109,10 +109,10 @@ def _explain(failures: dict[int, ProcessFailure], config: TrainConfig, run: RunD
 
 
 def _failed_at(failure: ProcessFailure) -> int:
-    """When it failed, in ns.
+    """Return the time of ``failure`` in ns, as a sort key.
 
-    A worker that a signal killed comes first: it left no time, and what the others report is the
-    connection they lost. SIGTERM alone is how the launcher ends the rest.
+    A worker killed by a signal sorts first: it recorded no time, and other workers only report
+    that they lost the connection. SIGTERM sorts last: the launcher ends remaining workers with it.
     """
     if failure.exitcode == -signal.SIGTERM:
         return sys.maxsize
@@ -120,8 +120,8 @@ def _failed_at(failure: ProcessFailure) -> int:
 
 
 def _details(failure: ProcessFailure) -> dict[str, Any]:
-    """What ``worker`` recorded of its error; nothing if it died without a word."""
-    message: Any = failure.message  # declared str, but what the record holds
+    """Return the record that ``worker`` made of its error; empty if it made none."""
+    message: Any = failure.message  # declared str, but a dict if the worker recorded one
     return message["extraInfo"] if isinstance(message, dict) else {}
 
 

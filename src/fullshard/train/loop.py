@@ -1,4 +1,4 @@
-"""The training loop: shard, step, evaluate, save; read ``train`` first."""
+"""The training loop: shard, step, evaluate, save; start reading at ``train``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LAYOUTS = {
 
 
 def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
-    """Trains from scratch, or on from the newest checkpoint, to ``config.last_step``.
+    """Train to ``config.last_step``, from scratch or from the newest checkpoint.
 
     Returns:
         The trained model, still sharded.
@@ -53,7 +53,7 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
             metrics.write(record)
             reporter.show(record)
 
-        last: StartedStep | None = None  # whose figures the device may still work at
+        last: StartedStep | None = None  # the device may still be computing its figures
         for step in range(first + 1, config.last_step + 1):
             started = trainer.start(step)
             if last is not None:
@@ -69,7 +69,7 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
 
 
 def build_sharded_model(config: TrainConfig, architecture: Architecture, world: World) -> nn.Module:
-    """The model, the same on every worker, then sharded: each block a unit, the rest the root's."""
+    """Build the same model on all workers and shard it: one unit per block, root for the rest."""
     device = world.device
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
@@ -81,7 +81,7 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
         policy = fullshard.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    # None is the default policy: free a block's parameters after its forward, keep the root's.
+    # None is the default policy: reshard blocks after forward, but not the root.
     reshard = None if config.reshard else False
     mesh = init_device_mesh(
         device.type,
@@ -99,7 +99,7 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW over the sharded parameters; norms and other vectors do not decay."""
+    """Return AdamW over the sharded parameters, without decay for norms and other vectors."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
@@ -110,9 +110,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine down to ``lr_floor``; ``step`` counts from 1.
+    """Return the learning rate of ``step`` (from 1): linear warm-up, then cosine to ``lr_floor``.
 
-    The warm-up of a short run is a tenth of it.
+    The warm-up takes at most a tenth of the steps.
     """
     warmup = min(config.warmup, max(1, config.steps // 10))
     if step <= warmup:
@@ -123,19 +123,19 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 class StartedStep(NamedTuple):
-    """A step that was issued."""
+    """A step that was issued to the device and may still be running."""
 
     step: int
     lr: float
     started_s: float
     rows: Rows
-    """Loss, seconds of waiting, peak and kept bytes, and norm of the gradients, of each worker."""
+    """Per worker: loss, seconds waited, peak bytes, shard bytes, gradient norm."""
     evaluates: bool
-    """Whether an evaluation is due after it."""
+    """True if an evaluation follows the step."""
 
 
 class Trainer:
-    """A model, its optimizer and its text, and what one does with them."""
+    """A model with its optimizer and its text, and the operations of training."""
 
     def __init__(self, config: TrainConfig, text: TokenizedText, world: World) -> None:
         self.config = config
@@ -153,10 +153,10 @@ class Trainer:
             num_workers=world.size,
         )
         self.bytes_per_token = torch.from_numpy(text.bytes_per_token())
-        self._ended_s = 0.0  # when the step before was done, by the host's clock
+        self._ended_s = 0.0  # end of the previous step, by the host's clock
 
     def start(self, step: int) -> StartedStep:
-        """Issue one optimizer step; the host waits for none of it where a device runs it."""
+        """Issue one optimizer step; on a GPU the host does not wait for it."""
         config = self.config
         started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
@@ -178,17 +178,17 @@ class Trainer:
         return StartedStep(step, lr, started_s, rows, evaluates)
 
     def record(self, started: StartedStep) -> StepRecord:
-        """What a step showed, once it is done, with an evaluation where one is due."""
+        """Wait for a step and return its record, with an evaluation if one is due."""
         config, step = self.config, started.step
         figures = started.rows.read()
         losses, waits_s, peaks, shards, grad_norms = figures.unbind(dim=1)
         mean_loss = losses.mean().item()
-        if not math.isfinite(mean_loss):  # the same on all workers: all stop here
+        if not math.isfinite(mean_loss):  # the same on all workers, so all stop
             raise ConfigError(
                 f"the loss is {mean_loss} at step {step}: lower --lr than {config.lr}"
             )
         now_s = time.perf_counter()
-        seconds = now_s - max(started.started_s, self._ended_s)  # it began when that before ended
+        seconds = now_s - max(started.started_s, self._ended_s)  # it ran after the previous step
         self._ended_s = now_s
         num_tokens = config.batch * config.seq * config.accumulate * self.world.size
         return StepRecord(
@@ -205,13 +205,13 @@ class Trainer:
         )
 
     def _forward_backward(self, step: int) -> Tensor:
-        """Accumulates the gradients of a step; returns this worker's mean loss, in fp64."""
+        """Accumulate the gradients of a step and return this worker's mean loss in fp64."""
         config = self.config
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for microbatch in range(config.accumulate):
             if isinstance(self.model, fullshard.FSDPModule):
                 is_last = microbatch == config.accumulate - 1
-                self.model.set_requires_gradient_sync(is_last)  # before it, gradients stay local
+                self.model.set_requires_gradient_sync(is_last)  # no reduction before it
             rows = self.order.windows(step=step, microbatch=microbatch, rank=self.world.rank)
             tokens = torch.from_numpy(read_windows(self.text.train, rows, config.seq))
             tokens = self.world.put(tokens)
@@ -222,7 +222,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Bits per byte of held-out text: the same windows whatever the number of workers."""
+        """Return bits per byte of held-out text; windows do not depend on the number of workers."""
         config, world = self.config, self.world
         available = num_windows(self.text.held_out, config.seq)
         count = min(config.eval_sequences, available)
@@ -231,8 +231,8 @@ class Trainer:
         nats, nbytes = 0.0, 0
         self.model.eval()
         for start in range(0, count, per_round):
-            # Each worker takes its share of the round; one without any still runs the forward,
-            # which gathers weights on all workers, on a row it then does not count.
+            # Each worker evaluates its share of the round. Forward all-gathers weights, so a worker
+            # without a share must run it too, on a row that is then not counted.
             mine = rows[start + world.rank * config.batch :][: config.batch]
             read = mine if len(mine) else rows[:1]
             tokens = torch.from_numpy(read_windows(self.text.held_out, read.numpy(), config.seq))
@@ -245,7 +245,7 @@ class Trainer:
         return float(all_nats / math.log(2) / all_nbytes)
 
     def save(self, run: RunDir, step: int) -> None:
-        """Writes the checkpoint of ``step``."""
+        """Write the checkpoint of ``step``."""
         info = describe(
             self.config,
             self.architecture.description(),
@@ -256,7 +256,7 @@ class Trainer:
         save_checkpoint(run.checkpoint(step), self.model, self.optimizer, info, self.world)
 
     def resume(self, run: RunDir) -> int:
-        """Loads the newest checkpoint and cuts the metrics back to it; returns its step."""
+        """Load the newest checkpoint, drop later metrics, and return the checkpoint's step."""
         newest = run.newest_checkpoint()
         if newest is None:
             raise ConfigError(f"{run.checkpoints}: no checkpoint to resume; leave --resume out")
@@ -268,11 +268,11 @@ class Trainer:
 
 
 def next_token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross entropy in nats of every next token, ``[B * T]``, of ``tokens`` ``[B, T + 1]``."""
+    """Return the cross entropy (nats) of each next token, ``[B * T]``, of ``[B, T + 1]`` tokens."""
     logits = next_token_logits(model, tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """What a step's dropout draws from: each worker's own, the same in a run that was resumed."""
+    """Return the dropout seed of a step: different per worker, unchanged by resuming."""
     return int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a step, written when its figures are there."""
+"""``metrics.jsonl``: one JSON object per step, written once the step is done."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Self
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step showed. Loss (nats per token) and tokens are those of all workers together.
+    """The figures of one step; loss (nats per token) and tokens cover all workers together.
 
     Attributes:
-        peak_memory_nbytes: the most that any worker has needed since its start.
-        shard_nbytes: the parameters kept by the worker that keeps most.
-        waiting: share of the step that workers waited for communication, on average.
+        peak_memory_nbytes: peak memory of a worker since its start, maximum over workers.
+        shard_nbytes: parameters kept by a worker, maximum over workers.
+        waiting: fraction of the step spent waiting for communication, mean over workers.
     """
 
     step: int
@@ -32,22 +32,22 @@ class StepRecord:
     eval_bits_per_byte: float | None = None
 
     def to_json(self) -> str:
-        """One line; an evaluation that did not take place leaves no key."""
+        """Return one line of JSON; without an evaluation its key is absent."""
         record = dataclasses.asdict(self)
         return json.dumps({key: value for key, value in record.items() if value is not None})
 
 
 class MetricsFile:
-    """Appends records to ``path``, each as soon as its step is known to be done.
+    """A file to which records are appended, each as soon as its step is known to be done.
 
-    Not ``enabled``, as on all workers but the first, it writes nothing and touches no file.
+    If not ``enabled``, as on all workers but the first, nothing is written and no file is touched.
     """
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:
         self._file = path.open("a", encoding="utf-8") if enabled else None
 
     def write(self, record: StepRecord) -> None:
-        """Appends one record."""
+        """Append one record."""
         if self._file is not None:
             self._file.write(record.to_json() + "\n")
             self._file.flush()
@@ -66,7 +66,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a run; a last line that an interruption cut short is left out."""
+    """Return all complete records; a last line cut short by an interruption is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -77,7 +77,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Removes the records of later steps, so that a resumed run writes each step once."""
+    """Remove records after ``step``, so that a resumed run has one record per step."""
     records = read_metrics(path) if path.exists() else []
     unfinished = path.with_name(path.name + ".tmp")
     kept = [json.dumps(record) + "\n" for record in records if record["step"] <= step]

@@ -1,6 +1,6 @@
 """A Llama-style GPT: RMSNorm, rotary positions, SwiGLU, no biases, an untied head.
 
-Shapes are written B (batch), T (tokens of a sequence), D (dim), H (heads), K (dim of a head),
+Shapes use the letters B (batch), T (tokens of a sequence), D (dim), H (heads), K (dim of a head),
 V (vocabulary).
 """
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """``x`` is ``[B, T, D]``, ``rotary`` ``[2, T, K/2]``; returns ``[B, T, D]``."""
+        """Attend over ``x`` ``[B, T, D]`` with ``rotary`` ``[2, T, K/2]``; return ``[B, T, D]``."""
         B, T, D = x.shape
         heads = self.qkv(x).view(B, T, 3, self.num_heads, D // self.num_heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, K]
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward half of a block."""
+    """The feed-forward network of a block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, T, D]`` to ``[B, T, D]``."""
+        """Map ``[B, T, D]`` to ``[B, T, D]``."""
         gate, up = self.gate_and_up(x).chunk(2, dim=-1)
         y: Tensor = self.down(F.silu(gate) * up)
         return y
 
 
 class Block(nn.Module):
-    """One layer, and one unit of sharding."""
+    """A layer of the model, sharded as one unit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -63,19 +63,19 @@ class Block(nn.Module):
         self.ffn = SwiGLU(config)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """``[B, T, D]`` to ``[B, T, D]``."""
+        """Map ``[B, T, D]`` to ``[B, T, D]``."""
         x = x + self.attention(self.attention_norm(x), rotary)
         x = x + self.ffn(self.ffn_norm(x))
         return x
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next token out.
+    """A causal language model from tokens to logits of the next token.
 
     Args:
         config: the sizes.
-        max_seq: the longest sequence it will see.
-        checkpoint_activations: run each block again in backward instead of keeping what it saved.
+        max_seq: the longest sequence that the model will see, in tokens.
+        checkpoint_activations: recompute each block in backward instead of saving activations.
     """
 
     rotary: Tensor
@@ -95,10 +95,11 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, those that write to the residual stream smaller the deeper the model.
+        """Draw normal weights; the deeper the model, the smaller those into the residual stream.
 
-        An embedding of unit size matters: at 0.02, as Llama has it, 120 steps of the default run
-        ended at 2.37 bits per byte instead of 2.08. A small head makes the first guess uniform.
+        The unit standard deviation of the embedding matters: with Llama's 0.02, 120 steps of the
+        default run ended at 2.37 bits per byte, not at 2.08. With a small head the first
+        prediction is uniform.
         """
         std = self.config.dim**-0.5
         residual_std = std / math.sqrt(2 * self.config.num_layers)
@@ -115,7 +116,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids ``[B, T]`` to logits ``[B, T, V]``."""
+        """Map token ids ``[B, T]`` to logits ``[B, T, V]``."""
         x = self.embedding(tokens)
         rotary = self.rotary[:, : tokens.shape[1]]
         for block in self.blocks:
@@ -128,14 +129,14 @@ class GPT(nn.Module):
 
 
 def rotary_table(max_seq: int, head_dim: int) -> Tensor:
-    """Cosines and sines of every position's angles, ``[2, max_seq, head_dim / 2]``."""
+    """Return cosines and sines of every position's angles, ``[2, max_seq, head_dim / 2]``."""
     frequencies = _ROTARY_BASE ** -(torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.outer(torch.arange(max_seq), frequencies)
     return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turns each pair of ``x`` ``[B, H, T, K]`` by its position's angle."""
+    """Rotate each pair of elements of ``x`` ``[B, H, T, K]`` by the angle of its position."""
     cos, sin = rotary
     even, odd = x.chunk(2, dim=-1)
     return torch.cat([even * cos - odd * sin, even * sin + odd * cos], dim=-1).to(x.dtype)

@@ -20,20 +20,20 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's options, by parameter name.
+    """Return the options in a TOML file by parameter name.
 
     Args:
-        path: its keys are the options' names, with ``-`` or ``_``.
-        kinds: which options there are, and the type of each, such as ``int | None``.
+        path: a file whose keys are names of options, with ``-`` or ``_``.
+        kinds: the type, such as ``int | None``, of each existing option.
 
     Raises:
-        ConfigError: if it cannot be read, a key is no option, or a value is of another type.
+        ConfigError: the file cannot be read, a key is not an option, or a value has a wrong type.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # tomllib's own, and text that is no UTF-8
+    except ValueError as error:  # from tomllib, or because of text that is not UTF-8
         raise ConfigError(f"--config {path}: not TOML ({error})") from error
     options = {}
     for key, value in table.items():
@@ -46,7 +46,7 @@ def read_options(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:
-    """``value`` as ``kind`` wants it; TOML tells numbers, strings and booleans apart."""
+    """Return ``value`` as ``kind``; TOML distinguishes numbers, strings and booleans."""
     wanted = next(each for each in typing.get_args(kind) or (kind,) if each is not type(None))
     if issubclass(wanted, enum.Enum):
         choices = [member.value for member in wanted]

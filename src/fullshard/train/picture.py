@@ -8,7 +8,7 @@ from .metrics import read_metrics
 
 
 def draw_loss(metrics: Path, picture: Path) -> bool:
-    """Draws training loss and held-out bits per byte; returns whether matplotlib is installed."""
+    """Draw training loss and held-out bits per byte; return False if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

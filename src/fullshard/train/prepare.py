@@ -1,4 +1,4 @@
-"""What is decided before any worker starts, so that a wrong option costs one line and no wait."""
+"""Checks before any worker starts, so that a wrong option fails at once with one line."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .runlock import RunLock
 
 
 def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
-    """Chooses the model, tokenizes the text, checks that the run can start, makes its folder.
+    """Choose the model, tokenize the text, check that the run can start, create its folder.
 
-    A start without ``resume`` moves what an earlier run left in the folder aside.
+    A start without ``resume`` moves the files of an earlier run in the folder aside.
 
     Returns:
-        What keeps others from training in that folder; close it when the job has ended.
+        The lock that keeps other jobs out of the folder; close it when the job has ended.
 
     Raises:
-        ConfigError: if the model cannot be built, the text is missing or too short, there is
-            nothing to resume, or a run is being trained in that folder.
+        ConfigError: the model cannot be built, the text is missing or too short, there is nothing
+            to resume, ``replicas`` does not fit, or the folder is locked or not writable.
     """
     if num_workers % config.replicas:
         raise ConfigError(

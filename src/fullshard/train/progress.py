@@ -1,4 +1,4 @@
-"""What one sees while it trains: a live view on a terminal, plain lines anywhere else."""
+"""The progress display: a live view on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rich.text import Text
 
 from .metrics import StepRecord
 
-_PLAIN_LINES = 30  # how many lines a run prints where there is no terminal
+_PLAIN_LINES = 30  # about how many lines a run prints without a terminal
 
 
 def plain_console(*, enabled: bool) -> Console:
-    """A console that prints text as it is; without ``enabled`` it prints nothing."""
+    """Return a console that prints text unchanged, or nothing if not ``enabled``."""
     return Console(quiet=not enabled, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
 
 class Reporter:
-    """Prints the course of a run; on all workers but the first it prints nothing.
+    """A printer of a run's progress; on all workers but the first it prints nothing.
 
     Args:
-        total: the step at which this start ends.
-        first: the step before the first one it will be shown.
+        total: the last step of this start of the run.
+        first: the step before the first step of this start.
         enabled: whether this worker prints.
-        console: where to; None for stdout.
-        clock: seconds from any moment on.
+        console: the console to print to; None for stdout.
+        clock: returns seconds since an arbitrary moment.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Reporter:
         self._live = Live(console=self.console, refresh_per_second=4) if shows_live else None
 
     def show(self, record: StepRecord) -> None:
-        """Shows a step that has just ended."""
+        """Show a step that has just ended."""
         left_s = self._left_s(record.step)
         if self._live is not None:
             self._live.update(_frame(record, total=self._total, left_s=left_s))
@@ -88,7 +88,7 @@ class Reporter:
 
 
 def _line(record: StepRecord, *, total: int, left_s: float) -> str:
-    """One line of ``key=value``, for eyes, ``grep`` and ``cut`` alike."""
+    """Format one line of ``key=value`` pairs, readable by people, ``grep`` and ``cut``."""
     text = (
         f"step={record.step}/{total} loss={record.loss:.4f} "
         f"tokens_per_s={record.tokens_per_s:.0f} grad_norm={record.grad_norm:.3f} "
@@ -101,14 +101,14 @@ def _line(record: StepRecord, *, total: int, left_s: float) -> str:
 
 
 def _frame(record: StepRecord, *, total: int, left_s: float) -> Group:
-    """The live view: how far it is, how well it learns, what it costs."""
+    """Build the live view: progress, quality and cost of the training."""
     head = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=total, completed=record.step, width=30)
     head.add_row(bar, f"step {record.step}/{total}", f"{_clock(left_s)} left")
     figures = Table.grid(padding=(0, 2))
     for _ in range(3):
         figures.add_column(style="dim")
-        figures.add_column(min_width=9)  # or the rest moves with every digit
+        figures.add_column(min_width=9)  # else columns move when a number gains a digit
     figures.add_row(
         "loss", f"{record.loss:.3f}",
         "grad norm", f"{record.grad_norm:.2f}",

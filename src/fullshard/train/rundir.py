@@ -1,12 +1,12 @@
-"""The folder of a run and what lies in it.
+"""The folder of a run and its files.
 
 runs/default/
   config.json            the configuration of its latest start
-  metrics.jsonl          one object a step
+  metrics.jsonl          one JSON object per step
   checkpoints/step-000100/, ...
   loss.png               if matplotlib is installed
-  earlier-1/             what a start without --resume found here
-  fullshard.lock         says who trains here; locked meanwhile
+  earlier-1/             files that a start without --resume found here
+  fullshard.lock         names the process that trains here; locked during training
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INFO = "run.json"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What must fit before a checkpoint is continued; a small file beside its tensors."""
+    """The facts to check before continuing a checkpoint; a small file beside its tensors."""
 
     step: int
     text_key: str
@@ -37,45 +37,45 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run, and which of its checkpoints are complete."""
+    """The paths of a run; finds its complete checkpoints."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The resolved configuration."""
+        """Path of the resolved configuration."""
         return self.path / "config.json"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """Path of the metrics, one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Path of the folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def picture(self) -> Path:
-        """The loss curve."""
+        """Path of the loss curve."""
         return self.path / "loss.png"
 
     @property
     def lock(self) -> Path:
-        """What the job that trains here has locked."""
+        """Path of the file that the job training here has locked."""
         return self.path / "fullshard.lock"
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` lies once it is complete."""
+        """Return the path of the checkpoint of ``step`` once it is complete."""
         return self.checkpoints / f"step-{step:06d}"
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint; unfinished ones have other names."""
+        """Return the newest complete checkpoint; unfinished checkpoints have other names."""
         return max(self.checkpoints.glob("step-*"), default=None, key=_step_of)
 
     def set_aside(self) -> Path | None:
-        """Moves an earlier run's files into ``earlier-<n>``; ``None`` if there are none."""
+        """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none."""
         ours = (self.config, self.metrics, self.checkpoints, self.picture)
         found = [path for path in ours if path.exists()]
         if not found:
@@ -91,18 +91,18 @@ class RunDir:
 def describe(
     config: TrainConfig, model: dict[str, Any], *, step: int, text_key: str, num_workers: int
 ) -> CheckpointInfo:
-    """What a checkpoint of this run at ``step`` says about itself."""
+    """Return the description of a checkpoint of this run at ``step``."""
     sequences = config.batch * config.accumulate * num_workers
     return CheckpointInfo(step, text_key, num_workers, model, sequences)
 
 
 def write_info(checkpoint: Path, info: CheckpointInfo) -> None:
-    """Writes the checkpoint's own description into it."""
+    """Write the checkpoint's description into the checkpoint."""
     (checkpoint / _INFO).write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
 
 
 def read_info(checkpoint: Path) -> CheckpointInfo:
-    """Reads what ``write_info`` wrote; raises ``ConfigError`` if it cannot."""
+    """Read the file of ``write_info``; raise ``ConfigError`` on failure."""
     try:
         fields: dict[str, Any] = json.loads((checkpoint / _INFO).read_text(encoding="utf-8"))
         return CheckpointInfo(**fields)
@@ -113,10 +113,10 @@ def read_info(checkpoint: Path) -> CheckpointInfo:
 def check_continues(
     config: TrainConfig, model: dict[str, Any], checkpoint: Path, text_key: str
 ) -> CheckpointInfo:
-    """The checkpoint's description, if ``config`` can go on from it.
+    """Return the checkpoint's description, after checking that ``config`` can continue it.
 
     Raises:
-        ConfigError: if it holds another model, learned from other text, or is at the end already.
+        ConfigError: the checkpoint has another model or other text, or has reached the last step.
     """
     info = read_info(checkpoint)
     if info.model != model:
@@ -144,7 +144,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The first field in which two models differ."""
+    """Describe the first field in which two models differ."""
     keys = (key for key in {**there, **here} if there.get(key) != here.get(key))
     key = next(keys, "some field")
     return f"{key} is {there.get(key)} there and {here.get(key)} here"

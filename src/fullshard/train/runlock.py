@@ -1,4 +1,4 @@
-"""Who trains in the folder of a run: one job at a time."""
+"""A lock that lets only one job at a time train in the folder of a run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _UNKNOWN_THERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """Holds a lock on a file until it is closed, or this process ends, however it does.
+    """A file lock that is held until it is closed or this process ends, in whatever way.
 
-    The operating system keeps the lock, so that a file which a killed process left behind locks
-    nothing. On folders that machines share it holds among them, where the file system has locks.
+    The operating system keeps the lock, so a file left behind by a killed process locks nothing. In
+    a folder that machines share, the lock holds across machines if the file system supports locks.
     """
 
     def __init__(self, path: Path) -> None:
-        """Take the lock of ``path``, and write into the file who has it.
+        """Lock ``path`` and write into the file which process holds the lock.
 
         Raises:
-            ConfigError: another process has it, which is named; nothing was changed.
+            ConfigError: another process, named in the message, holds it; nothing was changed.
         """
         self._file: TextIO | None = path.open("a+", encoding="utf-8")
         try:
@@ -50,7 +50,7 @@ class RunLock:
         self._file.flush()
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

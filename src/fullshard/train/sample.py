@@ -1,4 +1,4 @@
-"""Text written by the model."""
+"""Sampling of text from the model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def sample(
     top_k: int = 40,
     seed: int = 0,
 ) -> str:
-    """``prompt`` and ``num_tokens`` more, drawn in step on all workers.
+    """Return ``prompt`` and ``num_tokens`` more tokens, sampled in step on all workers.
 
-    Every forward gathers the sharded weights, so every worker runs all of them: the number of
-    tokens is fixed, nothing ends early, and each draws the same token from the same seed. Reads
-    at most ``context`` tokens back.
+    Every forward all-gathers the sharded weights, so every worker must run all forwards: the number
+    of tokens is fixed, sampling never ends early, and all workers draw the same token from the same
+    seed. The model sees at most the last ``context`` tokens.
     """
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = tokenizer.encode(END + prompt).ids
-    known = tokenizer.get_vocab_size()  # a small text has fewer tokens than the model has logits
+    known = tokenizer.get_vocab_size()  # may be fewer than the logits, if the text is small
     for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=world.device)
         logits = next_token_logits(model, window)[0, -1, :known].cpu()

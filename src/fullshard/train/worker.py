@@ -1,4 +1,4 @@
-"""One worker of a job: join the others, train, and say at the end what came of it.
+"""One worker of a job: join the process group, train, report the outcome.
 
 Started by ``launch`` as ``python -m fullshard.train.worker CONFIG.json``; under torchrun the
 command calls ``work`` itself.
@@ -39,20 +39,18 @@ from .world import World, is_first_here, join_world, speaks
 
 Result = TypeVar("Result")
 
-_PROMPT = (
-    "    def __init__(self"  # to what the default text teaches; other text starts from nothing
-)
+_PROMPT = "    def __init__(self"  # suits the default text; for other text the prompt is empty
 
 
 def run_worker(config: TrainConfig, *, prepared: bool) -> None:
-    """Trains as one worker among those that the environment describes.
+    """Train as one of the workers that the environment describes.
 
     Args:
-        config: the same on all workers.
-        prepared: whether the launcher has called ``prepare``; if not, the first worker does.
+        config: the configuration, the same on all workers.
+        prepared: whether the launcher has called ``prepare``; if not, the first worker calls it.
 
     Raises:
-        ConfigError: on all workers alike, if ``prepare`` refuses.
+        ConfigError: ``prepare`` refuses; raised on all workers alike.
     """
     with join_world() as world:
         text = _load_text(config, world)
@@ -63,15 +61,15 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
 
 
 def _prepare_first(config: TrainConfig, world: World) -> RunLock | None:
-    """Lets the first worker prepare; the others wait for it in ``_together``."""
+    """Prepare on the first worker; the other workers wait for the result in ``_together``."""
     return prepare(config, num_workers=world.size) if world.is_first else None
 
 
 def _load_text(config: TrainConfig, world: World) -> TokenizedText:
-    """The text; on all machines the same, for the same model.
+    """Return the text, after checking that text and model are the same on all machines.
 
-    The first worker of each machine goes ahead, so that where the cache is not shared one of them
-    fills it.
+    The first worker of each machine loads first, so that one worker per machine fills the cache if
+    machines do not share it.
     """
 
     def load() -> tuple[Architecture, TokenizedText]:
@@ -86,7 +84,7 @@ def _load_text(config: TrainConfig, world: World) -> TokenizedText:
 
 
 def _check_same(option: str, content: str, world: World) -> None:
-    """Refuses on all workers if what they read is not the same."""
+    """Raise ``ConfigError`` on all workers if their ``content`` is not the same."""
     digest = int.from_bytes(hashlib.sha256(content.encode()).digest()[:6])  # exact in fp64
     digests = world.rows(digest).flatten().tolist()
     for rank, other in enumerate(digests):
@@ -98,7 +96,7 @@ def _check_same(option: str, content: str, world: World) -> None:
 
 
 def _together(world: World, do: Callable[[], Result]) -> Result:
-    """Does it here; raises ``ConfigError`` on all workers alike if any of them refuses."""
+    """Call ``do`` on all workers; raise ``ConfigError`` on all if it refuses on any."""
     result, refusal = None, None
     try:
         result = do()
@@ -109,7 +107,7 @@ def _together(world: World, do: Callable[[], Result]) -> Result:
 
 
 def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: World) -> None:
-    """A sample, the picture, and where everything lies."""
+    """Print a sample, draw the loss and print the paths of all output."""
     run = RunDir(Path(config.out))
     console = plain_console(enabled=world.is_first)
     if config.last_step < config.steps:
@@ -138,12 +136,12 @@ def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: W
 
 
 def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
-    """``run_worker``, and the end of this process: with exit code 2 for what the user can mend.
+    """Call ``run_worker`` and exit this process: code 0, 1 on failure, 2 on a user error.
 
-    It ends at once, without taking the interpreter down. After an error that could hang in a
-    process group that other workers still wait in, while the launcher waits for this one's end;
-    and after a good end gloo's threads, which outlive ``destroy_process_group``, abort now and
-    then when they ask for an interpreter that is gone.
+    The process exits at once, without finalizing the interpreter. After an error, finalization
+    could hang in a process group in which other workers still wait, while the launcher waits for
+    this worker. After success, gloo's threads, which outlive ``destroy_process_group``, sometimes
+    abort when they need the interpreter after its finalization.
     """
     code = 0
     try:
@@ -160,16 +158,16 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
 
 
 def main() -> None:
-    """Runs as a worker of ``launch``, with the run's configuration file as the one argument."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interruption ends a worker without a word
+    """Run as a worker of ``launch``; the only argument is the configuration file of the run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker silently
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     work(TrainConfig.load(Path(sys.argv[1])), prepared=True)
 
 
 def _end_with(launcher: int) -> None:
-    """Ends this process when the launcher is gone: killed by force, it cannot end its workers.
+    """Exit this process when the launcher is gone: a killed launcher cannot end its workers.
 
-    They would go on and write into a run that the user resumes meanwhile.
+    Otherwise they would keep writing into a run that the user may have resumed by then.
     """
     while os.getppid() == launcher:
         time.sleep(0.5)
@@ -184,7 +182,7 @@ def _show(error: Exception, *, is_refusal: bool) -> None:
 
 
 def _record(error: Exception, *, is_refusal: bool) -> None:
-    """Leaves the error where the launcher reads it, ours and torchrun's own alike."""
+    """Write the error to the file that launchers, both ours and torchrun, read."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -192,7 +190,7 @@ def _record(error: Exception, *, is_refusal: bool) -> None:
     details = {
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(now_ns // 1_000_000_000),
-        "time_ns": now_ns,  # torchrun counts seconds; within one, the first to fail matters
+        "time_ns": now_ns,  # torchrun has only seconds, which cannot tell who failed first
         "text": str(error) if is_refusal else f"{type(error).__name__}: {error}",
         "is_refusal": is_refusal,
     }

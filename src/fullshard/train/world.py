@@ -1,4 +1,4 @@
-"""The workers of a run, as torchrun describes them in the environment."""
+"""The workers of a job, as described by torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from fullshard.errors import ConfigError
 
 STORE = "FULLSHARD_STORE"
-"""Environment variable; the file by which workers meet that our launcher started."""
+"""Environment variable: the rendezvous file of workers that our launcher started."""
 
 
 class Rows:
-    """A table on its way to the host."""
+    """A table that is being copied to the host."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
@@ -32,11 +32,11 @@ class Rows:
 
     @property
     def is_here(self) -> bool:
-        """Whether it was there at once, as it is on a CPU."""
+        """Return whether the table needed no copy, as on a CPU."""
         return self._there is None
 
     def read(self) -> Tensor:
-        """The table, on the CPU; waits for it, and for nothing that was issued after it."""
+        """Wait for the table, but not for work issued later, and return the table on the CPU."""
         if self._there is not None:
             self._there.synchronize()
         return self._table
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This worker's place among all, and the little they tell each other besides training."""
+    """A worker's view of the job, with the few collectives that training needs beside FSDP."""
 
     rank: int
     size: int
@@ -52,15 +52,15 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker is the one that prints and writes."""
+        """Return whether this worker prints and writes files for all workers."""
         return self.rank == 0
 
     def rows(self, *values: Tensor | float) -> Tensor:
-        """Every worker's ``values``, exactly, as fp64 on CPU ``[size, len(values)]``."""
+        """Return all workers' exact ``values`` as an fp64 CPU tensor ``[size, len(values)]``."""
         return self.rows_later(*values).read()
 
     def rows_later(self, *values: Tensor | float) -> Rows:
-        """The same on its way: the host waits for no device before it reads them."""
+        """Start what ``rows`` does; the host waits for the device only when it reads the table."""
         there = self.device.type != "cpu"
         known = [0.0 if isinstance(value, Tensor) else value for value in values]
         row = torch.tensor(known, dtype=torch.float64, pin_memory=there)
@@ -69,24 +69,24 @@ class World:
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
                 table[self.rank, i].copy_(value, non_blocking=there)
-        dist.all_reduce(table)  # adds nothing but zeros
+        dist.all_reduce(table)  # exact: it only adds zeros
         return Rows(table)
 
     def put(self, tensor: Tensor) -> Tensor:
-        """``tensor``, which is on the CPU, on this worker's device, while the host goes on."""
+        """Copy the CPU tensor ``tensor`` to this worker's device without blocking the host."""
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def barrier(self) -> None:
-        """Waits until every worker has arrived."""
+        """Wait until every worker has arrived."""
         dist.barrier()
 
     def agree(self, refusal: str | None) -> None:
-        """Refuses on all workers alike if any of them does.
+        """Refuse on all workers alike if any worker has a refusal.
 
         Raises:
-            ConfigError: with the first refusal.
+            ConfigError: at least one refusal is not None; the lowest rank's becomes the message.
         """
         refusals: list[str | None] = [None] * self.size
         dist.all_gather_object(refusals, refusal)
@@ -96,31 +96,31 @@ class World:
 
 
 def is_worker() -> bool:
-    """Whether a launcher, torchrun or ours, started this process as one worker of a job."""
+    """Return whether torchrun or our launcher started this process as a worker of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def num_local_workers() -> int:
-    """How many workers the launcher started on this machine."""
+    """Return the number of workers that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_first_here() -> bool:
-    """Whether this worker is the first of its machine."""
+    """Return whether this worker is the first on its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def speaks() -> bool:
-    """Whether this worker tells what all refuse; before they met, one on each machine does."""
+    """Return whether this worker prints refusals: rank 0, or, before init, one per machine."""
     return os.environ.get("RANK" if dist.is_initialized() else "LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
 def join_world() -> Iterator[World]:
-    """Joins the process group: NCCL on the GPU of ``LOCAL_RANK``, or gloo on CPU.
+    """Join the process group: NCCL on the GPU of ``LOCAL_RANK``, or gloo on CPU.
 
     Raises:
-        ConfigError: if this machine has a GPU, but not one for each of its workers.
+        ConfigError: this machine has GPUs, but fewer than local workers.
     """
     if torch.cuda.is_available():
         check_gpus(num_local_workers())
@@ -131,12 +131,12 @@ def join_world() -> Iterator[World]:
         device = torch.device("cpu")
         dist.init_process_group("gloo", **_meeting_place())
     yield World(dist.get_rank(), dist.get_world_size(), device)
-    # Only after a good end: taking a group down while other workers still wait in it can hang.
+    # Only on success: destroying a process group in which other workers still wait can hang.
     dist.destroy_process_group()
 
 
 def _meeting_place() -> dict[str, Any]:
-    """Where the workers meet: at the address that torchrun gave them, or by a file of ours."""
+    """Return rendezvous arguments: none under torchrun, else the file store of our launcher."""
     path = os.environ.get(STORE)
     if path is None:
         return {}
@@ -145,7 +145,7 @@ def _meeting_place() -> dict[str, Any]:
 
 
 def check_gpus(num_workers: int) -> None:
-    """Raises ``ConfigError`` if there are GPUs, but fewer than ``num_workers``."""
+    """Raise ``ConfigError`` if this machine has GPUs, but fewer than ``num_workers``."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else None
     if found is not None and num_workers > found:
         raise ConfigError(
