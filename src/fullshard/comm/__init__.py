@@ -1,8 +1,8 @@
-"""The wire: collectives, and nothing else in fullshard talks to another rank.
+"""Collectives: the only room of fullshard that communicates with other ranks.
 
-``Collectives`` is the seam. ``C10d`` speaks NCCL and gloo through process groups, ``Public`` by the
-functions of ``torch.distributed``; ``Recording`` wraps any of them and notes what was asked for.
-Gloo's gathers and reductions go through memory within a host (``shared``), in ``pairs`` between.
+``Collectives`` is the protocol. ``C10d`` uses NCCL and gloo through process groups, ``Public`` the
+functions of ``torch.distributed``; ``Recording`` wraps either of them and records the calls. With
+gloo, data travels through shared memory within a host (``shared``) and in ``pairs`` between hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives over ``torch.distributed``: NCCL and its like natively, gloo in ways of our own."""
+"""Collectives over ``torch.distributed``: native for NCCL and similar, custom paths for gloo."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fullshard.errors import ProtocolError
 
 
 class Transport(enum.Enum):
-    """How the bytes of gathers and means travel; broadcasts are the backend's."""
+    """The transport of gathers and means; broadcasts always use the backend."""
 
     NATIVE = "native"
-    """By the backend's own collectives."""
+    """The backend's own collectives."""
     PAIRS = "pairs"
-    """By sends in pairs and local sums, see ``Pairs``: for gloo between hosts."""
+    """Sends in pairs and local sums, see ``Pairs``: for gloo between hosts."""
     SHARED = "shared"
-    """Through shared memory, see ``Shared``, if all ranks are on one host; else as suits hosts."""
+    """Shared memory (``Shared``) if all ranks can share it, else the least traffic among hosts."""
 
 
 class _Way(Protocol):
-    """What gathers or reduces in the end; one object for each group."""
+    """An implementation of gathers and reductions; each object serves one process group."""
 
     @property
     def adds_wide(self) -> bool: ...
@@ -54,7 +54,7 @@ class _Way(Protocol):
 
 
 class _Ways(NamedTuple):
-    """What a group gathers and what it reduces by; the same on all its ranks."""
+    """The implementations that a group gathers and reduces with; the same on all its ranks."""
 
     gathers: _Way
     reduces: _Way
@@ -72,7 +72,7 @@ def ways_of(
     device_type: str = "cpu",
     averages: bool = False,
 ) -> _Ways:
-    """The first call for a group and ``SHARED`` meets its other ranks."""
+    """Return the ways of ``group``; the first call per choice with SHARED is a collective."""
     ways = _ways.setdefault(group, {})
     choice = (transport, device_type, averages)
     if choice not in ways:
@@ -88,7 +88,7 @@ def ways_of(
 
 
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
-    """By memory if all ranks can, else by what is less for the network between their hosts."""
+    """Return shared memory if all ranks can share it, else what loads the network least."""
     meeting = meet(group)
     if meeting.memory is not None:
         shared = Shared(group.rank(), meeting.memory, meeting.neighbours)
@@ -102,14 +102,14 @@ def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
 
 
 class Loads(NamedTuple):
-    """How many shards enter the host that most enter, by what carries them.
+    """The number of shards that enter the busiest host, for each way to carry them.
 
-    Pairs cross the network once for each rank of a host: every shard of another host comes to each
-    of them by itself. Gloo's own all-gather passes all shards but one around a ring, once by each
-    link; its own reduce-scatter is an all-reduce, twice that. The network between hosts is what
-    takes the time where a host has more than one rank: at 200 Mbit/s, 8 MB of fp32, gloo's own
-    took of the time of pairs 0.76 (gather) and 1.38 (reduction) on 2 hosts of 2 ranks, 0.46 and
-    0.89 on 2 of 4, and the bytes that came in were those counted here.
+    With pairs, each rank of a host separately receives every shard of the other hosts. Gloo's own
+    all-gather passes all shards but one over each link of a ring; its own reduce-scatter is an
+    all-reduce, with twice that traffic. The network between hosts takes most of the time if a host
+    has more than one rank: at 200 Mbit/s and with 8 MB of fp32, gloo's own collectives took 0.76
+    (gather) and 1.38 (reduction) of the time of pairs on 2 hosts of 2 ranks, 0.46 and 0.89 on
+    2 hosts of 4 ranks, and the bytes received by a host matched these counts.
     """
 
     pairs: int
@@ -118,7 +118,7 @@ class Loads(NamedTuple):
 
     @classmethod
     def of(cls, hosts: Sequence[bytes]) -> Loads:
-        """For ranks on these hosts."""
+        """Return the loads for ranks on ``hosts``, which has one entry per rank, in rank order."""
         world = len(hosts)
         pairs = max(hosts.count(host) * (world - hosts.count(host)) for host in hosts)
         links = [hosts[rank] for rank in range(world) if hosts[rank] != hosts[rank - 1]]
@@ -127,9 +127,9 @@ class Loads(NamedTuple):
 
 
 class C10d:
-    """Collectives of one process group of two ranks or more, which is not kept alive.
+    """The collectives of one process group of two or more ranks, held by a weak reference.
 
-    Whoever destroys a group wants its threads and connections gone, whatever still knows us.
+    Destroying a process group must end its threads and connections even if a ``C10d`` still exists.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class C10d:
         """The process group.
 
         Raises:
-            ProtocolError: it was destroyed.
+            ProtocolError: if the process group was destroyed.
         """
         group = self._reference()
         if group is None:
@@ -160,9 +160,9 @@ class C10d:
 
     @property
     def adds_wide(self) -> bool:
-        """Our own sums are wide; those of a backend are made in the dtype that travels.
+        """True if sums are in fp32 or wider: ours are, a backend's are in the dtype that travels.
 
-        Which of them is ours is known once the ranks have met, so all of them must ask this.
+        Reading this property may meet the other ranks first, so all ranks must read it.
         """
         return self._ways(self.group).reduces.adds_wide
 
@@ -199,7 +199,7 @@ class C10d:
         return way.all_reduce_mean(group, as_real(values), self._label.text)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
-        """See ``Collectives.broadcast``; as bytes, since gloo does not carry every dtype."""
+        """See ``Collectives.broadcast``; sends bytes, since gloo does not carry every dtype."""
         return _torch.broadcast(self.group, values.view(-1).view(torch.uint8), source)
 
     def _ways(self, group: dist.ProcessGroup) -> _Ways:

@@ -1,4 +1,4 @@
-"""Collectives of the user's own, in the place of the backend's."""
+"""User-defined collectives that replace the backend's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fullshard.comm.protocol import Around, Pending, Together
 
 
 class Comm(ABC):
-    """A collective of the user's own; PyTorch's interface, so objects written for that do."""
+    """A user-defined collective with PyTorch's interface, so objects written for PyTorch work."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what it sends or receives; it may be the same each time."""
+        """Return memory to send from or receive into; every call may return the same memory."""
 
 
 class AllGather(Comm):
-    """Gathers equal 1-D tensors."""
+    """A user-defined all-gather of 1-D tensors of equal size."""
 
     @abstractmethod
     def __call__(
@@ -33,11 +33,11 @@ class AllGather(Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather; None if it is complete on the current stream."""
+        """Gather; return None if the result is complete on the current stream."""
 
 
 class ReduceScatter(Comm):
-    """Reduces a 1-D tensor, and leaves each rank its part."""
+    """A user-defined reduce-scatter of a 1-D tensor."""
 
     @abstractmethod
     def __call__(
@@ -48,14 +48,14 @@ class ReduceScatter(Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce by ``op``; None if it is complete on the current stream."""
+        """Reduce with ``op``; return None if the result is complete on the current stream."""
 
 
 @dataclass(frozen=True)
 class Custom(Around):
-    """``inner``, but for what the user does instead.
+    """The collectives of ``inner``, with the gather, the reduction or both replaced by the user's.
 
-    Their collectives work on memory of their own, so what they send and receive is copied.
+    The user's objects allocate gather outputs and reduction inputs and outputs, so all are copied.
     """
 
     gather: AllGather | None = None
@@ -63,7 +63,7 @@ class Custom(Around):
 
     @property
     def adds_wide(self) -> bool:
-        """A reduction of the user's own gets what the dtype of reduction says."""
+        """False for a user-defined reduction, which receives gradients in the reduce dtype."""
         return self.reduce is None and self.inner.adds_wide
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
@@ -91,7 +91,7 @@ class Custom(Around):
 
 
 def _is_async(values: Tensor) -> bool:
-    """Where there are streams, the current one is beside computation as it is."""
+    """Return whether to run asynchronously: only on a CPU, devices use a side stream already."""
     return values.device.type == "cpu"
 
 
@@ -116,7 +116,7 @@ class _Reduced:
     work: dist.Work | None
     output: Tensor
     received: Tensor
-    sent: Tensor  # until the transfer is over
+    sent: Tensor  # kept alive until the transfer is over
     world: int
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Reductions by a function of the user's, as ``register_comm_hook`` of PyTorch's FSDP1 takes it."""
+"""Reductions by a user's hook of the kind that FSDP1's ``register_comm_hook`` accepts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fullshard.comm.protocol import Around, Done, Pending
 
 @dataclass(frozen=True)
 class HookedShards(Around):
-    """``inner``, but gradients are reduced by ``hook(state, all_slices, own_slice)``.
+    """The collectives of ``inner``, but ``hook(state, all_slices, own_slice)`` reduces gradients.
 
-    Behind the ``numel`` elements of each slice are flags of ours, which ``inner`` reduces: the
-    hook does not see them. What it writes counts as it is, nothing is divided.
+    The ``numel`` elements of each slice are followed by presence flags. The hook does not see the
+    flags: ``inner`` reduces them. The hook's result is used as it is and is not divided.
     """
 
     state: Any
@@ -25,11 +25,11 @@ class HookedShards(Around):
 
     @property
     def adds_wide(self) -> bool:
-        """The hook gets what the dtype of reduction says."""
+        """False: the hook receives gradients in the reduce dtype."""
         return False
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """Let the hook write ``output``, all but its flags."""
+        """Let the hook write ``output`` except for the flags."""
         rows = source.view(self.world, -1)
         reduced = source.new_zeros(self.numel)
         self.hook(self.state, rows[:, : self.numel].reshape(-1), reduced)
@@ -41,25 +41,25 @@ class HookedShards(Around):
 
 @dataclass(frozen=True)
 class HookedCopies(HookedShards):
-    """The same where every rank has all elements: ``hook(state, gradient)`` works in place.
+    """Like ``HookedShards``, but every rank has all elements: ``hook(state, gradient)`` in place.
 
-    ``inner`` is the wire among these ranks; to the engine this is a group of one.
+    ``inner`` connects these ranks; the engine sees a group of one rank.
     """
 
     @property
     def rank(self) -> int:
-        """Nothing is cut."""
+        """Always 0, since nothing is sharded."""
         return 0
 
     @property
     def world(self) -> int:
-        """Nothing is cut."""
+        """Always 1, since nothing is sharded."""
         return 1
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """Let the hook write ``output``, all but its flags."""
+        """Let the hook write ``output`` except for the flags."""
         gradient = source[: self.numel].clone()
-        self.hook(self.state, gradient)  # which may give it other ``data``
+        self.hook(self.state, gradient)  # may replace ``gradient.data``
         flags = source[self.numel :].clone()
         output[: self.numel].copy_(gradient)
         return _Copied(self.inner.all_reduce_mean(flags), output[self.numel :], flags)
@@ -67,10 +67,10 @@ class HookedCopies(HookedShards):
 
 @dataclass(frozen=True)
 class Settled(Around):
-    """The wire among copies that a hook has reduced over already."""
+    """A reduction over replicas that does nothing, because a hook has already reduced over them."""
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
-        """Nothing is left to do."""
+        """Return a collective that is already done."""
         return Done()
 
 

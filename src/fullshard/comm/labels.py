@@ -1,4 +1,4 @@
-"""What ranks say that a collective is for, compared where the collective itself cannot carry it."""
+"""Comparison of labels among ranks, for collectives that cannot carry their labels themselves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fullshard import _torch
 from fullshard.errors import ProtocolError
 
 _DIGEST_NBYTES = 16
-_SAID_NBYTES = 256  # digest and text; what is longer is cut, and differs by the digest
+_SAID_NBYTES = 256  # digest and text; a longer text is cut off, but the digest still differs
 
 
 class Compared:
-    """Labels of one process group that all its ranks were found to agree on.
+    """The labels of one process group that all its ranks were found to agree on.
 
-    A label is compared when it is used first, by a small all-gather, and never again: so units in
-    another order are noticed in the first step, and later ones only by what they weigh.
+    A label is compared only once, by a small all-gather at its first use. So a different order of
+    units is noticed in the first step; in later steps it is noticed only if sizes differ.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -26,10 +26,10 @@ class Compared:
         self._texts = {""}
 
     def compare(self, group: dist.ProcessGroup, text: str) -> None:
-        """Ask the other ranks whether they begin a collective for the same, if ``text`` is new.
+        """Compare ``text``, if it is new, with the labels of the other ranks; a collective.
 
         Raises:
-            ProtocolError: on all ranks, if some label differs.
+            ProtocolError: on all ranks, if any label differs.
         """
         if text in self._texts:
             return

@@ -1,4 +1,4 @@
-"""Means of what has arrived, whatever brought it."""
+"""Means over ranks, independent of the transport."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fullshard.comm.protocol import Pending
 
 
 def begun(values: Tensor, world: int, *, averages: bool) -> tuple[dist.ReduceOp.RedOpType, float]:
-    """How a backend is to reduce ``values``, and what the result is to be divided by then.
+    """Return the op to reduce ``values`` with and the divisor to apply to the result afterwards.
 
-    ``averages``: it knows a mean of this dtype. A sum of many fp16 numbers overflows, and a mean,
-    for which NCCL divides first, loses the small ones: these are divided, here and in place, by
-    about the square root of the number of ranks, and by the rest afterwards.
+    ``averages`` says that the backend has a mean for this dtype. A sum of many fp16 numbers
+    overflows, and NCCL's mean divides first, which loses small ones. So fp16 ``values`` are divided
+    here, in place, by about the square root of the number of ranks; the divisor is the rest.
     """
     if values.dtype is torch.float16:
         before = 1 << (world.bit_length() // 2)
@@ -28,7 +28,7 @@ def begun(values: Tensor, world: int, *, averages: bool) -> tuple[dist.ReduceOp.
 def put_mean(output: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
     """Write the mean of ``own`` and ``others`` into ``output``; sums are in fp32 or wider."""
     wide = torch.promote_types(own.dtype, torch.float32)
-    in_place = output.dtype == wide  # else add up in wide numbers, round once
+    in_place = output.dtype == wide  # otherwise add up in the wide dtype and round once
     total = output if in_place else torch.empty_like(own, dtype=wide)
     if own.dtype == wide:
         torch.add(own, others[0], out=total)
@@ -42,7 +42,7 @@ def put_mean(output: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
 
 
 class Divided:
-    """A sum on its way, to be made a mean."""
+    """A pending sum that ``wait`` turns into a mean."""
 
     def __init__(self, pending: Pending, values: Tensor, divisor: float) -> None:
         self._pending = pending

@@ -1,8 +1,8 @@
-"""How the ranks of a process group find out which of them share a host, and meet those.
+"""Discovery of which ranks of a process group share a host, and connections among them.
 
-What they must know of each other goes by the process group, once. Sockets have names that every
-process of the machine can read, so a name lets nobody in: who calls, and who answers, must be of
-our user and show a key that it has from the other one by the process group.
+The ranks exchange names and keys once, through the process group. Every process on the machine can
+read the names of sockets, so a name alone grants no access: both ends of a connection must run as
+our user and show the key that the other end sent them through the process group.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.neighbours import Neighbour
 
 SWITCH = "FULLSHARD_SHARED_MEMORY"
-"""Environment variable; 0 on any rank: gloo carries everything."""
+"""Environment variable; if it is 0 on any rank, gloo carries everything."""
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.002
-_NBYTES = 16  # of each thing that is told
+_NBYTES = 16  # of each field of ``_Told``
 
 
 class Meeting(NamedTuple):
-    """What came of it."""
+    """The result of ``meet``."""
 
     hosts: tuple[bytes, ...]
-    """Equal for ranks of one host, by rank; the same on all ranks."""
+    """The host of each rank, equal for ranks of one host; the same tuple on all ranks."""
     memory: Memory | None = None
-    """Of this rank; all others can read it. None, on all ranks, unless all share memory."""
+    """This rank's memory, readable by all other ranks; None on all ranks unless all share."""
     neighbours: Mapping[int, Neighbour] = MappingProxyType({})
-    """All others, by rank, next higher first, if all share memory."""
+    """All other ranks if all share memory, by rank, beginning with the next higher rank."""
 
 
 class _Told(NamedTuple):
-    """What a rank tells another one by the process group."""
+    """The message that a rank sends another rank through the process group."""
 
     host: bytes
     circle: bytes
-    """Equal for ranks that can share memory; zeros: this one cannot, or must not."""
+    """Equal for ranks that can share memory; zeros if the sender cannot or must not share."""
     name: bytes
-    """Of its socket."""
+    """Name of the sender's socket."""
     key: bytes
-    """That the other one must show; every rank gets one of its own."""
+    """Key that the receiver must show to the sender; different for each receiver."""
 
 
 def meet(group: dist.ProcessGroup) -> Meeting:
-    """Meet the other ranks of ``group``; all ranks call this.
+    """Meet the other ranks of ``group``; a collective.
 
-    They share memory if all are on one host, and of one user, and can and may do it.
+    The ranks share memory if all run on one host as one user, and all can and may share memory.
     """
     rank, world = group.rank(), group.size()
     host, name = _host(), secrets.token_bytes(_NBYTES)
@@ -93,7 +93,7 @@ def meet(group: dist.ProcessGroup) -> Meeting:
 
 
 def _memory() -> Memory | None:
-    """Memory to share; None if this process cannot, or must not."""
+    """Return memory to share, or None if this process cannot or must not share memory."""
     if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
         return None
     try:
@@ -105,7 +105,7 @@ def _memory() -> Memory | None:
 
 
 def _told(group: dist.ProcessGroup, own: Sequence[bytes]) -> list[bytes]:
-    """What every rank says to this one, which says ``own[r]`` to rank r; all as many bytes."""
+    """Send ``own[r]`` to rank r; return what each rank sent us. All messages are equally long."""
     said = torch.tensor(list(b"".join(own)), dtype=torch.uint8, device="cpu")
     heard = torch.empty_like(said)
     _torch.all_to_all(group, heard, said).wait()
@@ -117,9 +117,9 @@ def _split(said: bytes) -> _Told:
 
 
 def _host() -> bytes:
-    """Equal for processes of one host, which know the same names of sockets.
+    """Return a value that is equal for processes of one host, which see the same socket names.
 
-    A digest of this boot of the machine and of the network namespace.
+    The value is a digest of the machine's boot ID and the network namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -133,12 +133,12 @@ def _digest(what: bytes) -> bytes:
 
 
 def _address(name: bytes) -> bytes:
-    """Of a socket that is in no folder and ends with its process."""
+    """Return the address of an abstract socket: it is in no folder and ends with its process."""
     return b"\0fullshard-" + name.hex().encode()
 
 
 def _listen(listening: socket.socket, name: bytes) -> bool:
-    """Whether that is possible."""
+    """Bind and listen; return whether that was possible."""
     try:
         listening.bind(_address(name))
         listening.listen(1024)
@@ -150,30 +150,29 @@ def _listen(listening: socket.socket, name: bytes) -> bool:
 
 @dataclass
 class _Call:
-    """A connection to somebody of our user."""
+    """A connection to a process of our user."""
 
     connection: socket.socket
     peer: int | None
-    """The rank that was called; None: it called, and has not said which one it is."""
+    """Rank of the peer; None if the peer called us and has not said its rank yet."""
     received: bytes = b""
     fd: int = -1
-    """Of the other one's memory; it is ours to close."""
+    """File descriptor of the peer's memory; ours to close."""
     is_told: bool = False
     is_known: bool = False
-    """Whether it has shown our key."""
+    """True if the peer has shown our key."""
 
     def close(self) -> None:
-        """Close what there is."""
         self.connection.close()
         if self.fd >= 0:
             os.close(self.fd)
 
 
 class _Desk:
-    """Calls the ranks below, answers those above, and waits for nobody in particular.
+    """The connections of one rank: calls lower ranks, answers higher ranks, never blocks on one.
 
-    Both sides say the same: their rank, the key that they have from the other one, and, beside it,
-    a file descriptor of their memory. Who calls begins; others are answered once they are known.
+    Both ends send the same message: their rank, the key that the other end gave them, and a file
+    descriptor of their memory. The caller sends first; the called rank answers once the key fits.
     """
 
     def __init__(
@@ -186,10 +185,10 @@ class _Desk:
         self._uncalled = set(range(rank))
         self._calls: dict[int, _Call] = {}  # by file descriptor
         self._met: dict[int, _Call] = {}  # by rank
-        self._is_deceived = False  # another user answers in the name of a rank
+        self._is_deceived = False  # another user answered in the name of a rank
 
     def meet_all(self, listening: socket.socket) -> bool:
-        """Whether all ranks were met in time."""
+        """Call and answer until all ranks are met or time is up; return whether all were met."""
         deadline = time.monotonic() + _TIMEOUT_S
         with contextlib.suppress(OSError):
             while not (self._has_met_all() or self._is_deceived or time.monotonic() > deadline):
@@ -204,17 +203,17 @@ class _Desk:
         return len(self._met) == len(self._told) - 1
 
     def taken(self) -> dict[int, tuple[socket.socket, LentMemory]]:
-        """Connections to all ranks that were met, and their memories, by rank."""
+        """Hand over the connections to all ranks that were met, and their memories, by rank."""
         met, self._met = self._met, {}
         return {rank: (call.connection, LentMemory(call.fd)) for rank, call in met.items()}
 
     def close(self) -> None:
-        """Close what was not taken."""
+        """Close the calls that were not handed over."""
         for call in [*self._calls.values(), *self._met.values()]:
             call.close()
 
     def _call(self, peer: int) -> None:
-        """Call rank ``peer``, or leave it for later: strangers may fill the queue of its socket."""
+        """Call rank ``peer``, or put it off: strangers may have filled the queue of its socket."""
         connection = socket.socket(socket.AF_UNIX)
         connection.setblocking(False)
         try:
@@ -238,7 +237,7 @@ class _Desk:
                 self._is_deceived = True
 
     def _attend(self, listening: socket.socket) -> None:
-        """Hear what there is, after a moment at the latest."""
+        """Receive from every call that has data; wait ``_RETRY_S`` at most."""
         poll = select.poll()
         for fileno in (listening.fileno(), *self._calls):
             poll.register(fileno, select.POLLIN)
@@ -250,7 +249,7 @@ class _Desk:
                     self._add(listening.accept()[0], None)
 
     def _hear(self, call: _Call) -> None:
-        """Take what somebody says; hang up on who says something else than a rank would."""
+        """Receive from ``call``; hang up on a peer that sends anything that no rank would send."""
         missing = _SAID.size - len(call.received)
         try:
             part, fds, *_ = socket.recv_fds(call.connection, missing, 1)
@@ -277,7 +276,7 @@ class _Desk:
         return hmac.compare_digest(key, self._keys[rank])
 
     def _tell(self, call: _Call) -> None:
-        """Say who we are to who was called, or is known."""
+        """Send our message to a peer that we called, or that has shown our key."""
         has_called = call.peer is not None and call.peer < self._rank
         if not call.is_told and (has_called or call.is_known):
             assert call.peer is not None
@@ -288,7 +287,7 @@ class _Desk:
             except ConnectionError:
                 self._hang_up(call)
             except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:  # too many such are on their way
+                if error.errno != errno.ETOOMANYREFS:  # too many file descriptors in flight
                     raise
             finally:
                 os.close(fd)
@@ -306,7 +305,7 @@ _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 
 def _is_of_our_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is; as it was when it called, or began to listen."""
+    """Return whether the peer ran as our user when it connected or began to listen."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)
     return bool(user == os.geteuid())

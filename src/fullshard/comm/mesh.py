@@ -1,4 +1,4 @@
-"""Meshes, and the collectives that belong to their process groups."""
+"""Meshes and the collectives of their process groups."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import Alone, Collectives, Together
 from fullshard.errors import ConfigError
 
-_BROADCAST_NBYTES = 256 << 20  # about; what is joined takes that much memory
+_BROADCAST_NBYTES = 256 << 20  # approximate; the concatenated tensors take that much memory
 
 Wire = Callable[[dist.ProcessGroup, str], Collectives]
-"""Makes collectives for a group and a type of device."""
+"""A function that makes the collectives for a process group and a device type."""
 
-# One object per group and kind: its tags must be counted once, whoever uses it.
+# One object per group and wire, whoever uses the group; ``c10d._ways`` counts the tags of a group.
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Wire, Collectives]]
 _of_group = weakref.WeakKeyDictionary()
-_wire: Wire = C10d  # not of a context: ranks that are threads share what the process chose
+_wire: Wire = C10d  # no ContextVar: ranks that are threads share the choice of their process
 _parts_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _parts_of_group = weakref.WeakKeyDictionary()
 
@@ -36,14 +36,14 @@ _wrapper = ContextVar("fullshard_collectives_wrapper", default=None)
 
 
 def collectives_of(mesh: DeviceMesh, dim: int = 0) -> Collectives:
-    """The collectives along one dim of ``mesh``."""
+    """Return the collectives along one dim of ``mesh``."""
     return _collectives(mesh.get_group(dim), mesh.device_type)
 
 
 def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
-    """Collectives among ``size`` neighbours along one dim of ``mesh``; ``size`` divides that dim.
+    """Return collectives among ``size`` neighbors along one mesh dim, which ``size`` must divide.
 
-    The first call for a mesh makes a process group, for which it meets the ranks of the part.
+    The first call for a mesh makes a process group: a collective over these neighbors.
     """
     whole = mesh.get_group(dim)
     parts = _parts_of_group.setdefault(whole, {})
@@ -55,9 +55,9 @@ def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
 
 
 def collectives_of_twin(collectives: Collectives, device_type: str) -> Collectives:
-    """The same ranks by a process group of its own, so that both can be busy at a time.
+    """Return collectives over a new process group of the same ranks, so both can run at once.
 
-    Each call makes a group, for which it meets the other ranks; of one rank it is the same.
+    Each call is a collective that makes a group; collectives of one rank are returned as they are.
     """
     group = collectives.group
     if group is None:
@@ -67,9 +67,9 @@ def collectives_of_twin(collectives: Collectives, device_type: str) -> Collectiv
 
 
 def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """A group of ``ranks``, by the backend and with the time-out and options of ``like``.
+    """Make a group of ``ranks`` with the backend, time-out and options of ``like``.
 
-    No other rank need take part: other pipeline stages may not want one.
+    Only ``ranks`` take part in the call: other pipeline stages may not want such a group.
     """
     with _torch.apart_from_the_default_group():
         group: dist.ProcessGroup = dist.new_group(
@@ -93,7 +93,7 @@ def _collectives(group: dist.ProcessGroup, device_type: str) -> Collectives:
 
 
 def choose_wire(wire: Wire) -> Wire:
-    """Make what is sharded from now on use ``wire``, ``C10d`` or ``Public``; returns the last."""
+    """Use ``wire`` (``C10d`` or ``Public``) for later sharding; return the wire used before."""
     global _wire
     last, _wire = _wire, wire
     return last
@@ -101,7 +101,7 @@ def choose_wire(wire: Wire) -> Wire:
 
 @contextmanager
 def wrapped(wrapper: Callable[[Collectives], Collectives]) -> Iterator[None]:
-    """Units sharded in the block use ``wrapper(collectives)``: how recordings are slipped in."""
+    """Make units sharded in the block use ``wrapper(collectives)``, for example a ``Recording``."""
     token = _wrapper.set(wrapper)
     try:
         yield
@@ -110,15 +110,15 @@ def wrapped(wrapper: Callable[[Collectives], Collectives]) -> Iterator[None]:
 
 
 def device_types_of(mesh: DeviceMesh) -> list[str]:
-    """Types of devices on which the groups of ``mesh`` communicate."""
+    """Return the device types that all groups of ``mesh`` can communicate on."""
     types = (_torch.device_types(mesh.get_group(dim)) for dim in range(mesh.ndim))
     return sorted(set.intersection(*map(set, types)))
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
-    """Make a few ``values`` the largest, or the sums, over the ranks of ``group``, in place.
+    """Replace a few ``values`` by their maximum or sum over the ranks of ``group``.
 
-    They may be on a device that the group does not serve; a stand-in for a group serves all.
+    ``values`` may be on a device that the group does not serve; a stand-in group serves every one.
     """
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     is_real = isinstance(group, dist.ProcessGroup)
@@ -128,12 +128,12 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
         return
     kind = next(iter(served))
     there = values.to(torch.device(kind, torch.get_device_module(kind).current_device()))
-    dist.all_reduce(there, op, group=group)  # of offloaded gradients, say
+    dist.all_reduce(there, op, group=group)  # for example for offloaded gradients
     values.copy_(there)
 
 
 def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Make ``tensors`` what they are on the first rank of ``group``, many in one call."""
+    """Overwrite ``tensors`` with those of the first rank of ``group``, many in one broadcast."""
     alike: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
     sent = 0
     for tensor in tensors:
@@ -150,13 +150,13 @@ def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> N
 
 
 def broadcast_from_first(values: Tensor, mesh: DeviceMesh) -> None:
-    """Replace contiguous ``values`` by what they are on the first rank of ``mesh``."""
+    """Overwrite contiguous ``values`` with the values on the first rank of ``mesh``."""
     for dim in range(mesh.ndim):
         collectives_of(mesh, dim).broadcast(values, 0).wait()
 
 
 def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
-    """What ``value``, which is pickled, is on the first rank of ``mesh``."""
+    """Return the ``value`` of the first rank of ``mesh``; it is sent pickled."""
     for dim in range(mesh.ndim):
         box = [value]
         dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
@@ -165,7 +165,7 @@ def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def all_same(value: bytes, mesh: DeviceMesh) -> bool:
-    """Whether ``value``, a digest of something larger, is the same on all ranks of ``mesh``."""
+    """Return whether ``value``, a digest of larger data, is equal on all ranks of ``mesh``."""
     same: bytes | None = value
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
@@ -176,15 +176,15 @@ def all_same(value: bytes, mesh: DeviceMesh) -> bool:
 
 
 def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
-    """The pieces of all ranks of ``wire``, end to end.
+    """Return the pieces of all ranks of ``wire``, concatenated in rank order.
 
-    ``piece`` is 1-D, ``lengths[r]`` the elements of rank r's.
+    ``piece`` is 1-D; ``lengths[r]`` is the number of elements of rank r's piece.
 
-    One all-gather of padded pieces, or, where that would move twice what is needed, such as for a
-    tensor that one rank of many holds, one broadcast for each rank that holds something.
+    This is one all-gather of padded pieces. If padding would more than double the traffic, as for
+    a tensor that one of many ranks holds, it is one broadcast for each rank that holds elements.
     """
     total, longest = sum(lengths), max(lengths)
-    if piece.dtype is torch.bool:  # which gloo does not carry
+    if piece.dtype is torch.bool:  # gloo does not carry bool
         return gather_uneven(piece.view(torch.uint8), lengths, wire).view(torch.bool)
     if longest * len(lengths) > 2 * total:
         return broadcast_pieces(piece, lengths, wire)
@@ -197,9 +197,10 @@ def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> T
 
 
 def broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
-    """The same by one broadcast for each rank that holds something, in the result's memory alone.
+    """Do the same as ``gather_uneven`` by one broadcast for each rank that holds elements.
 
-    All are started at once; together they move what an all-gather does.
+    Only the result is allocated. All broadcasts start at once; together they move what an
+    all-gather moves.
     """
     whole = piece.new_empty(sum(lengths))
     parts = whole.split(list(lengths))
@@ -210,10 +211,10 @@ def broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
-    """The 1-D mesh of all processes, on the accelerator if the default group can use it.
+    """Return the 1-D mesh of all processes, on the accelerator if the default group supports it.
 
-    Without a process group one is made: from the launcher's environment variables, or, where no
-    launcher started us, a world of one.
+    If there is no default process group, make one: from the launcher's environment variables, or
+    with a world size of 1 if no launcher started this process.
     """
     if not dist.is_initialized():
         _init_process_group()
@@ -221,12 +222,12 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
 
 
 def mesh_of_group(group: dist.ProcessGroup, device_type: str | None = None) -> DeviceMesh:
-    """The 1-D mesh of the ranks of ``group``."""
+    """Return the 1-D mesh of the ranks of ``group``."""
     return DeviceMesh.from_group(group, device_type or _device_type())
 
 
 def mesh_of_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    """One dim of ``mesh``, as a mesh with the ranks along it; dims may be without names."""
+    """Return one dim of ``mesh`` as a 1-D mesh of the ranks along it; dims may be unnamed."""
     if mesh.ndim == 1:
         return mesh
     if mesh.mesh_dim_names:
@@ -237,12 +238,12 @@ def mesh_of_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
 def mesh_of_groups(
     shards: dist.ProcessGroup, replicas: dist.ProcessGroup, device_type: str | None = None
 ) -> DeviceMesh:
-    """The 2-D mesh with the ranks of ``replicas`` along dim 0, those of ``shards`` along dim 1.
+    """Return the 2-D mesh with the ranks of ``replicas`` on dim 0 and of ``shards`` on dim 1.
 
-    Ranks tell each other which groups they are in, so all of them must call this.
+    This is a collective: the ranks exchange which groups they are in.
 
     Raises:
-        ConfigError: these are not the rows and columns of a grid.
+        ConfigError: if the groups are not the rows and columns of a grid.
     """
     rows: list[list[int]] = [[] for _ in range(replicas.size())]
     dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
@@ -262,9 +263,10 @@ def mesh_of_groups(
 
 
 def mesh_of_nodes(device_type: str | None = None) -> DeviceMesh:
-    """A mesh of all processes: copies along dim 0, those of one machine share a copy along dim 1.
+    """Return a 2-D mesh of all processes: replicas on dim 0, shards within a machine on dim 1.
 
-    Which are on one machine the launcher says; without one, all are.
+    The launcher's LOCAL_WORLD_SIZE says how many processes run on a machine. If the variable is
+    missing or does not divide the world size, all processes count as one machine.
     """
     world = dist.get_world_size()
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -282,7 +284,7 @@ def _init_process_group() -> None:
 
 
 def _device_type() -> str:
-    """The accelerator's type if there is one that the default group has collectives for."""
+    """Return the accelerator's type if the default group has collectives for it, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return "cpu"

@@ -1,4 +1,4 @@
-"""A backend's own gathers and means."""
+"""Gathers and means by a backend's own collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Native:
     adds_wide = False
 
     def __init__(self, device_type: str, *, averages: bool) -> None:
-        """``averages``: means are the backend's, not made from sums."""
+        """Make means with the backend's own mean if ``averages``, otherwise from sums."""
         self._averages = averages
         self._in_order = device_type != "cpu"
         self._compared = Compared(device_type)
@@ -60,13 +60,11 @@ def _divided(work: dist.Work | None, values: Tensor, divisor: float) -> Pending:
 
 
 class _Put:
-    """A result on its way to where it belongs."""
-
     def __init__(self, pending: Pending, output: Tensor, result: Tensor, source: Tensor) -> None:
         self._pending = pending
         self._output = output
         self._result = result
-        self._source = source  # alive until all is sent
+        self._source = source  # kept alive until everything is sent
 
     def wait(self) -> None:
         self._pending.wait()

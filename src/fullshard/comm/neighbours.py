@@ -1,6 +1,6 @@
-"""Processes of one host that tell each other, over Unix sockets, what lies where in their memory.
+"""Notices between processes of one host: over Unix sockets, they say where data is in memory.
 
-Nobody waits in order to tell something: what a socket does not take at once a thread sends on.
+Sending a notice never blocks: a thread sends the bytes that a socket does not accept at once.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from fullshard.errors import LostRankError
 
 _READ_NBYTES = 1 << 16
 _FAREWELL_S = 30.0
-"""How long a rank that leaves waits for who reads nothing of what it has still to tell."""
+"""Seconds that a leaving rank waits for a peer that reads none of its remaining notices."""
 
 
 class Notice(NamedTuple):
-    """What a rank tells its neighbours of an exchange that it takes part in."""
+    """A message to all neighbors about one exchange that the sender takes part in."""
 
     number: int
-    """Of the exchange; all ranks count the same."""
+    """Number of the exchange; all ranks count exchanges alike."""
     start: int
-    """Where in the sender's memory its bytes begin."""
+    """Offset of the exchange's bytes in the sender's memory."""
     nbytes: int
     subject: int
-    """Which of the sender's subjects the exchange is about."""
+    """Index of the exchange's subject among the subjects of the sender."""
     done: tuple[int, ...]
-    """Exchanges of which the sender has read, since the notice before, all it will ever read."""
+    """Numbers of the exchanges that the sender has finished reading since its previous notice."""
     text: str
-    """Of the subject, if it is a new one; else empty."""
+    """Text of the subject if the subject is new, else empty."""
 
     def packed(self) -> bytes:
-        """As it travels."""
+        """Return the notice as the bytes to send."""
         text = self.text.encode()
         head = _HEAD.pack(*self[:4], len(self.done), len(text))
         return head + struct.pack(f"={len(self.done)}q", *self.done) + text
 
     @classmethod
     def unpacked(cls, received: bytearray) -> Notice | None:
-        """The first of those in ``received``, from which it is taken; None: not all is there."""
+        """Remove the first notice from ``received`` and return it; None if it is incomplete."""
         if len(received) < _HEAD.size:
             return None
         number, start, nbytes, subject, num_done, text_nbytes = _HEAD.unpack_from(received)
@@ -78,49 +78,49 @@ class Neighbour:
         self._memory = memory
         self._received = bytearray()
         self._arrived: dict[int, Notice] = {}
-        self._last = -1  # number of the newest notice; they come in order
-        self._unwanted: set[int] = set()  # of those that have not come
+        self._last = -1  # number of the newest notice; notices arrive in order
+        self._unwanted: set[int] = set()  # forgotten exchanges whose notice has not arrived
         self._subjects: list[str] = []
         self._done: list[int] = []
 
     def fileno(self) -> int:
-        """What a poll for news of it looks at."""
+        """Return the file descriptor to poll for notices from this neighbor."""
         return self._connection.fileno()
 
     def tell(self, packed: bytes) -> None:
-        """Send a notice, at once or later; that it is gone is told to who waits for it."""
+        """Send a notice, now or later; if the neighbor is gone, only ``receive`` says so."""
         self._outbox.put(packed)
 
     def has_laid(self, number: int) -> bool:
-        """Whether the notice of exchange ``number`` has come."""
+        """Return whether the notice of exchange ``number`` has arrived."""
         return number in self._arrived
 
     def laid(self, number: int) -> tuple[Notice, Tensor]:
-        """The notice of exchange ``number``, which has come, and what lies there."""
+        """Remove and return the notice of exchange ``number``, and return the bytes it is about."""
         notice = self._arrived.pop(number)
         return notice, self._memory.read(notice.start, notice.nbytes)
 
     def subject_of(self, notice: Notice) -> str:
-        """What an exchange is about there."""
+        """Return the text of the subject of ``notice``, which this neighbor sent."""
         return self._subjects[notice.subject]
 
     def forget(self, number: int) -> None:
-        """Nobody asks for exchange ``number`` any more, if anybody ever did."""
+        """Drop the notice of exchange ``number``, now or when it arrives."""
         if number > self._last:
             self._unwanted.add(number)
         else:
             self._arrived.pop(number, None)
 
     def taken_done(self) -> list[int]:
-        """Exchanges it is done with, of all notices that have come since the last call."""
+        """Return the ``done`` exchanges of all notices that have arrived since the last call."""
         done, self._done = self._done, []
         return done
 
     def receive(self) -> None:
-        """Take what has come; waits for nothing.
+        """Take the notices that have arrived, without blocking.
 
         Raises:
-            LostRankError: it is gone, and all it said before has been taken.
+            LostRankError: if the neighbor is gone and all that it sent before has been taken.
         """
         try:
             part = self._connection.recv(_READ_NBYTES)
@@ -149,10 +149,10 @@ class Neighbour:
 
 
 def wait_for(neighbours: Collection[Neighbour], what: str) -> None:
-    """Take what comes next from any of ``neighbours``; ``what`` is what they owe us, for errors.
+    """Wait for the next notice from any of ``neighbours``; errors say that we wait for ``what``.
 
     Raises:
-        LostRankError: one is gone, or nobody has said anything for the group's time-out.
+        LostRankError: if one is gone, or all are silent for the group's time-out.
     """
     poll = select.poll()
     by_fileno = {neighbour.fileno(): neighbour for neighbour in neighbours}
@@ -172,21 +172,20 @@ def wait_for(neighbours: Collection[Neighbour], what: str) -> None:
 
 
 class _Outbox:
-    """What a connection has still to send; it is kept open until that is sent.
+    """The unsent bytes of a connection, which stays open until they are sent.
 
-    A reader may be thousands of notices behind, or may never read again what we tell it, and we may
-    need that reader elsewhere meanwhile. So nobody waits here but a thread, which is there only
-    while there is something to send.
+    A reader may be thousands of notices behind or never read again, and we may need that reader
+    elsewhere meanwhile. So only a thread waits here, which exists only while bytes are unsent.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lock = threading.RLock()  # garbage collection may close it in the thread that sends
-        self._unsent = bytearray()  # while there is a thread
+        self._lock = threading.RLock()  # reentrant: garbage collection may close while we send
+        self._unsent = bytearray()  # empty unless there is a thread
         self._is_closed = False
 
     def put(self, packed: bytes) -> None:
-        """Send ``packed`` after what was put before."""
+        """Send ``packed`` after everything that was put before."""
         with self._lock:
             if self._unsent:
                 self._unsent += packed
@@ -194,24 +193,24 @@ class _Outbox:
             sent = self._send(packed)
             if sent < len(packed):
                 self._unsent += packed[sent:]
-                # No daemon: what a process owes others it tells before it ends.
+                # Not a daemon thread: a process sends its remaining notices before it ends.
                 threading.Thread(target=self._send_rest, name="fullshard-outbox").start()
 
     def close(self) -> None:
-        """Close the connection, once all is sent."""
+        """Close the connection once everything is sent."""
         with self._lock:
             self._is_closed = True
             if not self._unsent:
                 self._connection.close()
 
     def _send(self, packed: bytes) -> int:
-        """How much of ``packed`` is sent, or need not be since nobody is there to read it."""
+        """Send some of ``packed``; return how many bytes, or all of them if the reader is gone."""
         try:
             return self._connection.send(packed)
         except BlockingIOError:
             return 0
         except OSError:
-            return len(packed)  # who waits for an answer is told
+            return len(packed)  # whoever waits for this peer gets an error in ``receive``
 
     def _send_rest(self) -> None:
         poll = select.poll()
@@ -221,7 +220,7 @@ class _Outbox:
             is_ready = poll.poll(1000 * (_FAREWELL_S if is_leaving else 1))
             with self._lock:
                 if is_leaving and not is_ready:
-                    self._unsent.clear()  # perhaps it waits like this for us
+                    self._unsent.clear()  # the peer may be waiting for us in the same way
                 del self._unsent[: self._send(bytes(self._unsent[:_READ_NBYTES]))]
                 if not self._unsent:
                     if self._is_closed:

@@ -1,4 +1,4 @@
-"""Gathers and means over a process group by one send and one receive for each other rank."""
+"""Gathers and means by one send to, and one receive from, each other rank of a process group."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fullshard.comm.protocol import Done, Pending, Together, put
 _SMALL_NBYTES = 1 << 20
 
 # Tags tell our sends apart from the user's, and the gathers and reductions in flight from each
-# other: every rank of a group counts the same collectives, so equal tags meet.
+# other: all ranks of a group count the same collectives, so the tags of one exchange are equal.
 _FIRST_TAG = 1 << 20
 _TAGS = 1 << 29
 
 
 class Pairs:
-    """For gloo between hosts: its own collectives take longer.
+    """Sends and receives in pairs for gloo between hosts, where gloo's own collectives are slower.
 
-    By themselves reductions took 0.2 to 0.9 of the time of gloo's own, and gathers half of it at
-    28 MB and about as long below (``python -m bench transport``, 2 and 4 ranks). In a training
-    step of many small units the posting of receives waits for gloo's thread, which an all-to-all,
-    posted at once, does not; so what is smaller than ``_SMALL_NBYTES`` travels by that.
+    Measured alone, reductions took 0.2 to 0.9 of the time of gloo's own; gathers took half of it
+    at 28 MB and about the same time below (``python -m bench transport``, 2 and 4 ranks). In a
+    training step of many small units, posting receives waits for gloo's thread; an all-to-all is
+    posted at once and does not. So tensors below ``_SMALL_NBYTES`` travel by all-to-all.
     """
 
     adds_wide = True
@@ -76,7 +76,7 @@ class Pairs:
         return _Mean(works, output, slices[rank], received.unbind())
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
-        """See ``Collectives.all_reduce_mean``; gloo's own has the same bits on all ranks."""
+        """See ``Collectives.all_reduce_mean``; gloo's own gives the same bits on all ranks."""
         self._compared.compare(group, label)
         work = _torch.all_reduce(group, values, dist.ReduceOp.SUM) or Done()
         return Divided(work, values, group.size())
@@ -84,7 +84,7 @@ class Pairs:
     def _exchange(
         self, group: dist.ProcessGroup, sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> list[dist.Work]:
-        """Send ``sources[r]`` to each other rank r while ``targets[r]`` is received from it."""
+        """Send ``sources[r]`` to, and receive ``targets[r]`` from, each other rank r."""
         rank, world = group.rank(), group.size()
         tag = _FIRST_TAG + next(self._tags) % _TAGS
         works = []
@@ -98,7 +98,7 @@ class Pairs:
 
 
 class _Mean(Together):
-    """Other ranks' slices on their way, then their mean with our own."""
+    """Pending slices of the other ranks, which ``wait`` averages with our own slice."""
 
     def __init__(
         self, works: list[dist.Work], output: Tensor, own: Tensor, received: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""What the engine asks of the wire."""
+"""The collectives that the engine needs, as a protocol, and its simplest implementations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 class Pending(Protocol):
     """A collective that was started.
 
-    ``wait`` makes its result usable on the current stream (on a CPU: blocks) and must be called
-    exactly once; until then the caller keeps both tensors alive and untouched.
+    ``wait`` makes the result usable on the current stream (on a CPU it blocks) and must be called
+    exactly once. Until then the caller keeps inputs and outputs alive and unchanged.
     """
 
     def wait(self) -> object:
@@ -23,7 +23,7 @@ class Pending(Protocol):
 
 
 class Done:
-    """A collective that had nothing to do."""
+    """A collective that is already complete."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -43,10 +43,10 @@ class Together:
 
 @dataclass
 class Label:
-    """What collectives are for, which ranks compare; whoever made it may change what it says."""
+    """The purpose of collectives, compared among ranks; its creator may change the text later."""
 
     text: str = ""
-    """Equal on all ranks, but for those that do something else; empty: nothing is compared."""
+    """Equal on all ranks that run the same collective; if empty, nothing is compared."""
 
 
 class Collectives(Protocol):
@@ -62,42 +62,44 @@ class Collectives(Protocol):
 
     @property
     def adds_wide(self) -> bool:
-        """Whether reductions add up in fp32 or wider, whatever dtype travels."""
+        """True if reductions add up in fp32 or wider, whatever dtype travels."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, if there is one."""
+        """The process group; None if there is none."""
 
     def by_sums(self) -> Collectives:
-        """The same, but with means made from sums: for backends whose own means are slow."""
+        """Return the same collectives with means made from sums, for backends with slow means."""
 
     def labelled(self, label: Label) -> Collectives:
-        """The same, but for what ``label`` says: other ranks' labels must say that too.
+        """Return the same collectives for the purpose ``label``, which all ranks must agree on.
 
-        A ``ProtocolError`` tells ranks whose labels differ in a collective, at its start or in
-        ``wait``; some wires compare the first collective of each text only, or none.
+        Ranks whose labels differ get a ``ProtocolError`` when the collective starts or in ``wait``.
+        Some implementations compare only the first collective of each text, or none.
         """
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """Start to gather every rank's ``sources[i]`` (1-D, n elements) into ``outputs[i]`` (1-D,
-        world * n elements), in rank order. A source may be its own place in its output.
+        """Start to gather every rank's ``sources[i]`` into ``outputs[i]``, in rank order.
+
+        Sources (n elements) and outputs (world * n) are 1-D; a source may be part of its output.
         """
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """Start to put the mean over ranks of slice ``rank`` of ``source`` (1-D, world * n
-        elements) into ``output`` (1-D, n elements). ``source`` may be overwritten.
+        """Start to write the mean over ranks of slice ``rank`` of ``source`` into ``output``.
+
+        ``source`` is 1-D with world * n elements and may be overwritten; ``output`` is 1-D with n.
         """
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
-        """Start to replace ``values`` (1-D) by their mean over ranks, the same bits on all."""
+        """Start to replace ``values`` (1-D) by their mean over ranks, with equal bits on all."""
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
-        """Start to replace ``values`` (contiguous) by what they are on rank ``source``."""
+        """Start to replace ``values`` (contiguous) by the values of rank ``source``."""
 
 
 @dataclass(frozen=True)
 class Around:
-    """What wrappers have in common: they are a group as ``inner`` is, and pass everything on."""
+    """A wrapper that forwards everything to ``inner``; subclasses override what they change."""
 
     inner: Collectives
 
@@ -113,41 +115,41 @@ class Around:
 
     @property
     def adds_wide(self) -> bool:
-        """That of ``inner``."""
+        """The value of ``inner``."""
         return self.inner.adds_wide
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """That of ``inner``."""
+        """The process group of ``inner``."""
         return self.inner.group
 
     def by_sums(self) -> Collectives:
-        """The same around ``inner`` by sums."""
+        """Return the same wrapper around ``inner.by_sums()``."""
         return replace(self, inner=self.inner.by_sums())
 
     def labelled(self, label: Label) -> Collectives:
-        """The same around ``inner`` with a label."""
+        """Return the same wrapper around ``inner.labelled(label)``."""
         return replace(self, inner=self.inner.labelled(label))
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """As ``inner`` does."""
+        """Forward to ``inner``."""
         return self.inner.all_gather(outputs, sources)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """As ``inner`` does."""
+        """Forward to ``inner``."""
         return self.inner.reduce_scatter_mean(output, source)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
-        """As ``inner`` does."""
+        """Forward to ``inner``."""
         return self.inner.all_reduce_mean(values)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
-        """As ``inner`` does."""
+        """Forward to ``inner``."""
         return self.inner.broadcast(values, source)
 
 
 class Alone:
-    """A group of one."""
+    """The collectives of a group of one rank."""
 
     rank = 0
     world = 1
@@ -155,39 +157,39 @@ class Alone:
     group = None
 
     def by_sums(self) -> Collectives:
-        """This one."""
+        """Return ``self``."""
         return self
 
     def labelled(self, label: Label) -> Collectives:
-        """This one: there is nobody to compare with."""
+        """Return ``self``, since there is no other rank to compare labels with."""
         return self
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """Copy what is not in its place."""
+        """Copy each source to its output unless it is already there."""
         for output, source in zip(outputs, sources, strict=True):
             put(source, output)
         return Done()
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """Copy, or cast."""
+        """Copy ``source`` to ``output``, with a cast if the dtypes differ."""
         output.copy_(source)
         return Done()
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
-        """Nothing to do."""
+        """Leave ``values`` as they are."""
         return Done()
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
-        """Nothing to do."""
+        """Leave ``values`` as they are."""
         return Done()
 
 
 def put(source: Tensor, place: Tensor) -> None:
-    """Copy ``source`` to its place, unless it is there."""
+    """Copy ``source`` to ``place`` unless both begin at the same address."""
     if source.data_ptr() != place.data_ptr():
         place.copy_(source)
 
 
 def as_real(values: Tensor) -> Tensor:
-    """``values``, 1-D; complex ones as twice as many real numbers, as no backend carries others."""
+    """Return 1-D ``values``, complex ones as twice as many reals: no backend carries complex."""
     return torch.view_as_real(values).view(-1) if values.is_complex() else values

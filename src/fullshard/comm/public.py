@@ -1,4 +1,4 @@
-"""Collectives by the functions of ``torch.distributed``, one call for each tensor."""
+"""Collectives by the public functions of ``torch.distributed``, one call for each tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fullshard.comm.means import begun
 from fullshard.comm.protocol import Pending, Together, as_real
 
 _AVERAGED = (torch.float32, torch.bfloat16)
-"""Dtypes of which every backend knows a mean, and whose sums do not overflow."""
+"""Dtypes that every backend can average and whose sums do not overflow."""
 
 
 class Public(C10d):
-    """The backend's own, the way PyTorch's FSDP2 calls them, for those who count or replace them.
+    """The backend's collectives, called as in PyTorch's FSDP2, for users who count or replace them.
 
     The functions are looked up in ``torch.distributed`` at each call.
     """
@@ -26,7 +26,7 @@ class Public(C10d):
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         super().__init__(group, device_type, Transport.NATIVE)
         self._averages = True
-        self._is_async = device_type == "cpu"  # else on the stream that is current, in its order
+        self._is_async = device_type == "cpu"  # a device runs them in order on the current stream
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
@@ -60,7 +60,7 @@ class Public(C10d):
 
 
 class _Scaled:
-    """A result on its way, to be divided and to be put where it belongs."""
+    """A pending result that ``wait`` divides and copies to its output."""
 
     def __init__(
         self, work: dist.Work | None, result: Tensor, divisor: float, output: Tensor
@@ -71,7 +71,7 @@ class _Scaled:
         self._output = output
 
     def wait(self) -> None:
-        if self._work is not None:  # else what the user put there has waited
+        if self._work is not None:  # None if the function, perhaps a user's, has waited already
             self._work.wait()
         if self._divisor != 1:
             self._result.div_(self._divisor)

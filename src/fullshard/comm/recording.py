@@ -1,4 +1,4 @@
-"""A wrapper that notes every collective: what tests and benchmarks count."""
+"""A wrapper that records every collective, so that tests and benchmarks can count them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.comm.protocol import Around, Pending
 
 
 class CollectiveCall(NamedTuple):
-    """One collective, with the elements that this rank contributes."""
+    """One collective, with the number of elements that this rank contributes."""
 
     kind: str
     numel: int
@@ -22,27 +22,27 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording(Around):
-    """Passes everything on to ``inner`` and appends to ``calls``."""
+    """A wrapper that appends each collective to ``calls`` and forwards it to ``inner``."""
 
     calls: list[CollectiveCall] = field(default_factory=list)
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """Note and pass on."""
+        """Record the call and forward it."""
         numel = sum(map(Tensor.numel, sources))
         self.calls.append(CollectiveCall("all_gather", numel, sources[0].dtype))
         return super().all_gather(outputs, sources)
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """Note and pass on."""
+        """Record the call and forward it."""
         self.calls.append(CollectiveCall("reduce_scatter", source.numel(), source.dtype))
         return super().reduce_scatter_mean(output, source)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
-        """Note and pass on."""
+        """Record the call and forward it."""
         self.calls.append(CollectiveCall("all_reduce", values.numel(), values.dtype))
         return super().all_reduce_mean(values)
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
-        """Note and pass on."""
+        """Record the call and forward it."""
         self.calls.append(CollectiveCall("broadcast", values.numel(), values.dtype))
         return super().broadcast(values, source)

@@ -1,9 +1,9 @@
 """Gathers and means among ranks of one host, through memory that all of them can read.
 
-A rank lays out what its peers are to read in memory of its own and sends each peer a *notice*.
-Whoever waits copies, or adds up, straight out of its peers' memories. A notice tells as well what
-its sender has read, so what was laid out is free again some notices later; where nothing is, the
-memory grows: nobody waits before writing, and there is little more than what is in flight.
+A rank writes the data for its peers into its own memory and sends each peer a *notice*. In
+``wait``, each peer copies or adds up directly from that memory. A notice also says what its sender
+has finished reading, so memory is free again some notices later. If no range is free, the memory
+grows: no rank waits before writing, and the memory holds little more than the data in flight.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Shared:
         self._world = 1 + len(neighbours)
         self._memory = memory
         self._neighbours = neighbours
-        self._laid: dict[int, int] = {}  # where lies what somebody has still to read, by exchange
-        self._num_done: Counter[int] = Counter()  # ranks that have read theirs; a few are ahead
+        self._laid: dict[int, int] = {}  # start of the data still to be read, by exchange
+        self._num_done: Counter[int] = Counter()  # ranks done with an exchange; some are ahead
         self._num_started = 0
-        self._over: list[int] = []  # exchanges that we have read, and nobody knows yet
-        # What exchanges are about: the number under which others know it, and its text.
+        self._over: list[int] = []  # exchanges that we have read, not yet announced to peers
+        # The subjects of exchanges: the number by which peers know a subject, and its text.
         self._subjects: dict[tuple[str, torch.dtype, str], tuple[int, str]] = {}
 
     def all_gather(
@@ -65,19 +65,19 @@ class Shared:
         """See ``Collectives.reduce_scatter_mean``."""
         rows = source.view(self._world, -1)
         nbytes = aligned(rows[0].nbytes)
-        others = [(r * nbytes, rows[r]) for r in self._neighbours]  # nobody reads our own
+        others = [(r * nbytes, rows[r]) for r in self._neighbours]  # no peer reads our own row
         exchange = self._start("reduction", label, self._world * nbytes, others)
         return _Mean(exchange, self._rank * nbytes, rows[self._rank], output)
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
-        """See ``Collectives.all_reduce_mean``; every rank adds up all, in the same order."""
+        """See ``Collectives.all_reduce_mean``; all ranks add up all values in the same order."""
         exchange = self._start("mean", label, aligned(values.nbytes), [(0, values)])
         return _MeanOfAll(exchange, self._rank, values)
 
     def _start(
         self, kind: str, label: str, nbytes: int, pieces: Sequence[tuple[int, Tensor]]
     ) -> _Exchange:
-        """Lay out ``pieces``, each at its offset in bytes, and tell the neighbours."""
+        """Write ``pieces``, each at its offset in bytes, into our memory and notify the peers."""
         number, self._num_started = self._num_started, self._num_started + 1
         over = self._end_exchanges()
         start = self._free_range(nbytes)
@@ -97,8 +97,8 @@ class Shared:
         return _Exchange(notice, subject, laid, self._neighbours, self._over)
 
     def _end_exchanges(self) -> tuple[int, ...]:
-        """Those that we have done with since this was called last."""
-        # Others may end while this runs, in the garbage collection of any thread.
+        """Release the exchanges that we finished since the last call, and return their numbers."""
+        # Garbage collection in any thread may end more exchanges while this runs.
         over = tuple(self._over.pop() for _ in range(len(self._over)))
         for number in over:
             for neighbour in self._neighbours.values():
@@ -107,13 +107,13 @@ class Shared:
         return over
 
     def _free_range(self, nbytes: int) -> int:
-        """Memory that nobody reads any more, or never did."""
+        """Take ``nbytes`` that no rank has still to read, and return their start."""
         self._release_done()
         start = self._memory.take(nbytes)
         if start is None:
             for neighbour in self._neighbours.values():
-                # Or we would never learn who is done, if we never wait. That one is gone concerns
-                # those who wait for it.
+                # Without this, a rank that never waits would never learn who is done. A lost rank
+                # matters only to those who wait for that rank.
                 with contextlib.suppress(LostRankError):
                     neighbour.receive()
             self._release_done()
@@ -130,7 +130,7 @@ class Shared:
                 self._release(number)
 
     def _release(self, number: int) -> None:
-        """One reader less; we are one ourselves, since a mean adds up our own as well."""
+        """Count one reader as done; this rank is a reader too, as a mean includes its own data."""
         self._num_done[number] += 1
         if self._num_done[number] == self._world:
             del self._num_done[number]
@@ -138,7 +138,7 @@ class Shared:
 
 
 class _Exchange:
-    """One of several in flight, over when everything was read or nobody wants it any more."""
+    """An exchange in flight, over when all data was read or nothing refers to it anymore."""
 
     def __init__(
         self,
@@ -151,16 +151,16 @@ class _Exchange:
         self._notice = notice
         self._subject = subject
         self.laid = laid
-        """The bytes of this rank, until the exchange is over."""
+        """This rank's bytes, valid until the exchange is over."""
         self._neighbours = neighbours
         self.close = weakref.finalize(self, over.append, notice.number)
 
     def read(self) -> Iterator[tuple[int, Tensor]]:
-        """The bytes of each peer, as they are there and as they come, by its rank.
+        """Yield each peer's rank and bytes, without a copy, in the order of arrival.
 
         Raises:
-            ProtocolError: a peer runs another collective.
-            LostRankError: a peer is gone, or silent for longer than the group's time-out.
+            ProtocolError: if a peer runs a different collective.
+            LostRankError: if a peer is gone, or silent for longer than the group's time-out.
         """
         number, nbytes = self._notice.number, self._notice.nbytes
         missing = dict(self._neighbours)
@@ -186,7 +186,7 @@ class _Exchange:
 
 
 def _subject(kind: str, dtype: torch.dtype, label: str) -> str:
-    """What ranks compare, and errors call it."""
+    """Return the text that ranks compare and that error messages show."""
     return f"{kind} of {str(dtype).removeprefix('torch.')}" + (f" for {label}" if label else "")
 
 

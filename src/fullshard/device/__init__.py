@@ -1,4 +1,4 @@
-"""Streams, events and storage: the only room where they are touched, CUDA and CPU alike."""
+"""Streams, events and storage: the only room that uses them directly, for CUDA and CPU alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host that a device copies from and to."""
+"""Host memory for copies to and from a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def host_tensor(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """A 1-D tensor on the CPU; pinned, a device copies from and to it while the host goes on."""
+    """Return a 1-D CPU tensor; if pinned, copies to and from a device do not block the host."""
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, pin_memory=pinned)

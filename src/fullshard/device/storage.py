@@ -1,4 +1,4 @@
-"""Tensors that live long while their memory comes and goes, and a count of what they hold."""
+"""Long-lived tensors whose memory is allocated and freed, and a meter of that memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Kind(enum.StrEnum):
-    """What a buffer is for; see the note in ``engine/bucket.py``."""
+    """The purpose of a buffer; see the note in ``engine/bucket.py``."""
 
     UNSHARDED = "unsharded"
     SECONDARY = "secondary"
@@ -23,10 +23,10 @@ class Kind(enum.StrEnum):
 
 
 class StorageMeter:
-    """Counts the bytes that buffers hold now, the most they held at once, and those copied.
+    """A count of the bytes that buffers hold now and held at their peak, and of bytes copied.
 
-    ``copied_nbytes`` are the bytes written by copies and casts on the way to whole parameters and
-    back, beyond what the collectives themselves do with their input and output.
+    ``copied_nbytes`` counts the bytes written by copies and casts between shards and whole
+    parameters, in both directions, excluding what collectives do with their inputs and outputs.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class StorageMeter:
         self.peak_nbytes: Counter[Kind] = Counter()
 
     def change(self, kind: Kind, nbytes: int) -> None:
-        """Add ``nbytes`` (negative: freed) to what is held."""
+        """Add ``nbytes`` to the bytes held; negative if memory was freed."""
         held = self.held_nbytes[kind] = self.held_nbytes[kind] + nbytes
         if held > self.peak_nbytes[kind]:
             self.peak_nbytes[kind] = held
 
     @contextmanager
     def holding(self, kind: Kind, nbytes: int) -> Iterator[None]:
-        """Count ``nbytes`` of ordinary tensors that are held as long as the ``with`` block."""
+        """Count ``nbytes`` of ordinary tensors as held during the ``with`` block."""
         self.change(kind, nbytes)
         try:
             yield
@@ -50,22 +50,22 @@ class StorageMeter:
             self.change(kind, -nbytes)
 
     def copied(self, nbytes: int) -> None:
-        """Note a copy that wrote ``nbytes``."""
+        """Record a copy that wrote ``nbytes``."""
         self.copied_nbytes += nbytes
 
     def reset_peak(self) -> None:
-        """Start to look for a new peak."""
+        """Restart the peak from the bytes held now."""
         self.peak_nbytes = Counter(self.held_nbytes)
 
 
 class Buffer:
-    """A 1-D tensor whose storage is allocated and freed again and again.
+    """A 1-D tensor whose storage is allocated and freed repeatedly.
 
-    ``tensor`` and views of it stay valid objects all the time, and valid memory only while
-    ``allocated``: reading them in between kills the process. It starts allocated, because views
-    can only be made of memory; make them, then ``free``. Memory belongs to the stream that is
-    current when it is allocated: freed, it goes back there, whatever stream is current then, and
-    what has to be over is what the next allocation on that stream comes after.
+    ``tensor`` and its views are valid objects all the time, but have memory only while
+    ``allocated``: reading them at other times kills the process. A buffer starts allocated, because
+    views can only be made of memory; make the views, then call ``free``. Memory belongs to the
+    stream that is current at allocation, and ``free`` returns it to that stream, whatever stream is
+    current then. So that stream must wait for all uses of the memory before it allocates again.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Buffer:
         self.allocated = True
         self._meter = meter
         meter.change(kind, self.nbytes)
-        # An inference tensor could never be written again outside of inference mode.
+        # An inference tensor could never be written outside of inference mode.
         with torch.inference_mode(False):
             self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
             self._storage = self.tensor.untyped_storage()
 
     @classmethod
     def of(cls, tensor: Tensor, *, kind: Kind, meter: StorageMeter) -> Buffer:
-        """The memory of a tensor made elsewhere."""
+        """Return a buffer around the memory of a tensor made elsewhere."""
         buffer = cls(0, torch.uint8, tensor.device, kind=kind, meter=meter)
         buffer.tensor = tensor
         buffer._storage = tensor.untyped_storage()
@@ -98,14 +98,14 @@ class Buffer:
         return buffer
 
     def allocate(self) -> None:
-        """Give the tensor memory, with arbitrary content; nothing if it has some."""
+        """Allocate memory with arbitrary content; do nothing if the tensor has memory."""
         if not self.allocated:
             self._storage.resize_(self.nbytes)
             self.allocated = True
             self._meter.change(self.kind, self.nbytes)
 
     def free(self) -> None:
-        """Take the memory away; nothing if there is none."""
+        """Free the memory; do nothing if the tensor has none."""
         if self.allocated:
             self._storage.resize_(0)
             self.allocated = False

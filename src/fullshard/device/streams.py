@@ -1,16 +1,16 @@
-"""Lanes: the four streams of work on a device, and how one waits for another.
+"""Lanes: the four streams of work on a device, and the waiting of one lane for another.
 
-    COMPUTE   what the user runs: as a rule one stream, the one that is current. All streams that
-              units were seen on since the last ``rest`` together, where a model has several
+    COMPUTE   the user's computation: usually one stream, the current one. If a model uses several
+              streams, all streams that units were seen on since the last ``rest``
     GATHER    casts, all-gathers and copies that make unsharded parameters; owns their memory
-    REDUCE    reduce-scatters and what follows them; owns the memory of the sharded gradients
-    BUS       copies of shards from the host, so that nobody waits for those of later units
+    REDUCE    reduce-scatters and the work after them; owns the memory of the sharded gradients
+    BUS       copies of shards from the host, so that no unit waits for the copies of later units
 
-Memory is handed between lanes by ``join`` alone, never by ``record_stream``, so that what is
-reused when does not depend on how fast the device happens to run.
+Memory passes from lane to lane by ``join`` alone, never by ``record_stream``, so that the moment
+when memory is reused does not depend on how fast the device happens to run.
 
-Collectives run beside the lane that starts them, on a stream for each process group (``wire``), so
-that a lane's copies wait for the collectives that they need, and not for later ones.
+Collectives run beside the lane that starts them, on one stream per lane and process group
+(``wire``), so that a lane's copies wait for the collectives that they need and not for later ones.
 """
 
 from __future__ import annotations
@@ -54,114 +54,113 @@ class Lanes(Protocol):
         """Issue the work of the ``with`` block on ``lane`` (not COMPUTE)."""
 
     def see(self) -> None:
-        """Computation runs on the stream that is current: from now on that is of COMPUTE."""
+        """Count the current stream, which runs computation, among the streams of COMPUTE."""
 
     def rest(self) -> None:
-        """Nothing is left of computation that COMPUTE has to answer for but on this stream."""
+        """Drop all streams but the current one from COMPUTE: nothing needs to wait for them."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
-        """What is issued on ``waiter`` from now on waits for what was issued on ``awaited``.
+        """Make later work on ``waiter`` wait for all work issued so far on ``awaited``.
 
-        The streams of COMPUTE wait for each other if it is both.
+        If both are COMPUTE, the streams of COMPUTE wait for each other.
         """
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """``comm``, to be used on ``lane`` alone; what it starts runs beside the lane."""
+        """Return ``comm`` for use on ``lane`` only; its collectives run beside the lane."""
 
     def wait(self, pending: Pending) -> None:
-        """Make the result of a collective usable on the lane that is current."""
+        """Make the result of a collective usable on the current lane."""
 
     def aside(self, stream: Any) -> AbstractContextManager[Any]:
-        """Issue the work of the ``with`` block on the user's ``stream``, between that before and
-        after it; None: where we are.
+        """Issue the work of the ``with`` block on the user's ``stream``; None: on the current one.
+
+        ``stream`` waits for the work before the block, and the work after waits for ``stream``.
         """
 
     def wait_event(self, lane: Lane, event: Any) -> None:
-        """What is issued on ``lane`` from now on waits for the user's ``event``."""
+        """Make later work on ``lane`` wait for the user's ``event``."""
 
     def mark(self) -> Mark:
-        """Where the lane that is current has got to."""
+        """Return a mark behind all work issued so far on the current lane."""
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
-        """The numbers in each of ``values`` (1-D), written on the lane that is current.
+        """Return the numbers in each of ``values`` (1-D), which the current lane has written.
 
-        The host waits for them, once.
+        The host blocks once, until all numbers are available.
         """
 
     def waited_s(self) -> float:
-        """Seconds that COMPUTE has waited for communication; a stream counts from the first call.
+        """Return the seconds that COMPUTE has waited for communication.
 
-        Of a stream, the waits that are over by now; the host waits for none.
+        Streams measure from the first call and count completed waits only; the call never blocks.
         """
 
 
 class _Past:
-    """A point that has been passed."""
-
     def synchronize(self) -> None:
         """Return at once."""
 
 
 class CpuLanes:
-    """A CPU does one thing after the other: nothing to switch, nothing to wait for."""
+    """The lanes of a CPU: work runs in order, so there are no streams to switch or wait for."""
 
     def __init__(self) -> None:
         self._here: AbstractContextManager[None] = nullcontext()
         self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Stay here."""
+        """Return a context that changes nothing."""
         return self._here
 
     def see(self) -> None:
-        """There is only one."""
+        """Do nothing, since there are no streams."""
 
     def rest(self) -> None:
-        """There is only one."""
+        """Do nothing, since there are no streams."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
-        """Everything issued before is done already."""
+        """Do nothing, since all work issued so far is done."""
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """As it is."""
+        """Return ``comm`` as it is."""
         return comm
 
     def wait(self, pending: Pending) -> None:
-        """Block."""
+        """Block until the collective is complete."""
         start = time.perf_counter()
         pending.wait()
         self._waited_s += time.perf_counter() - start
 
     def aside(self, stream: Any) -> AbstractContextManager[Any]:
-        """Stay here."""
+        """Return a context that changes nothing."""
         return self._here
 
     def wait_event(self, lane: Lane, event: Any) -> None:
-        """It is over."""
+        """Do nothing, since all work issued so far is done."""
 
     def mark(self) -> Mark:
-        """Everything issued before is done already."""
+        """Return a mark that has already been reached."""
         return _Past()
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
-        """They are there."""
+        """Return the numbers, which are on the host already."""
         return [one.tolist() for one in values]
 
     def waited_s(self) -> float:
-        """Seconds in ``wait``."""
+        """Return the seconds spent in ``wait``."""
         return self._waited_s
 
 
 class StreamLanes:
-    """Streams of an accelerator, through its ``torch.<device>`` module."""
+    """The lanes of an accelerator: streams, made through its ``torch.<device>`` module."""
 
     def __init__(self, accelerator: ModuleType, device: torch.device) -> None:
         self._accelerator = accelerator
         self._device = device
         self._streams = {lane: self._new_stream() for lane in (Lane.GATHER, Lane.REDUCE)}
-        self._computing: dict[Any, None] = {}  # the streams of COMPUTE, as they were seen
+        self._computing: dict[Any, None] = {}  # the streams of COMPUTE, in the order first seen
         self._wires: WeakKeyDictionary[Any, dict[Lane, Any]] = WeakKeyDictionary()  # by group
-        self._waits: deque[tuple[Any, Any]] | None = None  # events around each, once asked for
+        self._waits: deque[tuple[Any, Any]] | None = None  # events around waits; None: not asked
         self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
@@ -170,18 +169,18 @@ class StreamLanes:
         return stream
 
     def see(self) -> None:
-        """Remember the current stream, unless it is one of ours."""
+        """Remember the current stream unless it belongs to another lane."""
         stream = self._current()
         if stream not in self._streams.values():
             self._computing[stream] = None
 
     def rest(self) -> None:
-        """Forget all but the current stream."""
+        """Forget all streams of COMPUTE except the current stream."""
         self._computing.clear()
         self.see()
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
-        """Record an event on each stream of ``awaited``, let each of ``waiter`` wait for it."""
+        """Make every stream of ``waiter`` wait for a new event on each stream of ``awaited``."""
         waiting, behind = self._streams_of(waiter), self._streams_of(awaited)
         if waiting == behind and len(behind) == 1:
             return
@@ -207,7 +206,7 @@ class StreamLanes:
         self._add_up()
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """On a stream for the group and the lane; of a group of one, as it is."""
+        """Return ``comm`` on a stream for its group and ``lane``; without a group, as it is."""
         if comm.group is None:
             return comm
         streams = self._wires.setdefault(comm.group, {})
@@ -216,12 +215,12 @@ class StreamLanes:
         return Beside(comm, self._accelerator, self._device, streams[lane])
 
     def wait(self, pending: Pending) -> None:
-        """Let the current stream wait; the host goes on."""
+        """Make the current stream wait, without blocking the host."""
         pending.wait()
 
     @contextmanager
     def aside(self, stream: Any) -> Iterator[None]:
-        """Wait for each other before and after."""
+        """Make the two streams wait for each other before and after the block."""
         if stream is None:
             yield
             return
@@ -232,38 +231,38 @@ class StreamLanes:
         here.wait_stream(stream)
 
     def wait_event(self, lane: Lane, event: Any) -> None:
-        """Let the lane's stream wait."""
+        """Make every stream of ``lane`` wait for ``event``."""
         for stream in self._streams_of(lane):
             stream.wait_event(event)
 
     def mark(self) -> Mark:
-        """An event."""
+        """Return an event recorded on the current stream."""
         event: Mark = self._accelerator.Event()
         event.record(self._current())  # type: ignore[attr-defined]
         return event
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
-        """Bring what is on the device to the host in one copy, which is waited for."""
+        """Copy all values that are on the device to the host in one blocking copy."""
         there = [one.float() for one in values if one.device.type != "cpu"]
         read = iter(torch.cat(there).cpu().split([len(one) for one in there]) if there else ())
         return [(one if one.device.type == "cpu" else next(read)).tolist() for one in values]
 
     def waited_s(self) -> float:
-        """Between the events around each ``join`` of COMPUTE."""
+        """Return the seconds between the events around each wait of COMPUTE for another lane."""
         if self._waits is None:
             self._waits = deque()
         self._add_up()
         return self._waited_s
 
     def _add_up(self) -> None:
-        """Count what is over, and keep no more events than the device is behind the host."""
+        """Add the waits that are over, and keep only events that the device has not reached."""
         waits = self._waits
         while waits and waits[0][1].query():
             before, after = waits.popleft()
             self._waited_s += before.elapsed_time(after) / 1e3
 
     def _new_stream(self) -> Any:
-        """High priority: communication that waits behind compute kernels overlaps with nothing."""
+        """Make a high-priority stream: communication queued behind compute overlaps nothing."""
         return self._accelerator.Stream(device=self._device, priority=-1)
 
     def _current(self) -> Any:
@@ -276,14 +275,14 @@ class StreamLanes:
         return list(dict.fromkeys([*self._computing, self._current()]))
 
     def _stream(self, lane: Lane) -> Any:
-        """That of a lane of ours, made when it is used first."""
+        """Return the stream of a lane other than COMPUTE; the first use makes the stream."""
         if lane not in self._streams:
             self._streams[lane] = self._new_stream()
         return self._streams[lane]
 
 
 def make_lanes(device: torch.device) -> Lanes:
-    """The lanes of ``device``."""
+    """Return the lanes of ``device``."""
     if device.type in ("cpu", "meta"):
         return CpuLanes()
     return StreamLanes(torch.get_device_module(device), device)

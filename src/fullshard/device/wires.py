@@ -1,4 +1,4 @@
-"""Collectives on streams of their own."""
+"""Collectives on dedicated streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fullshard.comm import Around, Pending
 
 @dataclass(frozen=True)
 class Beside(Around):
-    """``inner`` on ``stream``, beside the stream that is current when something is started.
+    """The collectives of ``inner`` on ``stream``, beside the stream current at each start.
 
-    What is started comes after all that was issued on the current stream. Who waits, waits for an
-    event of that collective alone: neither for the next one on the stream, nor does the next one
-    wait for what follows this one. All use of one stream must come from one lane, so that memory
-    which ``inner`` allocates and frees there is not used again while that lane still reads it.
+    A collective starts after all work issued so far on the current stream. ``wait`` waits for the
+    event of that collective alone: not for the next collective on ``stream``, which in turn does
+    not wait for work that follows this one. A stream must be used from one lane only, so that
+    memory that ``inner`` allocates and frees there is not reused while the lane still reads it.
     """
 
     accelerator: ModuleType
@@ -63,6 +63,6 @@ class _Issued:
     wire: Beside
 
     def wait(self) -> None:
-        """Let the current stream wait for what was issued, and for what ``inner`` left to be."""
+        """Make the current stream wait for the collective, then let ``inner`` finish its part."""
         self.wire.accelerator.current_stream(self.wire.device).wait_event(self.done)
         self.pending.wait()

@@ -1,19 +1,19 @@
-"""WHERE: which element of which parameter lies at which place. Integers only, no torch.
+"""Layouts: the place of each parameter element on each rank. Integers only, no torch.
 
 A `Layout` is a frozen value, equal on all ranks. Everything that must hold across ranks, such as
-"each element has exactly one owner", is arithmetic on that value and is checked when it is built,
-with no process group. All offsets, lengths and strides count elements, never bytes.
+"each element has exactly one owner", is arithmetic on that value. It is checked when the layout is
+built, without a process group. All offsets, lengths and strides count elements, never bytes.
 
                       PerParameter().build(params, world, align)
     ParamSpec, ... ->                                            -> Layout
                       Ragged().build(params, world, align)
 
-    Layout.segments_of(rank)       what a rank's shard holds of each parameter
-    Layout.local_shape(rank, i)    the shape of that rank's local tensor
-    Layout.unsharded_offsets       where each parameter starts in the unsharded buffer
+    Layout.segments_of(rank)       the segments of all parameters in a rank's shard
+    Layout.local_shape(rank, i)    the shape of a rank's local tensor
+    Layout.unsharded_offsets       the offset of each parameter in the unsharded buffer
     Layout.copies(row)             the strided copies between parameters and gathered shards
-    Layout.describe()              padding, and what is cut where; also ``print(layout)``
-    subset(layout, params)         the same for some of the parameters, without room for the others
+    Layout.describe()              the padding and the cuts as text; also ``print(layout)``
+    subset(layout, params)         the layout of some of the parameters, without room for the rest
     remap(source, target)          the moves from one layout's shards to another's
 
 The same two parameters, w of shape (5, 2) and b of shape (5,), on 2 ranks with align=2 (a dot is
@@ -24,9 +24,9 @@ an element of padding):
     Ragged         rank 0  w0 w1 w2 w3 w4 w5 w6 w7              end to end, cut anywhere
                    rank 1  w8 w9 | b0 b1 b2 b3 b4 .
 
-`Ragged` may also keep rows, blocks or whole parameters together. Where they then lie is planned, in
-four steps: `packing` states the problem, `bound` proves how short shards can be, `orders` packs
-shards of a given length, `planner` finds the length.
+`Ragged` may also keep rows, blocks or whole parameters together. It then plans their places in four
+modules: `packing` states the problem, `bound` proves a lower bound on the length of shards,
+`orders` packs shards of a given length, and `planner` finds the length.
 """
 
 from fullshard.layout.fused import Slot, even_from, in_rows, plan_slots

@@ -1,4 +1,4 @@
-"""How short a shard can be: three reasons that hold for every order and every placement."""
+"""Lower bounds on the length of a shard, valid for every order and every placement."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from itertools import accumulate
 from fullshard.layout.packing import Problem, common_multiple
 from fullshard.layout.spec import round_up
 
-MOST_CROWDS = 64  # beyond that many blocks in one shard, what crowding adds is next to nothing
+MOST_CROWDS = 64  # with more blocks than that in one shard, crowding adds next to nothing
 
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """The lengths of shard that may work: `bound`, and what `at_least` gives from there on.
+    """The shard lengths that may work: `bound`, and the longer ones that `at_least` returns.
 
     1. *Volume.* The shards hold all items: ``world * shard >= total``.
-    2. *Crowding.* A block lies in one shard. Of the ``k * world + 1`` largest blocks, k + 1 share
-       a shard, so it is no shorter than the k + 1 smallest of those together. With k = 0: no
-       shorter than the largest block.
-    3. *Divisibility.* Let h be the largest multiple of an item's block that is at most `shard`.
-       With one cut in it an item has at most h units before and `shard` after the cut. A longer
-       one has two neighbouring cuts in it. Both are multiples of its block from its start, and
+    2. *Crowding.* A block is in one shard. Of the ``k * world + 1`` largest blocks, some k + 1
+       share a shard, so a shard is at least as long as the k + 1 smallest of these blocks
+       together. With k = 0, a shard is at least as long as the largest block.
+    3. *Divisibility.* If h is the largest multiple of an item's block that is at most `shard`, an
+       item with one cut has at most h units before the cut and `shard` units after. A longer item
+       has two neighboring cuts. Both are a multiple of the block away from the item's start, and
        they are `shard` apart, so the block divides `shard`:
 
            |  ...  0 0 0 | 0 0 0 0 0 0 0 0 | 0 0 ...  |       size > h + shard
@@ -34,9 +34,10 @@ class ShardSizes:
 
     Attributes:
         least: the shortest shard that volume and crowding allow.
-        limits: ascending; an item is too long for shards shorter than its limit.
-        strides: ``strides[j]`` is the lcm of the blocks of items with ``limits[j]`` or more, or
-            more than all units if the lcm is; one entry more than `limits`, the last is 1.
+        limits: shard lengths, ascending; in shards shorter than its limit, an item is too long.
+        strides: ``strides[j]`` is the lcm of the blocks of items with a limit of ``limits[j]`` or
+            more; an lcm above the total units is replaced by the total plus 1. There is one entry
+            more than in `limits`; the last entry is 1.
     """
 
     least: int
@@ -45,7 +46,7 @@ class ShardSizes:
 
     @classmethod
     def of(cls, problem: Problem) -> ShardSizes:
-        """The lengths that may work for `problem`, which has at least one item."""
+        """Return the lengths that may work for `problem`, which has at least one item."""
         blocks_of: dict[int, set[int]] = {}
         for size, block in set(zip(problem.sizes, problem.blocks, strict=True)):
             blocks_of.setdefault(_limit(size, block), set()).add(block)
@@ -59,11 +60,11 @@ class ShardSizes:
 
     @property
     def bound(self) -> int:
-        """No shard can be shorter than this."""
+        """The lower bound on the length of a shard."""
         return self.at_least(self.least)
 
     def at_least(self, shard: int) -> int:
-        """The smallest length, `shard` or more, that divisibility allows."""
+        """Return the smallest length, `shard` or more, that divisibility allows."""
         while True:
             index = bisect_right(self.limits, shard)
             length = round_up(shard, self.strides[index])
@@ -73,17 +74,17 @@ class ShardSizes:
 
 
 def _limit(size: int, block: int) -> int:
-    """The least `shard` such that ``size <= h + shard``, h as in `ShardSizes`.
+    """Return the least `shard` such that ``size <= h + shard``, with h as in `ShardSizes`.
 
     With ``size = 2 * a * block + rest`` and a shard of ``a * block + more`` units, more < block,
-    the right side is ``2 * a * block + more``: more must be rest, or else one block more.
+    the right side is ``2 * a * block + more``. So ``more = rest``, or a is larger by 1 and more 0.
     """
     pairs, rest = divmod(size, 2 * block)
     return pairs * block + min(rest, block)
 
 
 def _crowd(problem: Problem) -> int:
-    """The shortest shard that crowding allows."""
+    """Return the shortest shard that crowding allows."""
     num_blocks: Counter[int] = Counter()
     for (size, block), count in Counter(zip(problem.sizes, problem.blocks, strict=True)).items():
         full, rest = divmod(size, block)
@@ -100,9 +101,9 @@ def _crowd(problem: Problem) -> int:
 class _Largest:
     """Sums of the largest of many numbers, most of which are equal."""
 
-    values: tuple[int, ...]  # descending, each once
-    ends: tuple[int, ...]  # how many numbers are this value or larger
-    sums: tuple[int, ...]  # their sum
+    values: tuple[int, ...]  # the distinct numbers, descending
+    ends: tuple[int, ...]  # per value, the count of numbers that are equal or larger
+    sums: tuple[int, ...]  # per value, the sum of these numbers
 
     @classmethod
     def of(cls, counts: Mapping[int, int]) -> _Largest:
@@ -116,6 +117,6 @@ class _Largest:
         return self.ends[-1]
 
     def sum(self, num: int) -> int:
-        """The sum of the `num` largest."""
+        """Return the sum of the `num` largest numbers."""
         index = bisect_left(self.ends, num)
         return self.sums[index] - (self.ends[index] - num) * self.values[index]

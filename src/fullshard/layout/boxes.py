@@ -1,4 +1,4 @@
-"""An interval of a flattened parameter as boxes: how checkpoints name parts of a tensor."""
+"""Boxes that make up an interval of a flattened parameter, for checkpoints, which store boxes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor whose elements are neighbours in row-major order."""
+    """A rectangular part of a tensor that is contiguous in row-major order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -20,10 +20,10 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], start: int, length: int) -> tuple[Box, ...]:
-    """The elements ``start`` to ``start + length`` of a tensor, in row-major order, as boxes.
+    """Return the elements ``start`` to ``start + length``, in row-major order, as boxes.
 
-    They follow each other as the elements do, and are as few as possible: at most ``2 n - 1`` for
-    n dims, none for no elements.
+    The boxes are in the order of their elements and as few as possible: at most ``2 n - 1`` for n
+    dims, none for no elements.
 
     >>> [box.sizes for box in boxes((4, 5), 3, 14)]
     [(1, 2), (2, 5), (1, 2)]

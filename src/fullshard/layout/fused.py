@@ -1,4 +1,4 @@
-"""What of a layout a device copies in one kernel: slots of equal chunks, and boxes row by row."""
+"""The parts of a layout that a device copies in one kernel: slots of equal chunks, and rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from math import gcd
 from fullshard.layout.layout import Layout
 from fullshard.layout.segment import StridedCopy
 
-MOST_PADDING = 16  # elements before or behind a parameter, in the mean
+MOST_PADDING = 16  # elements of padding per parameter, on average
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter whose chunks, one a rank, lie at the same offset in all shards.
+    """The place of a parameter whose chunks, one per rank, are at the same offset in all shards.
 
-    As rows of ``unit`` elements it is cut as ``torch.chunk`` does with ``chunk / unit`` rows in
-    each; the last chunk may be shorter, and ranks after it keep nothing.
+    The parameter, seen as rows of ``unit`` elements, is cut as by ``torch.chunk`` into chunks of
+    ``chunk / unit`` rows; the last chunk may be shorter, and later ranks keep nothing.
 
     Attributes:
         param: index in `Layout.params`.
-        offset: first element, in each shard.
-        chunk: elements of a whole chunk.
-        unit: elements of a row.
+        offset: offset in each shard.
+        chunk: number of elements of a full chunk.
+        unit: number of elements of a row.
     """
 
     param: int
@@ -33,10 +33,10 @@ class Slot:
 
 
 def plan_slots(layout: Layout) -> tuple[Slot, ...] | None:
-    """The slots of all parameters with elements, in the order of the shards.
+    """Return the slots of all non-empty parameters, in the order of the shards.
 
-    None if some parameter is cut in another way, or there is more between them than alignment
-    makes: whoever fills slots in one go fills that as well.
+    Return None if a parameter is cut in another way, or if there is more padding than alignment
+    causes: filling all slots in one kernel fills the padding as well.
     """
     slots = []
     for param, (spec, bands) in enumerate(zip(layout.params, layout.bands, strict=True)):
@@ -45,7 +45,7 @@ def plan_slots(layout: Layout) -> tuple[Slot, ...] | None:
         kept = [band for band in bands if band.numel]
         first = kept[0].segment
         unit = gcd(spec.numel, first.length)
-        # Rows of ``torch.chunk``: as many as an equal share has, rounded up.
+        # Rows per chunk as in ``torch.chunk``: an equal share, rounded up.
         rows = -(-spec.numel // (unit * layout.world))
         are_alike = all(
             band.segment.count == 1 and band.segment.shard_offset == first.shard_offset
@@ -61,10 +61,10 @@ def plan_slots(layout: Layout) -> tuple[Slot, ...] | None:
 
 
 def even_from(layout: Layout, stop: int) -> int:
-    """Where parameters begin, in each shard, that all ranks keep equal, undivided pieces of.
+    """Return the offset in each shard from which, up to `stop`, pieces are even and undivided.
 
-    They go on to `stop`, which is the answer where there are none. `PerParameter` lays out the
-    others first.
+    These are parameters of which all ranks keep equal pieces of one run each. `PerParameter` lays
+    out all other parameters first. Return `stop` if there are no such parameters.
     """
     kept = [bands for bands in layout.bands if any(band.numel for band in bands)]
     uneven = [
@@ -79,9 +79,9 @@ def even_from(layout: Layout, stop: int) -> int:
 
 
 def in_rows(copies: Sequence[StridedCopy], *, most: int) -> list[StridedCopy]:
-    """The same copies, with boxes of few rows as one copy a row, dense on both sides.
+    """Return the same copies, with boxes of few rows split into one copy per row.
 
-    There are at most ``most`` dense ones then, if there were before.
+    These are dense on both sides. At most ``most`` copies are dense, unless more were before.
     """
     left = most - sum(len(copy.sizes) == 1 for copy in copies)
     cut = set()

@@ -1,4 +1,4 @@
-"""How shards become whole parameters: what an all-gather can write in place, and what it cannot."""
+"""Gather plans: the parts of shards that an all-gather writes in place, and the parts it cannot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Direct:
     """A part of the shards that, gathered in rank order, is a part of the unsharded buffer.
 
     Attributes:
-        shard_offset: its first element in each shard.
-        numel: its elements in each shard.
-        unsharded_offset: its first element in the unsharded buffer.
+        shard_offset: offset of the part in each shard.
+        numel: number of elements of the part in each shard.
+        unsharded_offset: offset of the part in the unsharded buffer.
     """
 
     shard_offset: int
@@ -25,18 +25,18 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """The all-gathers of a bucket, which travel together.
+    """The all-gathers of a bucket, which run coalesced.
 
-        w of shape (4, 2) and b of shape (3,), 2 ranks, align=4, where w is large enough
+        w of shape (4, 2) and b of shape (3,), 2 ranks, align=4, if w is large enough
 
         shard of rank 0   b0 b1 .  .  | w0 w1 w2 w3        b is gathered to a staging buffer and
-        shard of rank 1   b2 .  .  .  | w4 w5 w6 w7        copied, w to where it belongs
+        shard of rank 1   b2 .  .  .  | w4 w5 w6 w7        copied; w is gathered in place
 
     Attributes:
-        staged_numel: leading elements of each shard that are gathered to a staging buffer, one
-            rank after the other; 0 if there are none.
-        copies: from there to the unsharded buffer.
-        direct: the rest, gathered in place.
+        staged_numel: number of leading elements of each shard that are gathered to a staging
+            buffer, one rank after the other; 0 if there are none.
+        copies: the copies from the staging buffer to the unsharded buffer.
+        direct: the other parts of the shards, which are gathered in place.
     """
 
     staged_numel: int
@@ -45,9 +45,9 @@ class GatherPlan:
 
 
 def plan_gather(layout: Layout, *, min_numel: int) -> GatherPlan:
-    """Gather in place what can be, if a rank's piece of it has at least ``min_numel`` elements.
+    """Plan to gather in place wherever possible, for pieces of at least ``min_numel`` elements.
 
-    Each part that travels by itself costs time on all ranks, so small ones are better copied.
+    Each part that is gathered separately costs time on all ranks, so small ones are better copied.
     """
     if layout.zero_copy:
         return GatherPlan(0, (), (Direct(0, layout.shard_numel, 0),))
@@ -66,13 +66,13 @@ def plan_gather(layout: Layout, *, min_numel: int) -> GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParamGather:
-    """How one parameter is gathered without the others: by slices that lie alike in all shards.
+    """The gather of a single parameter, by slices at the same offset in all shards.
 
     Attributes:
-        shard_offset: where the slice begins in each shard.
-        numel: its elements; ranks that keep less send what comes next.
-        copies: from the slices, one rank after the other, to the parameter; none where the slices
-            begin with the parameter.
+        shard_offset: offset of the slice in each shard.
+        numel: number of elements of the slice; a rank that keeps fewer also sends what comes next.
+        copies: the copies from the slices, one rank after the other, to the parameter; empty if
+            the slices begin with the parameter.
     """
 
     shard_offset: int
@@ -81,10 +81,10 @@ class ParamGather:
 
 
 def plan_param_gather(layout: Layout, param: int) -> ParamGather | None:
-    """None if the ranks keep intervals that each should send by itself, at other places or uneven.
+    """Return the gather of ``param``, or None if each rank should send its interval separately.
 
-    Slices are of one size, so that up to twice the parameter is gathered, more where it is cut on
-    another dim than the first.
+    That is so for intervals at different offsets or of too uneven sizes. Slices have one size, so
+    up to twice the parameter is gathered, or more if the cut is on a dim other than the first.
     """
     bands = layout.bands[param]
     kept = [band for band in bands if band.numel]
@@ -104,12 +104,12 @@ def plan_param_gather(layout: Layout, param: int) -> ParamGather | None:
 
 
 def _follows(band: Band, row: int) -> bool:
-    """Whether elements have the same neighbours in slices of ``row`` as in the parameter."""
+    """Return whether elements have the same neighbors in slices of ``row`` as in the parameter."""
     part = band.segment
     is_run = part.count == 1 and part.start == band.first_rank * row
     return is_run and (band.num_ranks == 1 or part.length == row)
 
 
 def _kept(layout: Layout) -> list[int]:
-    """Parameters that are not empty."""
+    """Return the indices of the non-empty parameters."""
     return [param for param, spec in enumerate(layout.params) if spec.numel]

@@ -1,7 +1,7 @@
-"""What must hold of every layout, proved in time that does not grow with the number of ranks.
+"""Invariants of every layout, proved in time that does not grow with the number of ranks.
 
-Together the three checks say that each element of each parameter lies in exactly one place of the
-shards and one place of the unsharded buffer. They cost O(n log n) for n bands, so they run on
+Together the three checks prove that each element of each parameter has exactly one place in the
+shards and one place in the unsharded buffer. They cost O(n log n) for n bands, so they run on
 every layout that is built.
 """
 
@@ -18,10 +18,10 @@ from fullshard.layout.spec import ParamSpec
 
 
 def check_param(index: int, spec: ParamSpec, bands: Sequence[Band], *, world: int) -> None:
-    """Each rank is in one band, and each element of the parameter in one segment.
+    """Check that each rank is in one band and each element of the parameter in one segment.
 
     All segments of a parameter repeat with the same `step`, `count` times. So it is enough that
-    the first runs of the ranks, in the order of ranks, tile ``[0, step)``:
+    the first runs of all ranks, in rank order, tile ``[0, step)``:
 
         rank 0   rank 1   rank 2 | rank 0   rank 1   rank 2 |
         |---------- step --------|---------- step --------|      count * step == numel
@@ -53,16 +53,16 @@ def check_param(index: int, spec: ParamSpec, bands: Sequence[Band], *, world: in
 def check_shards(
     params: Sequence[ParamSpec], bands: Iterable[Sequence[Band]], shard_numel: int
 ) -> None:
-    """No segment leaves the shard, and no two on the same rank overlap.
+    """Check that no segment exceeds the shard and that no two on the same rank overlap.
 
-    A band is a rectangle of ranks times shard elements. The sweep goes over the ranks where a
-    rectangle begins or ends and keeps the intervals that are open, sorted; a new one need be
-    compared with its two neighbours only.
+    A band is a rectangle of ranks times shard elements. The sweep visits the ranks where a
+    rectangle begins or ends and keeps the open intervals sorted; a new interval is compared only
+    with its two neighbors.
 
     Raises:
-        LayoutError: naming a parameter that leaves the shard, or two that overlap.
+        LayoutError: if a parameter exceeds the shard or two overlap; the message names them.
     """
-    begins, ends = 1, 0  # at the same rank, what ends makes room first
+    begins, ends = 1, 0  # at the same rank, ends sort first and make room
     events = []
     for band in (band for of_param in bands for band in of_param if band.numel):
         part = band.segment
@@ -88,10 +88,10 @@ def check_shards(
 def check_unsharded(
     params: Sequence[ParamSpec], offsets: Sequence[int], unsharded_numel: int
 ) -> None:
-    """No parameter leaves the unsharded buffer, and no two overlap.
+    """Check that no parameter exceeds the unsharded buffer and that no two overlap.
 
     Raises:
-        LayoutError: naming a parameter that leaves the buffer, or two that overlap.
+        LayoutError: if a parameter exceeds the buffer or two overlap; the message names them.
     """
     regions = sorted(
         (offset, offset + spec.numel, index)

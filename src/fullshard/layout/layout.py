@@ -1,4 +1,4 @@
-"""The `Layout` value: every element's place, on every rank."""
+"""The `Layout` value: the place of every element on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fullshard.layout.spec import ParamSpec
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each element of some parameters lies: in the ranks' shards and in the unsharded buffer.
+    """The place of each element of some parameters, in the shards and in the unsharded buffer.
 
     >>> print(PerParameter().build([ParamSpec("w", (5, 2)), ParamSpec("b", (5,))], 2, align=4))
     Layout: 2 ranks, 12 elements per shard, 20 unsharded, 9 padding (37.50 %)
@@ -27,21 +27,21 @@ class Layout:
         shard of rank 1   w6 w7 w8 w9 .  .  .  .  b3 b4 .  .
         unsharded         w0 w1 w2 w3 w4 w5 w6 w7 w8 w9 .  . b0 b1 b2 b3 b4 .  .  .
 
-    It is frozen, equal on all ranks, and proved when it is made: each element of each parameter
-    has exactly one owner, and nothing overlaps or leaves its buffer. Its size and the proof depend
-    on the number of parameters only, not on the number of ranks.
+    A layout is frozen, equal on all ranks, and proved when it is built: each element of each
+    parameter has exactly one owner, and nothing overlaps or exceeds its buffer. The size of a
+    layout and the cost of its proof depend on the number of parameters, not on that of ranks.
 
     Attributes:
-        params: the parameters, in the order all indices refer to.
+        params: the parameters, in the order that all indices refer to.
         world: number of ranks.
         shard_numel: length of a rank's shard, equal on all ranks.
         unsharded_numel: length of the unsharded buffer.
-        unsharded_offsets: where parameter i starts in the unsharded buffer.
-        bands: per parameter, alike segments of neighbouring ranks; read them through
+        unsharded_offsets: the offset of each parameter in the unsharded buffer.
+        bands: for each parameter, bands of ranks with alike segments; read them through
             `segments_of` and `local_shape`.
 
     Raises:
-        LayoutError: on construction, if the numbers break one of the invariants.
+        LayoutError: on construction, if the numbers break an invariant.
     """
 
     params: tuple[ParamSpec, ...]
@@ -50,7 +50,7 @@ class Layout:
     unsharded_numel: int
     unsharded_offsets: tuple[int, ...]
     bands: tuple[tuple[Band, ...], ...]
-    # Filled by `segments_of`; derived from the fields above, so no part of the value.
+    # Filled by `segments_of`; derived from the fields above, so not part of the value.
     _segments: dict[int, tuple[Segment, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -72,7 +72,7 @@ class Layout:
         check_unsharded(self.params, self.unsharded_offsets, self.unsharded_numel)
 
     def segments_of(self, rank: int) -> tuple[Segment, ...]:
-        """What `rank` keeps: exactly one segment per parameter, with no elements if it keeps none.
+        """Return exactly one segment of `rank` per parameter, empty if `rank` keeps none of it.
 
         Raises:
             LayoutError: if there is no such rank.
@@ -86,10 +86,10 @@ class Layout:
         return segments
 
     def local_shape(self, rank: int, param: int) -> tuple[int, ...]:
-        """Shape of the local tensor that `rank` has for parameter `param`.
+        """Return the shape of the local tensor that `rank` has for parameter `param`.
 
-        `PerParameter` keeps all dims, such as ``(0, d)`` on a rank without rows; `Ragged` keeps
-        the elements of the segment in one dim.
+        `PerParameter` keeps all dims, such as ``(0, d)`` on a rank without rows; `Ragged` has the
+        elements of the segment in one dim.
 
         Raises:
             LayoutError: if there is no such rank.
@@ -97,26 +97,26 @@ class Layout:
         return self._band(rank, param).local_shape
 
     def runs(self, param: int) -> Iterator[Run]:
-        """The elements of parameter `param` in their order, as runs in the shards of the ranks."""
+        """Yield all runs of parameter `param` in the shards, in the order of its elements."""
         return runs(self.bands[param])
 
     def copies(
         self, row: int, *, below: int | None = None, above: int = 0
     ) -> tuple[StridedCopy, ...]:
-        """The strided copies between parameters and a rank-major staging buffer.
+        """Return the strided copies between parameters and a rank-major staging buffer.
 
-        Together the boxes hold each element exactly once. Their number depends on the parameters
-        only: at most two each for `PerParameter`, three for `Ragged`.
+        Together the boxes hold each element exactly once. Their number depends only on the
+        parameters: at most two for each with `PerParameter`, three with `Ragged`.
 
         Args:
-            row: elements from the slice of one rank to that of the next.
-            below: copy only what lies in the first `below` elements of the shards, where some
-                parameters must end; None for all of it.
-            above: nor what lies in the first `above` elements, where some must end as well; the
-                slices begin there.
+            row: elements from the start of one rank's slice to the start of the next.
+            below: copy only the first `below` elements of each shard, which must end where a
+                parameter ends; None copies the whole shard.
+            above: skip the first `above` elements of each shard, which must also end where a
+                parameter ends; the slices begin there.
 
         Raises:
-            LayoutError: if `row` is less than what is copied of a shard.
+            LayoutError: if `row` is less than the number of elements copied from a shard.
         """
         stop = self.shard_numel if below is None else below
         if row < stop - above:
@@ -134,10 +134,10 @@ class Layout:
 
     @cached_property
     def zero_copy(self) -> bool:
-        """Whether the shards, one rank after the other, are the unsharded buffer.
+        """True if the shards, one rank after the other, are the unsharded buffer.
 
-        If so, an all-gather can write the unsharded buffer and a reduce-scatter can read one with
-        nothing rearranged; if not, `copies` says how to rearrange.
+        Then an all-gather can write, and a reduce-scatter can read, an unsharded buffer without
+        rearranging anything; otherwise `copies` says how to rearrange.
         """
         return self.unsharded_numel == self.world * self.shard_numel and all(
             self._in_place(band, offset)
@@ -148,24 +148,24 @@ class Layout:
 
     @property
     def padding_numel(self) -> int:
-        """Elements of all shards together that belong to no parameter."""
+        """Number of elements in all shards together that belong to no parameter."""
         return self.world * self.shard_numel - sum(spec.numel for spec in self.params)
 
     @property
     def efficiency(self) -> float:
-        """The part of the shards that belongs to parameters, from 0 to 1; 1 if there is nothing."""
+        """Fraction of the shards that belongs to parameters, 0 to 1; 1 if shards are empty."""
         total = self.world * self.shard_numel
         return (total - self.padding_numel) / total if total else 1.0
 
     def describe(self, *, itemsize: int | None = None) -> str:
-        """What `str` gives: the padding, and which ranks keep how much of each parameter.
+        """Return the text that `str` gives: the padding, and the ranks that keep each parameter.
 
-        The parameters come in the order in which they lie in the unsharded buffer, each with the
-        ranks that keep some of it: ranks ``3-7`` with ``10, 16 x3, 6`` elements mean cuts after
-        10, 26, 42 and 58 of 64. Padding is a share of the shards.
+        Parameters are in the order of the unsharded buffer, each with the ranks that keep some of
+        it: ranks ``3-7`` with ``10, 16 x3, 6`` elements mean cuts after 10, 26, 42 and 58 of 64
+        elements. The padding is also given as a percentage of the shards.
 
         Args:
-            itemsize: bytes of an element, to say also how many bytes a shard has.
+            itemsize: bytes per element; if given, the text includes the bytes of a shard.
         """
         nbytes = "" if itemsize is None else f" ({itemsize * self.shard_numel:,} bytes)"
         summary = (
@@ -191,7 +191,7 @@ class Layout:
         return next(band for band in self.bands[param] if rank < band.end_rank)
 
     def _in_place(self, band: Band, unsharded_offset: int) -> bool:
-        """Whether the band's elements have the same neighbours gathered and unsharded."""
+        """Return whether the band is at the same place in gathered shards and unsharded buffer."""
         part = band.segment
         return (
             part.count == 1
@@ -202,15 +202,15 @@ class Layout:
 
 
 class LayoutStrategy(Protocol):
-    """A way to lay parameters out, such as `PerParameter` or `Ragged`: a frozen value."""
+    """A way to lay out parameters, such as `PerParameter` or `Ragged`; a frozen value."""
 
     def build(self, params: Sequence[ParamSpec], world: int, align: int) -> Layout:
-        """Lay `params` out over `world` ranks, parameters starting at multiples of `align`."""
+        """Lay out `params` over `world` ranks, each starting at a multiple of `align` elements."""
         ...
 
 
 def _kept(bands: Sequence[Band]) -> tuple[str, str]:
-    """``("1-5", "6 x3, 2, 4")``: ranks 1 to 3 keep 6 elements each, rank 4 2 and rank 5 4."""
+    """Return texts such as ``("1-5", "6 x3, 2, 4")``: ranks 1-3 keep 6 each, rank 4 2, rank 5 4."""
     kept = [band for band in bands if band.numel]
     if not kept:
         return "none", ""
@@ -222,7 +222,7 @@ def _kept(bands: Sequence[Band]) -> tuple[str, str]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """The rows as lines of a table, its third column, of numbers, to the right."""
+    """Yield the rows as lines of a table; the third column has numbers and is right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         name, shape, offset, ranks, numels = map(str.ljust, row, widths)

@@ -1,7 +1,7 @@
 """Orders in which the items fit into shards of a given length.
 
-For a given order there is nothing to decide: each item lies as early as it can (`in_order`). So all
-that is left is to find the order, by `any_order`, which is exact and for few kinds of items, or by
+For a given order nothing is left to decide: each item is placed as early as possible (`in_order`).
+So only the order must be found, by `any_order`, which is exact and for few kinds of items, or by
 `coarse_first`, which is greedy.
 """
 
@@ -15,34 +15,33 @@ from dataclasses import dataclass, field, replace
 
 from fullshard.layout.packing import Problem, earliest
 
-Kind = tuple[int, int]  # size and block; items of a kind are placed in the order of their indices
+Kind = tuple[int, int]  # size and block; items of a kind are placed in index order
 
-MOST_ITEMS = 64  # for `any_order`, which is a recursion
-MOST_REMAINDERS = 4096  # the same, and ways to have placed some items of each kind
-MOST_GROUPS = 64  # different blocks, for `coarse_first`
+MOST_ITEMS = 64  # limit of `any_order`, which is recursive
+MOST_REMAINDERS = 4096  # limit of `any_order` on the combinations of items left of each kind
+MOST_GROUPS = 64  # limit of `coarse_first` on the number of groups
 
 
 @dataclass(slots=True)
 class Budget:
-    """How many more items may be tried; counted and not timed, so that all ranks agree."""
+    """The number of items that may still be tried; counted, not timed, so that all ranks agree."""
 
     left: int
 
 
 def has_few_orders(problem: Problem) -> bool:
-    """Whether `any_order` can see them all: always for 12 items, for more if they are alike."""
+    """Return whether `any_order` can try all orders: always for 12 items, more if many match."""
     if len(problem.sizes) > MOST_ITEMS:
         return False
     return math.prod(len(items) + 1 for items in _by_kind(problem).values()) <= MOST_REMAINDERS
 
 
 def any_order(problem: Problem, shard: int, budget: Budget) -> tuple[int, ...] | None:
-    """The items' offsets in the first order that fits; None if there is none.
+    """Return the items' offsets in the first order that fits, or None if none is found.
 
-    First as in a dictionary, so that the items are in the order of their indices for as long as
-    the rest still fits. It goes through the orders in depth and remembers, for what remained to
-    be placed, the least offset from which that did not fit. When nothing is left of `budget` it
-    gives up.
+    Orders are tried lexicographically, so items stay in index order as long as the rest still
+    fits. The search is depth-first. For each combination of items left to place, it remembers the
+    least offset from which these items did not fit. It gives up when `budget` is used up.
     """
     search = _AnyOrder(
         shard=shard,
@@ -59,13 +58,13 @@ def any_order(problem: Problem, shard: int, budget: Budget) -> tuple[int, ...] |
 class _AnyOrder:
     shard: int
     end: int
-    items: dict[Kind, list[int]]  # not placed yet, the next one last
+    items: dict[Kind, list[int]]  # not placed yet; the next item of each kind is last
     budget: Budget
     offsets: dict[int, int] = field(default_factory=dict)
     too_late: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def place(self, at: int, volume: int) -> bool:
-        """Place all remaining items, `volume` units, at `at` or later."""
+        """Place all remaining items, `volume` units, from `at` on; return whether they fit."""
         if not volume:
             return True
         for kind in sorted(
@@ -95,10 +94,10 @@ class Group:
 
     items: list[int]
     sizes: list[int]  # ascending
-    block: int  # not less than any size if they must not be cut
+    block: int  # at least the largest size if the items must not be cut
 
     def without_gap(self, room: int, shard: int) -> int | None:
-        """Which of them to start `room` units before a cut: one to be cut there, or a whole one."""
+        """Return the index of an item to start `room` units before a cut: cut there, or whole."""
         largest = self.sizes[-1]
         if room % self.block == 0 and (largest - room <= shard or shard % self.block == 0):
             return len(self.sizes) - 1
@@ -107,7 +106,7 @@ class Group:
 
 
 def grouped(problem: Problem) -> tuple[Group, ...]:
-    """The items, coarsest first: those that must not be cut, then by block."""
+    """Return the items in groups, coarsest first: items that must not be cut, then by block."""
     sizes, blocks = problem.sizes, problem.blocks
     members: dict[tuple[bool, int], list[int]] = defaultdict(list)
     for item in sorted(range(len(sizes) - 1, -1, -1), key=sizes.__getitem__):
@@ -120,24 +119,24 @@ def grouped(problem: Problem) -> tuple[Group, ...]:
 
 
 def coarse_first(problem: Problem, groups: Sequence[Group], shard: int) -> tuple[int, ...] | None:
-    """The items' offsets, coarsest first, and finer ones in the room that those leave.
+    """Return the items' offsets, placing coarse items first and finer items in the gaps.
 
         items 0 and 1 must not be cut, item 2 has blocks of 2, shard=10
 
         0 0 0 0 0 0 2 2 2 2 | 2 2 2 2 1 1 1 1 1 1
 
-    Each step takes one of the coarsest items that can start where the last one ended, or, if
-    none can, one that can start soonest. Where no item may be cut this is first-fit-decreasing,
-    the usual rule to fill bins.
+    Each step takes one of the coarsest items that can start where the previous item ended, or, if
+    there is none, an item that can start soonest. If no item may be cut, this is
+    first-fit-decreasing, the usual rule for bin packing.
 
     Args:
-        problem: what to pack.
-        groups: its items, as `grouped` gives them.
+        problem: the problem to solve.
+        groups: the items of `problem`, as returned by `grouped`.
         shard: the length of a shard.
 
     Returns:
-        None if the items do not fit like this, or if there are too many different blocks to look
-        for the coarsest at each step.
+        The offsets; None if the items do not fit this way, or if there are too many different
+        blocks to look for the coarsest item at each step.
     """
     if len(groups) > MOST_GROUPS:
         return None
@@ -158,7 +157,7 @@ def coarse_first(problem: Problem, groups: Sequence[Group], shard: int) -> tuple
 
 
 def _next(groups: Sequence[Group], at: int, shard: int) -> tuple[Group, int]:
-    """The group, and the index in it, of the item to place at `at`, or soonest after it."""
+    """Return the item to place at `at` or soonest after, as a group and an index in that group."""
     room = shard - at % shard
     for group in groups:
         index = group.without_gap(room, shard)
@@ -169,7 +168,7 @@ def _next(groups: Sequence[Group], at: int, shard: int) -> tuple[Group, int]:
 
 
 def _by_kind(problem: Problem) -> dict[Kind, list[int]]:
-    """The items of each kind, in the order of their indices."""
+    """Return the items of each kind, in index order."""
     kinds: dict[Kind, list[int]] = defaultdict(list)
     for item, kind in enumerate(zip(problem.sizes, problem.blocks, strict=True)):
         kinds[kind].append(item)

@@ -1,9 +1,9 @@
-"""The problem that `Ragged` solves: parameters in a row of equal shards, no block of one cut.
+"""The packing problem of `Ragged`: parameters in a row of equal shards, with no block cut.
 
-In this module, `bound`, `orders` and `planner` all lengths count units of `align` elements. So
-whatever starts at a unit is aligned, and alignment needs no further thought: a parameter of n
-elements occupies the units that it begins, and it may be cut where a whole number of its blocks
-ends together with a unit.
+In this module and in `bound`, `orders` and `planner`, all lengths count units of `align` elements.
+So everything that starts at a unit is aligned, and alignment needs no further care: the numel of a
+parameter is rounded up to units, and the parameter may be cut wherever a whole number of its
+blocks ends together with a unit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fullshard.layout.spec import round_up
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be packed; a parameter is an *item* here, and has at least one unit.
+    """A packing problem; its *items* are the parameters, each with at least one unit.
 
         sizes=(3, 6), blocks=(3, 2), world=2:   item 0 in one piece, item 1 cut between its pairs
 
@@ -26,9 +26,9 @@ class Problem:
         cuts inside            ^ 2 units from the start of item 1, a multiple of its block
 
     Attributes:
-        sizes: per item, its length.
-        blocks: per item, the distance from its start of which every cut in it must be a multiple;
-            equal to the size for an item that must not be cut.
+        sizes: the length of each item.
+        blocks: the block of each item: every cut in the item must be a multiple of the block away
+            from the item's start; equal to the size for an item that must not be cut.
         world: the number of shards.
     """
 
@@ -38,19 +38,19 @@ class Problem:
 
     @classmethod
     def of(cls, numels: Sequence[int], blocks: Sequence[int], *, world: int, align: int) -> Problem:
-        """From numbers of elements: of each parameter, none of them empty, and of its blocks."""
+        """Return the problem of non-empty parameters, given each one's numel and block numel."""
         sizes = tuple(round_up(numel, align) // align for numel in numels)
         steps = (math.lcm(block, align) // align for block in blocks)
         return cls(sizes, tuple(map(min, steps, sizes)), world)
 
     @cached_property
     def total(self) -> int:
-        """Units of all items together."""
+        """Number of units of all items together."""
         return sum(self.sizes)
 
 
 def common_multiple(numbers: Iterable[int], most: int) -> int:
-    """The least common multiple of `numbers` if it is at most `most`, else ``most + 1``."""
+    """Return the least common multiple of `numbers`, or ``most + 1`` if it is more than `most`."""
     multiple = 1
     for number in set(numbers):
         multiple = math.lcm(multiple, number)
@@ -60,15 +60,15 @@ def common_multiple(numbers: Iterable[int], most: int) -> int:
 
 
 def earliest(at: int, size: int, block: int, shard: int) -> int:
-    """The first offset, at `at` or later, where an item can lie in shards of length `shard`.
+    """Return the first offset, `at` or later, where an item fits in shards of length `shard`.
 
         block=3, size=7, shard=10, at=5
 
-        . . . . . ^ . 0 0 0 | 0 0 0 0 . . .          a block before the cut, and not five units
+        . . . . . ^ . 0 0 0 | 0 0 0 0 . . .          one block before the cut, not five units
 
-    `shard` is one of the lengths that `ShardSizes` gives, so that there is such an offset: an item
-    that reaches from one shard into a third has two cuts in it, `shard` apart, and a block that
-    divides `shard`.
+    `shard` must be a length that `ShardSizes` returns, so that such an offset exists: an item that
+    reaches from one shard into a third has two cuts, `shard` apart, and so a block that divides
+    `shard`.
     """
     room = shard - at % shard
     if size <= room:
@@ -83,10 +83,10 @@ def earliest(at: int, size: int, block: int, shard: int) -> int:
 
 
 def in_order(problem: Problem, order: Iterable[int], shard: int) -> tuple[int, ...] | None:
-    """Each item's offset if they lie in this order, each as early as it can; None if too long.
+    """Return the items' offsets in this order, each as early as possible; None if too long.
 
-    For a given order nothing is shorter: an item that starts later gives those after it no place
-    that they did not have.
+    For a given order nothing is shorter: starting an item later opens no new place for the items
+    after it.
     """
     sizes, blocks = problem.sizes, problem.blocks
     offsets = [0] * len(sizes)

@@ -1,4 +1,4 @@
-"""`PerParameter`: each parameter is cut on one of its dims, as DTensor's ``Shard(dim)`` does."""
+"""`PerParameter`: cuts each parameter on one of its dims, as DTensor's ``Shard(dim)`` does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fullshard.layout.spec import ParamSpec, check_build, pack, round_up
 
 @dataclass(frozen=True, slots=True)
 class PerParameter:
-    """Shard each parameter on its own, on one dim, with exactly the pieces of ``torch.chunk``.
+    """A strategy that cuts each parameter on one dim, into exactly the pieces of ``torch.chunk``.
 
     A dim of size d is cut into pieces of ``ceil(d / world)``; the last piece may be shorter, and
-    ranks after it keep nothing. Every parameter has a slot in the shard, at the same offset on
-    all ranks, as large as a full piece:
+    later ranks keep nothing. Every parameter has a slot in the shard, at the same offset on all
+    ranks, as large as a full piece:
 
         w of shape (5, 2) on dim 0, u of shape (2, 3) on dim 1, 4 ranks, align=2
 
@@ -29,24 +29,24 @@ class PerParameter:
 
         unsharded   w0 ... w9 | u0 ... u5
 
-    Since the shards of one parameter are not neighbours when gathered, the unsharded buffer is
-    filled by `Layout.copies` (not on 1 rank: there shard and unsharded buffer are alike). Where
-    all ranks keep equal, undivided pieces, that parameter can be gathered by itself, in place:
-    such ones have the last slots, larger ones later, so that `plan_gather` can take some.
+    Since the pieces of a parameter are not adjacent when gathered, `Layout.copies` fills the
+    unsharded buffer (except on 1 rank, where shard and unsharded buffer are alike). A parameter of
+    which all ranks keep equal, undivided pieces can be gathered separately, in place. Such
+    parameters have the last slots, larger ones later, so that `plan_gather` can take some of them.
     """
 
     def build(self, params: Sequence[ParamSpec], world: int, align: int) -> Layout:
-        """Lay `params` out over `world` ranks.
+        """Lay out `params` over `world` ranks.
 
         Args:
-            params: what to lay out; each is cut on its `shard_dim`.
+            params: the parameters; each is cut on its `shard_dim`.
             world: number of ranks, at least 1.
-            align: each parameter starts at a multiple of this many elements, in the shards as in
-                the unsharded buffer, and both have a multiple of it as their length.
+            align: each parameter starts at a multiple of this many elements, in the shards and in
+                the unsharded buffer; the lengths of both are multiples of `align` too.
 
         Raises:
-            LayoutError: if a parameter has no such `shard_dim`, or no dims where there is more
-                than one rank, or `world` or `align` is less than 1.
+            LayoutError: if a parameter has no dim `shard_dim`, or is 0-dim on more than one rank,
+                or if `world` or `align` is less than 1.
         """
         check_build(world=world, align=align)
         cuts = [_DimCut.of(spec, world) for spec in params]
@@ -66,7 +66,7 @@ class PerParameter:
 
 
 def _slots(cuts: Sequence[_DimCut], align: int) -> tuple[tuple[int, ...], int]:
-    """The parameters' offsets in the shards, and the end of the last slot."""
+    """Return the parameters' offsets in the shards, and the end of the last slot."""
     order = sorted(range(len(cuts)), key=lambda param: cuts[param].even_numel)
     offsets, end = pack([cuts[param].slot_numel for param in order], align)
     return tuple(offset for _, offset in sorted(zip(order, offsets, strict=True))), end
@@ -76,10 +76,10 @@ def _slots(cuts: Sequence[_DimCut], align: int) -> tuple[tuple[int, ...], int]:
 class _DimCut:
     """A parameter seen as (outer, size, inner), cut on the middle dim into pieces of `piece`."""
 
-    outer: int  # product of the dims before the cut one
+    outer: int  # product of the sizes of the dims before the cut dim
     size: int
-    inner: int  # product of the dims after it
-    piece: int  # how many of `size` a full piece has
+    inner: int  # product of the sizes of the dims after the cut dim
+    piece: int  # size of a full piece in the cut dim
     world: int
 
     @classmethod
@@ -107,12 +107,12 @@ class _DimCut:
 
     @property
     def even_numel(self) -> int:
-        """Elements of a piece where all ranks keep equal, undivided pieces; else 0."""
+        """Number of elements of a piece if all ranks keep equal, undivided pieces, else 0."""
         is_even = self.outer == 1 and self.size == self.piece * self.world
         return self.slot_numel if is_even and self.world > 1 else 0
 
     def bands(self, index: int, spec: ParamSpec, slot: int) -> tuple[Band, ...]:
-        """Ranks with a full piece, the rank with the shorter last piece, ranks without."""
+        """Return the bands of full pieces, of the shorter last piece and of empty pieces."""
         full, rest = divmod(self.size, self.piece) if self.piece else (self.world, 0)
         short = 1 if rest else 0
         empty = self.world - full - short
@@ -129,7 +129,7 @@ class _DimCut:
     def _band(
         self, index: int, spec: ParamSpec, slot: int, *, first_rank: int, num_ranks: int, piece: int
     ) -> Band:
-        # One piece that is all of the dim is one run: the parameter as it is, cut nowhere.
+        # A piece that spans the whole dim is one run: the parameter is not cut at all.
         outer, inner = self.outer, self.inner
         if self.piece == self.size:
             outer, inner = 1, outer * inner

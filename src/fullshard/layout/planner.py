@@ -1,16 +1,16 @@
-"""The cut planner: the shortest shards it can find, and where the parameters lie in them.
+"""The cut planner: finds the shortest shards it can, and the offsets of the parameters in them.
 
-The best order of parameters is a bin packing, so NP-hard, and a longer shard may fit worse,
-because it matters which blocks divide it. So the search goes over the lengths of shard, upwards
-from a proven bound (`bound`), and asks of each whether the items fit
+Finding the best order of parameters is bin packing, so NP-hard, and items may fit worse in a longer
+shard, because it matters which blocks divide its length. So the search tries lengths upwards from a
+proven bound (`bound`), and checks for each length whether the items fit
 
     as given       then nothing is moved
-    in any order   of few kinds of items, such as those of a layer: exact
+    in any order   for few kinds of items, such as those of a layer: exact
     coarse first   greedy
 
-until they do. If they fit in none of the first few, it goes on by halves. Layers of real models
-end at the bound, as given. All of it is arithmetic on the arguments, and what limits it counts
-steps, not seconds: every rank comes to the same plan.
+until the items fit. If the first few lengths all fail, the search goes on by halving. Layers of
+real models fit at the bound, as given. The plan is arithmetic on the arguments, and its limits
+count steps, not seconds, so every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fullshard.layout.orders import (
 from fullshard.layout.packing import Problem, common_multiple, in_order
 from fullshard.layout.spec import round_up
 
-# For one plan, so that it takes tenths of a second at most:
-MOST_TRIES = 30_000  # of an item at an offset, by `any_order`
-MOST_IN_A_ROW = 4_000  # items placed for lengths that follow each other, of which at most 256
-MOST_BY_HALVES = 50_000  # items placed for lengths that halve the rest, of which 5 to 64
+# Limits per plan, so that a plan takes tenths of a second at most:
+MOST_TRIES = 30_000  # items tried at an offset by `any_order`
+MOST_IN_A_ROW = 4_000  # items placed while trying consecutive lengths, at most 256 of them
+MOST_BY_HALVES = 50_000  # items placed while halving the range of lengths, 5 to 64 times
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long the shards are and where the items lie, in units."""
+    """The length of the shards and the offsets of the items, in units."""
 
     shard: int
     offsets: tuple[int, ...]
@@ -50,8 +50,8 @@ class Plan:
 def plan(problem: Problem) -> Plan:
     """Place the items so that the shards are short.
 
-    They are as short as can be if they are as long as `ShardSizes.bound`, or if `any_order` saw
-    all orders for all lengths from there on. They are never longer than `_easy_plan` makes them.
+    The shards are as short as possible if their length is `ShardSizes.bound`, or if `any_order`
+    tried all orders for all lengths from there on. They are never longer than in `_easy_plan`.
     """
     if not problem.sizes:
         return Plan(0, ())
@@ -66,7 +66,7 @@ def plan(problem: Problem) -> Plan:
 
 @dataclass(slots=True)
 class _Attempt:
-    """Whether the items fit into shards of some length, tried in each way in turn."""
+    """A test whether the items fit into shards of a given length, in each way in turn."""
 
     problem: Problem
     groups: tuple[Group, ...]
@@ -87,9 +87,9 @@ class _Attempt:
 
 
 def _by_halves(sizes: ShardSizes, attempt: _Attempt, *, low: int, best: Plan) -> Plan:
-    """Go on from `low` to the length of `best`, as if what fits in a shard fits in all longer ones.
+    """Search from `low` to the length of `best`, as if items that fit also fit in longer shards.
 
-    It halves the order of magnitude of the excess over the bound:
+    Each step halves the order of magnitude of the excess over the bound:
 
         bound |-|---|-------|---------------| best
     """
@@ -110,11 +110,11 @@ def _by_halves(sizes: ShardSizes, attempt: _Attempt, *, low: int, best: Plan) ->
 
 
 def _easy_plan(problem: Problem) -> Plan:
-    """A plan that is easy to find: as given, in shards that are a common multiple of all blocks.
+    """Return a plan that is easy to find: as given, with a shard that all blocks divide.
 
-    Then what is cut need only start at a multiple of its block. That wastes less than the common
-    multiple before each cut, so shards that are one multiple longer than the volume needs are
-    long enough. One shard with everything in it need not be a multiple.
+    Then an item with a cut need only start at a multiple of its block. That wastes less than the
+    common multiple of all blocks before each cut, so shards one such multiple longer than the
+    volume needs are long enough. A single shard with everything in it need not be a multiple.
     """
     multiple = common_multiple(problem.blocks, problem.total)
     least = round_up(-(-problem.total // problem.world), multiple)

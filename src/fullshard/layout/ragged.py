@@ -1,4 +1,4 @@
-"""`Ragged`: parameters in one buffer that is cut into equal shards, with nothing to rearrange."""
+"""`Ragged`: cuts one buffer of parameters into equal shards, with nothing to rearrange."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("element", "row", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Lay the parameters in one buffer and cut it into equal shards, where they may be cut.
+    """A strategy that cuts one buffer into equal shards, only where its parameters may be cut.
 
         w of shape (5, 2), b of shape (5,), 3 ranks, align=1
 
@@ -30,29 +30,29 @@ class Ragged:
         Ragged("tensor")   w0 w1 w2 w3 w4 w5 w6 w7 w8 w9 | b0 b1 b2 b3 b4 .  .  .  .  . | ...
 
     The shards, one rank after the other, are the unsharded buffer, so gathering and reducing
-    rearrange nothing (`Layout.zero_copy`). In exchange a rank keeps some elements of a parameter
-    and not a piece of one of its dims.
+    rearrange nothing (`Layout.zero_copy`). In exchange, a rank keeps some elements of a parameter
+    rather than a piece of one of its dims.
 
-    Order and gaps are planned so that the shards are short; the parameters lie as given where
-    that is as short. No plan can beat `shard_numel_bound`, and for layers of real models it is
-    reached. What pads them is one rule: a parameter with two cuts in it needs shards that are a
-    multiple of its block, and all such parameters need a common multiple. So blocks should be
-    much smaller than shards, and of few sizes.
+    Order and gaps are planned for short shards; the parameters stay as given if that is as short.
+    No plan can beat `shard_numel_bound`, which layers of real models reach. Padding is due to one
+    rule: a parameter with two cuts needs shards that are a multiple of its block, and all such
+    parameters together need a common multiple. So blocks should be much smaller than shards, and
+    of few sizes.
 
     Attributes:
-        granularity: where a parameter may be cut, counted from its first element.
+        granularity: the allowed cuts in a parameter, counted from its first element.
             ``"element"``: anywhere.
             ``"row"``: between rows of the last dim, so stacked experts of shape (128, 768, 2048)
             between their 98,304 rows; a parameter with one dim is one row.
-            An int: between blocks of that many elements, of which the last may be shorter. Such
-            as the blocks of a quantised optimizer.
-            ``"tensor"``: nowhere. For optimizers that need whole matrices.
+            An int: between blocks of that many elements, such as the blocks of a quantized
+            optimizer; the last block may be shorter.
+            ``"tensor"``: nowhere, for optimizers that need whole matrices.
             A function of the parameter that returns one of these, the same on all ranks, such as
             ``lambda spec: "tensor" if spec.ndim == 2 else "element"``.
 
     Raises:
-        ConfigError: for another granularity.
-        ArgumentTypeError: for one of another type; it is a `ConfigError` too.
+        ConfigError: if the granularity is none of these.
+        ArgumentTypeError: if the granularity has another type; it is a `ConfigError` too.
     """
 
     granularity: Granularity = "element"
@@ -62,18 +62,18 @@ class Ragged:
             _check(self.granularity, "Ragged: got granularity=", ", or a function of the parameter")
 
     def build(self, params: Sequence[ParamSpec], world: int, align: int) -> Layout:
-        """Lay `params` out over `world` ranks.
+        """Lay out `params` over `world` ranks.
 
         Args:
-            params: what to lay out; 0-dim parameters are one element, `shard_dim` is ignored.
+            params: the parameters; 0-dim ones have one element, and `shard_dim` is ignored.
             world: number of ranks, at least 1.
-            align: each parameter, and each shard, starts at a multiple of this many elements. A
-                cut is at one too, so blocks that it does not divide are cut at fewer places.
+            align: each parameter, each shard and each cut is at a multiple of this many elements.
+                So blocks that `align` does not divide allow fewer cuts.
 
         Raises:
             LayoutError: if `world` or `align` is less than 1.
-            ConfigError: if `granularity` is a function and returns what is no granularity.
-            ArgumentTypeError: if that is of another type; it is a `ConfigError` too.
+            ConfigError: if `granularity` is a function and returns no valid granularity.
+            ArgumentTypeError: if the function returns another type; it is a `ConfigError` too.
         """
         check_build(world=world, align=align)
         planned = plan(self._problem(params, world, align))
@@ -93,9 +93,9 @@ class Ragged:
         )
 
     def shard_numel_bound(self, params: Sequence[ParamSpec], world: int, align: int) -> int:
-        """Elements that a shard has at least, in whatever order and with whatever gaps.
+        """Return a lower bound on the elements of a shard, for any order and any gaps.
 
-        It is proved in `ShardSizes`. Where `build` gives as many, nothing shorter exists.
+        `ShardSizes` proves the bound. If `build` reaches the bound, no shorter shard exists.
 
         Raises:
             LayoutError, ConfigError, ArgumentTypeError: as `build` does.
@@ -105,13 +105,13 @@ class Ragged:
         return ShardSizes.of(problem).bound * align if problem.sizes else 0
 
     def _problem(self, params: Sequence[ParamSpec], world: int, align: int) -> Problem:
-        """What is to be packed: the parameters that have elements."""
+        """Return the packing problem of the non-empty parameters."""
         items = [(spec.numel, self._block(spec)) for spec in params if spec.numel]
         numels, blocks = zip(*items, strict=True) if items else ((), ())
         return Problem.of(numels, blocks, world=world, align=align)
 
     def _block(self, spec: ParamSpec) -> int:
-        """Elements of the blocks of a parameter, which has elements, between which it is cut."""
+        """Return the elements per block of a non-empty parameter; cuts are between blocks."""
         granularity = self.granularity
         if callable(granularity):
             granularity = granularity(spec)
@@ -125,7 +125,7 @@ class Ragged:
 
 
 def _check(granularity: object, got: str, or_else: str) -> None:
-    """Refuse what does not say where to cut."""
+    """Raise unless `granularity` is valid."""
     error = ConfigError
     if isinstance(granularity, bool) or not isinstance(granularity, str | int):
         error = ArgumentTypeError
@@ -140,8 +140,8 @@ def _bands(
 ) -> tuple[Band, ...]:
     """Cut ``[offset, offset + numel)`` of the unsharded buffer at the borders of the shards.
 
-    Such an interval starts within one rank, fills the next ranks and ends within another; the
-    ranks it fills are alike:
+    Such an interval starts within one shard, fills the next shards and ends within another; the
+    ranks of the filled shards are alike:
 
         | ... 0 1 | 2 3 4 5 6 | 7 8 9 10 11 | 12 13 ... |     shard_numel=5, numel=14
            head        filled, 2 ranks          tail

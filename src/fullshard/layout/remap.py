@@ -1,4 +1,4 @@
-"""From the shards of one layout to those of another: who sends what to whom."""
+"""Moves of elements from the shards of one layout to the shards of another."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fullshard.layout.segment import Run
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """`length` elements of a parameter, neighbours in a source shard and in a target shard.
+    """`length` elements of a parameter, contiguous in a source shard and in a target shard.
 
     Attributes:
         param: index of the parameter in the target layout.
-        source_rank: the rank whose shard has them.
-        source_offset: first element in that shard.
-        target_rank: the rank whose shard gets them.
-        target_offset: first element in that shard.
+        source_rank: the rank whose shard has the elements.
+        source_offset: offset of the elements in the source shard.
+        target_rank: the rank whose shard gets the elements.
+        target_offset: offset of the elements in the target shard.
         length: number of elements.
     """
 
@@ -32,16 +32,16 @@ class Move:
 
 
 def remap(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """The moves that carry each element of each parameter from `source` to `target` exactly once.
+    """Return the moves that carry each element from `source` to `target` exactly once.
 
     Numbers of ranks, kinds of layout, shard dims, alignment and the order of the parameters may
-    all differ. A parameter of 6 elements, from 2 ranks to 3:
+    all differ. For example, a parameter of 6 elements, from 2 ranks to 3:
 
         source   | 0 1 2 | 3 4 5 |
         target   | 0 1 | 2 3 | 4 5 |       moves of length 2, 1, 1, 2
 
-    The moves come in the order of the target's parameters and, within one, of their first
-    elements. Their number is that of the borders in either layout, not that of the elements.
+    Moves are in the order of the target's parameters and, within a parameter, of their first
+    elements. Their number grows with the borders in both layouts, not with the elements.
 
     Raises:
         LayoutError: unless both layouts have the same parameters, by name and shape.
@@ -54,7 +54,7 @@ def remap(source: Layout, target: Layout) -> tuple[Move, ...]:
 
 
 def _match(source: Layout, target: Layout) -> list[int]:
-    """For each parameter of `target`, its index in `source`."""
+    """Return the index in `source` of each parameter of `target`."""
     source_index = {spec.name: index for index, spec in enumerate(source.params)}
     target_names = {spec.name for spec in target.params}
     for layout, names in ((source, set(source_index)), (target, target_names)):
@@ -78,7 +78,7 @@ def _match(source: Layout, target: Layout) -> list[int]:
 
 
 def _sweep(param: int, sources: Iterator[Run], targets: Iterator[Run]) -> Iterator[Move]:
-    """Cut the elements wherever either side does; both sides hold each exactly once, in order."""
+    """Cut the elements wherever either side cuts; both sides hold each element once, in order."""
     source, target = next(sources, None), next(targets, None)
     while source and target:
         start = max(source.start, target.start)
@@ -99,10 +99,10 @@ def _sweep(param: int, sources: Iterator[Run], targets: Iterator[Run]) -> Iterat
 
 
 def _merged(moves: Iterator[Move]) -> list[Move]:
-    """Make one of moves that follow each other in both shards.
+    """Join moves that follow each other in both shards.
 
-    Parameters cut on an inner dim visit the same two ranks again and again, with other ranks in
-    between; so the move to go on with is kept per pair of ranks.
+    Parameters cut on an inner dim return to the same two ranks again and again, with other ranks
+    in between, so the move to extend is kept for each pair of ranks.
     """
     result: list[Move] = []
     last: dict[tuple[int, int], int] = {}

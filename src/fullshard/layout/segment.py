@@ -1,4 +1,4 @@
-"""The parts a layout is made of: segments, bands of alike segments, and the copies they imply."""
+"""The parts of a layout: segments, bands of alike segments, and the copies that they imply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one rank keeps of one parameter: `count` runs of `length` elements, `step` apart.
+    """One rank's part of one parameter: `count` runs of `length` elements, `step` apart.
 
     The right half of a (2, 6) parameter cut on dim 1, at the start of rank 1's shard:
 
@@ -24,8 +24,8 @@ class Segment:
         start: first element, in the parameter's row-major order.
         length: elements of one run.
         count: number of runs.
-        step: distance between the starts of neighbouring runs, in the parameter.
-        shard_offset: where the runs lie, end to end, in the rank's shard.
+        step: distance between the starts of successive runs, in the parameter.
+        shard_offset: offset in the rank's shard, where the runs are end to end.
     """
 
     param: int
@@ -37,13 +37,13 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Elements this rank keeps; 0 if it keeps none."""
+        """Number of elements that this rank keeps, possibly 0."""
         return self.length * self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements that are neighbours both in a parameter and in a rank's shard."""
+    """Elements that are contiguous both in a parameter and in a rank's shard."""
 
     start: int  # first element, in the parameter's row-major order
     length: int
@@ -55,16 +55,16 @@ class Run:
 class StridedCopy:
     """A box that one strided copy moves between a parameter and a rank-major staging buffer.
 
-    Element ``(i, j, k)`` of the box lies at ``offset + i*strides[0] + j*strides[1] + k*strides[2]``
-    on either side. The last dim is contiguous on both.
+    Element ``(i, j, k)`` of the box is at ``offset + i*strides[0] + j*strides[1] + k*strides[2]``
+    on either side. The last dim is contiguous on both sides.
 
     Attributes:
         param: index in `Layout.params`.
         sizes: sizes of the box, 1 to 3 dims, the same on both sides.
-        param_offset: first element, relative to the parameter's first element.
+        param_offset: offset of the box's first element in the parameter.
         param_strides: one stride per dim, in the parameter.
-        staging_offset: first element, relative to the staging buffer's start; the slice of rank r
-            starts at ``r * row``.
+        staging_offset: offset of the box's first element in the staging buffer, where the slice of
+            rank r starts at ``r * row``.
         staging_strides: one stride per dim, in the staging buffer.
     """
 
@@ -78,11 +78,11 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Neighbouring ranks whose segments of a parameter are alike.
+    """Neighboring ranks whose segments of a parameter are alike.
 
-    Each rank of a band continues where the rank before it stopped, so that rank ``first_rank + i``
-    keeps `segment` moved on by ``i * segment.length`` elements. A layout stores bands and not one
-    segment per rank: there are at most a handful per parameter, however many ranks there are.
+    Each rank of a band continues where the previous rank stopped, so rank ``first_rank + i`` keeps
+    `segment` shifted by ``i * segment.length`` elements. A layout stores bands rather than one
+    segment per rank: a parameter has at most a handful of bands, however many ranks there are.
 
     A (2, 7) parameter cut on dim 1 over 5 ranks:
 
@@ -92,9 +92,9 @@ class Band:
 
     Attributes:
         first_rank: the first rank of the band.
-        num_ranks: how many ranks it has, at least 1.
-        segment: what `first_rank` keeps.
-        local_shape: shape of the local tensor on each of these ranks.
+        num_ranks: number of ranks in the band, at least 1.
+        segment: the segment of `first_rank`.
+        local_shape: shape of the local tensor on each rank of the band.
     """
 
     first_rank: int
@@ -109,11 +109,11 @@ class Band:
 
     @property
     def numel(self) -> int:
-        """Elements that all ranks of the band keep together."""
+        """Number of elements that all ranks of the band keep together."""
         return self.num_ranks * self.segment.numel
 
     def segment_of(self, rank: int) -> Segment:
-        """What `rank`, one of this band's ranks, keeps."""
+        """Return the segment of `rank`, which must be in this band."""
         alike = self.segment
         start = alike.start + (rank - self.first_rank) * alike.length
         return Segment(
@@ -121,18 +121,18 @@ class Band:
         )
 
     def copy(self, row: int) -> StridedCopy:
-        """The one box that holds this band's elements, for staging slices of `row` elements."""
+        """Return the box that holds this band's elements, for staging slices of `row` elements."""
         part = self.segment
         num_ranks, length = self.num_ranks, part.length
         if length == row:
-            # The slices are full, so they touch: the whole band is one run on both sides.
+            # The slices are full, so they touch: the band is contiguous on both sides.
             num_ranks, length = 1, length * num_ranks
         dims = (
             (part.count, part.step, part.length),
             (num_ranks, part.length, row),
             (length, 1, 1),
         )
-        # A dim of size 1 moves nothing; the last one stays, so that a box always has a dim.
+        # Drop dims of size 1, but keep the last dim, so that a box always has a dim.
         sizes, param_strides, staging_strides = zip(
             *(dim for dim in dims[:-1] if dim[0] != 1), dims[-1], strict=True
         )
@@ -147,10 +147,10 @@ class Band:
 
 
 def runs(bands: Sequence[Band]) -> Iterator[Run]:
-    """All runs of one parameter, in the order of its elements.
+    """Yield all runs of one parameter, in the order of its elements.
 
-    This needs no sorting because the bands of a parameter, in the order of ranks, tile the
-    distance between two runs (an invariant of `Layout`).
+    This needs no sorting because the bands of a parameter, in rank order, tile the distance
+    between two runs (an invariant of `Layout`).
     """
     count = bands[0].segment.count
     for index in range(count):
@@ -165,7 +165,7 @@ def runs(bands: Sequence[Band]) -> Iterator[Run]:
 
 
 def joined(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
-    """The same copies, with contiguous ones that follow each other on both sides made one."""
+    """Return the same copies, with contiguous copies joined that adjoin on both sides."""
     result: list[StridedCopy] = []
     for copy in copies:
         if result and _follows(result[-1], copy):

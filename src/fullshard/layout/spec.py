@@ -1,4 +1,4 @@
-"""What a layout is built from, and the packing that both builders share."""
+"""The input of a layout, and the packing that both builders share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fullshard.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter as a layout sees it.
+    """A parameter as a layout sees it.
 
     >>> ParamSpec("mlp.up.weight", (5, 2)).numel
     10
@@ -44,7 +44,7 @@ class ParamSpec:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -67,7 +67,7 @@ def pack(numels: Sequence[int], align: int) -> tuple[tuple[int, ...], int]:
 
 
 def check_build(*, world: int, align: int) -> None:
-    """Refuse a number of ranks or an alignment that no layout can have.
+    """Check that a layout can have this number of ranks and this alignment.
 
     Raises:
         LayoutError: if either is less than 1.

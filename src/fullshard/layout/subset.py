@@ -1,4 +1,4 @@
-"""Some parameters of a layout, without the room that the others take."""
+"""A layout for some of a layout's parameters, without room for the rest."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from fullshard.layout.layout import Layout
 from fullshard.layout.segment import Band
 from fullshard.layout.spec import pack, round_up
 
-MOST_ALIGNED = 8  # elements: 16 bytes of the narrowest that is reduced
+MOST_ALIGNED = 8  # elements: 16 bytes in the narrowest dtype that is reduced
 
 
 def subset(layout: Layout, params: Sequence[int]) -> Layout:
     """Lay out only ``params``, ascending indices, each cut as in ``layout``.
 
-    For what concerns these alone, such as the gradients of those that are trainable. On every rank
-    their order stays, and so does the distance of two with no other parameter between them; what
-    the others took is left out, as far as all shards get shorter by it:
+    The result suits data of ``params`` alone, such as the gradients of the trainable parameters.
+    Every rank keeps their order, and the distance between two of them with no other parameter in
+    between. The room of the other parameters is removed as far as that shortens all shards:
 
-        a, b and c on 2 ranks                 a and c of them
+        a, b and c on 2 ranks                 only a and c
 
         rank 0   a0 a1 b0 b1 b2 b3 b4         rank 0   a0 a1 .  .
         rank 1   b5 b6 b7 c0 c1 c2 c3         rank 1   c0 c1 c2 c3
 
-    Shards are as long as the longest of what single ranks keep, up to alignment: no parameter is
-    kept by other ranks than before.
+    Shards are as long as the most that a single rank keeps, up to alignment: each parameter stays
+    on the ranks that had it before.
     """
     number_of = {param: number for number, param in enumerate(params)}
     filled = [band for bands in layout.bands for band in bands if band.numel]
@@ -54,13 +54,13 @@ def subset(layout: Layout, params: Sequence[int]) -> Layout:
 def _closed_up(
     filled: Sequence[Band], kept: set[int], unit: int
 ) -> tuple[dict[tuple[int, int], int], int]:
-    """New offsets in the shard, by parameter and first rank, and the length of the shards.
+    """Return the new shard offsets, by parameter and first rank, and the new shard length.
 
-    Ranks between two borders of bands are alike, so that it is enough to close up one of each.
+    Ranks between two successive borders of bands are alike, so one rank of each range is enough.
     """
     borders = sorted({rank for band in filled for rank in (band.first_rank, band.end_rank)})
-    ends = [0] * len(borders)  # of what is kept so far, in the new shard
-    old_ends: list[int | None] = [None] * len(borders)  # in the old one, of what was kept just now
+    ends = [0] * len(borders)  # of the parameters kept so far, in the new shard
+    old_ends: list[int | None] = [None] * len(borders)  # old end of the parameter just kept, if any
     offsets = {}
     for band in sorted(filled, key=lambda band: (band.segment.shard_offset, band.first_rank)):
         part = band.segment
