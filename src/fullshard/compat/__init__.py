@@ -1,4 +1,4 @@
-"""Standing in for ``torch.distributed.fsdp``: programs written for it run on fullshard."""
+"""Run programs written for ``torch.distributed.fsdp`` on fullshard."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Handles of PyTorch's own that its other parts reach for; each leads to our engine.
+"""Objects that other parts of PyTorch expect from FSDP, implemented with our engine.
 
-Names are PyTorch's, private ones too.
+All attribute names, including private ones, are the names that PyTorch looks up.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from fullshard.frontend.ownership import unit_of
 
 
 def state_of(module: nn.Module) -> State | None:
-    """``fully_shard.state(module)``; None if that was not sharded."""
+    """Return the state for ``fully_shard.state(module)``; None if ``module`` is not sharded."""
     unit = unit_of(module)
     return None if unit is None else State(unit)
 
 
 @dataclass(frozen=True)
 class State:
-    """What ``torch.distributed.pipelining`` asks of a sharded module at the end of a step.
+    """The state of a sharded module that ``torch.distributed.pipelining`` uses to end a step.
 
-    Its gradients come by ``autograd.grad``, or were added up by backwards that do not reduce. It
-    calls ``post_backward`` for all groups of all states, then the final callback of one of them,
-    which does everything.
+    The gradients of a pipeline come from ``autograd.grad``, or were accumulated by backwards that
+    do not reduce. Pipelining calls ``post_backward`` on all groups of all states, then the final
+    callback of one state. That callback does all of the work.
     """
 
     unit: Unit
@@ -48,7 +48,7 @@ class State:
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:
-        """The only one, for PyTorch 2.11, whose states have no more."""
+        """The only parameter group, for PyTorch 2.11, whose states have at most one group."""
         return ParamGroup() if self.unit.buckets else None
 
     def _root_post_backward_final_callback(self) -> None:
@@ -57,32 +57,32 @@ class State:
 
 @dataclass(frozen=True)
 class StateContext:
-    """What the modules of a tree have in common."""
+    """The context that all sharded modules of a tree share."""
 
     engine: Engine
 
     @property
     def all_states(self) -> list[State]:
-        """Those of the tree's sharded modules."""
+        """The states of all sharded modules of the tree."""
         return [State(unit) for unit in self.engine.units]
 
 
 class ParamGroup:
-    """Parameters that move together."""
+    """A group of parameters that move together."""
 
     def post_backward(self) -> None:
-        """Leave it to the final callback."""
+        """Do nothing, because the final callback does the work."""
 
 
 def policy_for_param(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
-    """``policy._resolve_for_param(param)``, which PyTorch's own ``replicate`` asks from 2.15 on."""
+    """Implement ``policy._resolve_for_param``, which PyTorch's ``replicate`` calls from 2.15 on."""
     return policy.for_param("of a module given to replicate", param)
 
 
 class CustomPolicy(wrap.CustomPolicy, torch_wrap._Policy):
-    """Also what ``apply_activation_checkpointing`` takes for a policy that is no function.
+    """A ``CustomPolicy`` that PyTorch's ``apply_activation_checkpointing`` accepts too.
 
-    ``ModuleWrapPolicy`` is one for it, and needs nothing of this.
+    It takes only callables, which a ``ModuleWrapPolicy`` is, and instances of ``_Policy``.
     """
 
     def _run_policy(
@@ -96,7 +96,7 @@ class CustomPolicy(wrap.CustomPolicy, torch_wrap._Policy):
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """Classes of modules and their sharded ones, by which Dynamo knows them; PyTorch's and ours."""
+    """Return PyTorch's and our map of module classes to sharded classes, which Dynamo reads."""
     subclasses = FSDPModule.__subclasses__()
     ours = {cls.__bases__[1]: cls for cls in subclasses if len(cls.__bases__) == 2}
     return torch_fully_shard.cls_to_fsdp_cls | ours
@@ -106,6 +106,6 @@ _torchs_flat_state_of = torch_common._get_module_fsdp_state_if_fully_sharded_mod
 
 
 def flat_state_of(module: nn.Module) -> Any:
-    """What the wrapper of FSDP1 keeps for ``module``; ours is its own state, as PyTorch's is."""
+    """Return the FSDP1 state of ``module``; our wrapper, like PyTorch's, is its own state."""
     ours = isinstance(module, FullyShardedDataParallel)
     return module if ours else _torchs_flat_state_of(module)

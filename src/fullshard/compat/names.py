@@ -1,4 +1,4 @@
-"""Which names of PyTorch stand for what of ours: one line for each."""
+"""List the names in PyTorch that we replace, one line for each name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OURS: dict[str, dict[str, object]] = {
     },
     "torch.distributed.fsdp.api": {n: _FSDP1[n] for n in _FSDP1 if n not in _NOT_IN_API},
     "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
-    # Asked by torch.distributed.checkpoint.state_dict.
+    # Called by torch.distributed.checkpoint.state_dict.
     "torch.distributed.fsdp._common_utils": {
         "_get_module_fsdp_state_if_fully_sharded_module": flat_state_of,
     },
@@ -59,18 +59,18 @@ OURS: dict[str, dict[str, object]] = {
         "DataParallelMeshDims": DataParallelMeshDims,
         "ShardPlacementResult": ShardPlacementResult,
     },
-    # Asked by Dynamo; PyTorch's own code reads the variable behind it.
+    # Called by Dynamo; PyTorch reads the variable behind the function itself.
     "torch.distributed.fsdp._fully_shard._fully_shard": {
         "get_cls_to_fsdp_cls": get_cls_to_fsdp_cls,
     },
 }
-"""Module of PyTorch -> name there -> what it is while PyTorch is patched.
+"""Our objects while PyTorch is patched: PyTorch module -> name in the module -> our object.
 
-Wherever else PyTorch's object stands, ours is put as well, but for ``keeps_torchs``. The mesh infos
-(``FSDPMeshInfo`` and the like) stay PyTorch's: they say what a mesh is for, and we read them.
+In other modules, names of replaced objects change too, except where ``keeps_torchs`` is true. Mesh
+infos (``FSDPMeshInfo`` and similar) stay PyTorch's: they say what a mesh is for, and we read them.
 """
 
-# Implements PyTorch's FSDP, or is built on how that works inside.
+# Modules that implement PyTorch's FSDP or depend on its internals.
 _IMPLEMENTATION = (
     "torch.distributed.fsdp._",
     "torch.distributed._composable.replicate_with_fsdp",
@@ -80,13 +80,13 @@ _FACE = "torch.distributed.fsdp._fully_shard"
 
 
 def keeps_torchs(module: str) -> bool:
-    """Whether a module goes on with PyTorch's names, but for those that ``OURS`` has for it.
+    """Return whether ``module`` keeps PyTorch's names, except for names that ``OURS`` lists.
 
-    So what PyTorch sharded before goes on training.
+    Modules that PyTorch sharded before the patch can thus continue to train.
     """
     return is_ours(module) or (module.startswith(_IMPLEMENTATION) and module != _FACE)
 
 
 def is_ours(module: str) -> bool:
-    """Whether it is part of fullshard."""
+    """Return whether ``module`` is the name of a module of fullshard."""
     return module == "fullshard" or module.startswith("fullshard.")

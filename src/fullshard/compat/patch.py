@@ -1,4 +1,4 @@
-"""``patch_torch``: our names where PyTorch has its own, until that is undone."""
+"""Replace PyTorch's FSDP names with ours until the patch is undone: ``patch_torch``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fullshard.engine import MixedPrecisionPolicy
 from fullshard.frontend import fully_shard
 
 Namespace = dict[str, Any]
-"""The names of a module."""
+"""The ``__dict__`` of a module or of a function."""
 
 _ABSENT = object()
 
 
 class Patch:
-    """What ``patch_torch`` returns: undo it, or let a ``with`` block do so at its end."""
+    """A handle that undoes ``patch_torch``, by ``undo`` or at the end of a ``with`` block."""
 
     def __init__(self) -> None:
         self._undone = False
 
     def undo(self) -> None:
-        """Put PyTorch's names back, if no other patch is still wanted; once is enough."""
+        """Restore PyTorch's names unless another patch is active; repeated calls do nothing."""
         if not self._undone:
             self._undone = True
             _release()
@@ -43,24 +43,24 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """Let programs written for ``torch.distributed.fsdp`` run on fullshard.
+    """Make programs written for ``torch.distributed.fsdp`` run on fullshard.
 
-    Until it is undone our names stand where PyTorch has its own, also in modules that imported
-    them before, and what is sharded communicates by the functions of ``torch.distributed``, as
-    PyTorch's FSDP2 does. Call it on all ranks.
+    Until the patch is undone, our names replace PyTorch's, also in modules that imported PyTorch's
+    names earlier, and sharded modules communicate through the functions of ``torch.distributed``,
+    as in PyTorch's FSDP2. Call ``patch_torch`` on all ranks.
 
         patch_torch()                  # to the end of the process, or
         with patch_torch():            # to the end of the block
             ...
 
-    Modules that were sharded in between go on working afterwards. Calls may be nested.
+    Modules that were sharded under the patch keep working after it. Calls may be nested.
     """
     _acquire()
     return Patch()
 
 
 class _Change(NamedTuple):
-    """One name of one namespace."""
+    """A replacement of one name in one namespace."""
 
     namespace: Namespace
     name: str
@@ -68,7 +68,7 @@ class _Change(NamedTuple):
     ours: object
 
     def undo(self) -> None:
-        """Put back what was there, unless somebody has put something else since."""
+        """Restore the old object, unless the name has been changed again since."""
         if self.namespace.get(self.name, _ABSENT) is not self.ours:
             return
         if self.theirs is _ABSENT:
@@ -78,13 +78,13 @@ class _Change(NamedTuple):
 
 
 class _Patched:
-    """PyTorch, patched; several calls share it."""
+    """The patch of PyTorch, which nested calls of ``patch_torch`` share."""
 
     def __init__(self) -> None:
         self.num_wanted = 0
         listed = list(_listed())
         self._theirs_of = {id(change.ours): change.theirs for change in listed}
-        # Who has our names of his own keeps them. The namespaces are held, as ids are used again.
+        # Names that held our objects before keep them. ``_before`` keeps the namespaces' ids valid.
         self._before = [space for _, space in _modules_but(keeps_torchs)]
         self._held = set(_places(self._before, self._theirs_of))
         ours_of = {id(change.theirs): change.ours for change in listed}
@@ -99,7 +99,7 @@ class _Patched:
         self._wire = choose_wire(Public)
 
     def undo(self) -> None:
-        """Put everything back, also in modules that were imported meanwhile."""
+        """Restore everything, also in modules that were imported during the patch."""
         choose_wire(self._wire)
         del MixedPrecisionPolicy._resolve_for_param  # type: ignore[attr-defined]
         for change in self._changes:
@@ -113,7 +113,7 @@ class _Patched:
             own = _names_from_fullshard(module) if late else set()
             for change in late:
                 if not own & {change.name, "*"}:
-                    space[change.name] = change.ours  # which are PyTorch's here
+                    space[change.name] = change.ours  # PyTorch's object in these reversed changes
 
 
 _patched: _Patched | None = None
@@ -136,7 +136,7 @@ def _release() -> None:
 
 
 def _listed() -> Iterator[_Change]:
-    """What ``OURS`` says, as far as this version of PyTorch has it."""
+    """Yield the changes of ``OURS`` for names that this version of PyTorch has."""
     for module, names in OURS.items():
         with suppress(ImportError):
             space = vars(import_module(module))
@@ -146,7 +146,7 @@ def _listed() -> Iterator[_Change]:
 
 
 def _modules_but(left_out: Callable[[str], bool]) -> list[tuple[ModuleType, Namespace]]:
-    """Modules and what stands in them; read in a way that loads no lazy one."""
+    """Return modules and their namespaces, read in a way that loads no lazy module."""
     return [
         (module, object.__getattribute__(module, "__dict__"))
         for name, module in list(sys.modules.items())
@@ -155,7 +155,7 @@ def _modules_but(left_out: Callable[[str], bool]) -> list[tuple[ModuleType, Name
 
 
 def _places(spaces: list[Namespace], objects: dict[int, object]) -> Iterator[tuple[int, str]]:
-    """Where one of ``objects``, by their ids, stands."""
+    """Yield (id of the namespace, name) for every name of one of ``objects``, keyed by id."""
     for space in spaces:
         for name, value in list(space.items()):
             if id(value) in objects:
@@ -163,7 +163,7 @@ def _places(spaces: list[Namespace], objects: dict[int, object]) -> Iterator[tup
 
 
 def _changes(spaces: list[Namespace], instead_of: dict[int, object]) -> Iterator[_Change]:
-    """To put ``instead_of[id(x)]`` wherever x stands."""
+    """Yield the changes that replace x with ``instead_of[id(x)]`` in every place."""
     for space in spaces:
         for name, value in list(space.items()):
             if id(value) in instead_of:
@@ -171,7 +171,7 @@ def _changes(spaces: list[Namespace], instead_of: dict[int, object]) -> Iterator
 
 
 def _names_from_fullshard(module: ModuleType) -> set[str]:
-    """Names that the source of ``module`` imports from us; "*" if that may be any."""
+    """Return the names that the source of ``module`` imports from us; "*" for a star import."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):

@@ -1,4 +1,4 @@
-"""What users hold between steps, and how tensors are found in what a module takes and returns."""
+"""Tensors that users hold between steps, and tools for tensors in module inputs and outputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Operations that DTensors on the meshes of fullshard do otherwise than PyTorch has them do.
+"""Replace some of PyTorch's operations on DTensors, for the meshes of fullshard.
 
-PyTorch asks a handler, if there is one, before anything else, for every DTensor: what lies on
-other meshes, or on ``meta``, is handed back.
+PyTorch calls the handler of an operation before anything else and for every DTensor, so calls on
+DTensors of other meshes, or on ``meta``, are handed back to PyTorch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fullshard.tensors.random import RANDOM_HANDLERS
 from fullshard.tensors.writes import WRITE_HANDLERS
 
 Handler = Callable[[Any, DTensor, tuple[Any, ...], dict[str, Any]], object]
-"""Takes the operation, the DTensor that it is about, and all positional and named arguments."""
+"""A function of the operation, its target DTensor, and all positional and named arguments."""
 
 _HANDLERS: dict[Any, Handler] = {**RANDOM_HANDLERS, **VIEW_HANDLERS, **WRITE_HANDLERS}
 _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def handle_ops_on(mesh: DeviceMesh) -> None:
-    """Let DTensors on ``mesh``, of any dims, be filled and written as one tensor would be.
+    """Make fills of and writes to DTensors on ``mesh`` work as on the unsharded tensor.
 
-    All ranks must be seeded alike, those of tensor parallelism included.
+    ``mesh`` may have any dims. All ranks must have the same seed, tensor-parallel ranks included.
     """
     if not _meshes:
         for op in _HANDLERS:

@@ -1,21 +1,21 @@
-"""Tensors that have a say in how they are gathered: ``fsdp_pre_all_gather`` and its other half.
+"""Tensors that control their own all-gather: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-A local tensor may have two methods, of its class or put on the object:
+A local tensor may have these methods, from its class or set on the object:
 
     fsdp_pre_all_gather(mesh)                                             -> (tensors, metadata)
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, policy)   -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)     -> (whole, to_free) | None
     fsdp_should_release_all_gather_outputs_after_post_all_gather()        -> bool
 
-The first says what travels, any number of plain tensors of any dtypes; the second makes the whole
-parameter of what all ranks sent, at first a new one, later in ``out``, which is the very tensor
-that modules compute with. The third, which may be absent, says whether the parameter is in memory
-of its own, so that what was gathered can be freed at once. It is the protocol of
-``torch.distributed.fsdp.fully_shard``.
+The pre hook returns the tensors to gather, any number of plain tensors of any dtypes. The post hook
+builds the whole parameter from the gathered tensors, first as a new tensor, later in ``out``, which
+is the very tensor that modules compute with. The third hook, which is optional, returns whether the
+parameter uses separate memory, so that the gathered tensors can be freed at once. This is the
+protocol of ``torch.distributed.fsdp.fully_shard``.
 
-Where all ranks' parts are alike the first is called on the local tensor itself, else on one with
-the padding that makes them so, so that hooks need not pad, and see no empty tensor; what is put on
-either of the two is put on the other.
+The pre hook is called on the local tensor itself, or, if this is smaller than rank 0's or not on
+the device, on a stand-in that is padded and on the device. So hooks need not pad and never see an
+empty tensor. Attributes that are set on either of the two tensors are carried over to the other.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 @dataclass(frozen=True)
 class HookArguments:
-    """What hooks are told besides tensors."""
+    """The arguments of hooks that are not tensors."""
 
     mesh: DeviceMesh
-    """1-D: the ranks that share a copy of the parameters."""
+    """1-D mesh of the ranks that share one copy of the parameters."""
     modules: Sequence[weakref.ref[Any]]
     """The module of each parameter of the bucket."""
     policy: Any
-    """The ``MixedPrecisionPolicy`` of the call."""
+    """The ``MixedPrecisionPolicy`` that was given to ``fully_shard``."""
 
     def copied(self, memo: Mapping[int, Any]) -> HookArguments:
-        """The same about copies of the modules, by ``memo`` of ``copy.deepcopy``."""
+        """Return these arguments for the copied modules, found in ``memo`` of ``copy.deepcopy``."""
         modules = (memo.get(id(reference()), reference()) for reference in self.modules)
         return replace(self, modules=[weakref.ref(module) for module in modules])
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is of a class that stands around other tensors, or comes with hooks.
+    """Return whether ``tensor`` is of a wrapper subclass, or of a class with all-gather hooks.
 
-    Such a tensor cannot be a view of memory that it shares with others.
+    Such a tensor cannot be a view of memory that it shares with other tensors.
     """
     cls = type(tensor)
     if cls is Tensor or _torch.is_fake(tensor):
@@ -68,10 +68,10 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def gathered_by_itself(local: Tensor, name: str) -> bool:
-    """Whether ``local`` has the hooks.
+    """Return whether ``local`` has the pre hook and the post hook.
 
     Raises:
-        ExtensionError: it has one of the two that belong together, or only the third.
+        ExtensionError: if ``local`` has only one of these two hooks, or only the third hook.
     """
     found = [hook for hook in (_PRE, _POST) if hasattr(local, hook)]
     if len(found) == 1 or (not found and hasattr(local, _RELEASE)):
@@ -83,10 +83,10 @@ def gathered_by_itself(local: Tensor, name: str) -> bool:
 
 
 def releases_outputs(local: Tensor, name: str) -> bool:
-    """Whether what was gathered can be freed as soon as the whole parameter is made of it.
+    """Return whether gathered tensors can be freed as soon as the whole parameter is built.
 
     Raises:
-        ExtensionError: the hook returned something else than a bool.
+        ExtensionError: if the hook does not return a bool.
     """
     answer = getattr(local, _RELEASE, bool)()
     if not isinstance(answer, bool):
@@ -102,11 +102,11 @@ def carry_attributes(
     made: Mapping[str, Any],
     copied: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Put on ``new`` what was put on ``old`` after it was made with the attributes ``made``.
+    """Carry over to ``new`` the attributes that ``old`` has gained or changed since it was made.
 
-    ``new`` may have another number of rows: where rows took the place of others, those that both
-    have are written to. Methods of ``old`` become methods of ``new``; the rest goes through
-    ``copied``.
+    ``made`` has the attributes with which ``old`` was made. If both tensors have an attribute whose
+    values are tensors that differ only in rows, the rows that both have are copied. Methods of
+    ``old`` become methods of ``new``; all other values go through ``copied``.
     """
     for name, value in vars(old).items():
         if name in made and made[name] is value:
@@ -128,7 +128,7 @@ def _differ_in_rows(one: object, other: object) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The values of ``tensor``, whatever its class, in a tensor of none."""
+    """Return the values of ``tensor`` in a plain tensor, which is ``tensor`` itself if plain."""
     if type(tensor) is Tensor:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -137,13 +137,13 @@ def plain(tensor: Tensor) -> Tensor:
 def pre_all_gather(
     local: Tensor, padded: Tensor, shape: torch.Size, index: int, name: str, told: HookArguments
 ) -> tuple[list[Tensor], Any]:
-    """What parameter ``index`` sends from this rank, and the metadata for ``post_all_gather``.
+    """Return the tensors parameter ``index`` sends, and the metadata for ``post_all_gather``.
 
-    The hook is called on ``padded``, which may be ``local`` itself; what it puts on it is put on
-    ``local``.
+    The hook is called on ``padded``, which may be ``local`` itself; attributes that the hook sets
+    on ``padded`` are set on ``local`` too.
 
     Raises:
-        ExtensionError: the hook takes or returns something else than the protocol says.
+        ExtensionError: if the hook's arguments or result do not follow the protocol.
     """
     hook = _bound_to(getattr(local, _PRE), local, padded)
     num_args = len(inspect.signature(hook).parameters)
@@ -181,10 +181,10 @@ def post_all_gather(
     name: str,
     out: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The whole parameter, written to ``out`` if there is one, and what to free with it.
+    """Return the whole parameter, in ``out`` if given, and the tensors to free with it.
 
     Raises:
-        ExtensionError: the hook returned something else than the protocol says.
+        ExtensionError: if the hook's result does not follow the protocol.
     """
     hook = getattr(local, _POST)
     if out is not None:
@@ -205,14 +205,14 @@ def post_all_gather(
 
 
 def _bound_to(hook: Any, old: Tensor, new: Tensor) -> Any:
-    """``hook``, if it is a method of ``old``, as the same of ``new``."""
+    """Return ``hook``, bound to ``new`` if ``hook`` is a method of ``old``."""
     if isinstance(hook, MethodType) and hook.__self__ is old:
         return MethodType(hook.__func__, new)
     return hook
 
 
 def _kind(answer: object) -> str:
-    """``answer`` without its numbers."""
+    """Describe the types in ``answer``, without values."""
     if isinstance(answer, tuple):
         return f"({', '.join(type(part).__name__ for part in answer)})"
     return type(answer).__name__

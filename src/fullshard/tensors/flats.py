@@ -1,11 +1,11 @@
-"""Which tensors are parts of one flat buffer, and so neighbours in memory.
+"""Find out which tensors are parts of one flat buffer, and thus neighbors in memory.
 
-What users hold of a bucket are single tensors, each with a storage of its own. Whoever wants to
-treat them as one, such as an optimizer, asks here: a flat buffer is announced when it is made, and
-found again by the address of a part, as long as it lives.
+Users hold the tensors of a bucket as separate tensors, each with a separate storage object. Code
+that treats them as one tensor, such as an optimizer, asks this module: a flat buffer is announced
+when it is made, and is found by the address of a part as long as the buffer exists.
 
-    flat     | w w w w w w | . . | b b b |         parts (0, 6) and (8, 3); neighbours
-    part     |      0      |     |   1   |         are parts with numbers that follow
+    flat     | w w w w w w | . . | b b b |         parts (0, 6) and (8, 3); neighbors
+    part     |      0      |     |   1   |         are parts with consecutive numbers
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:
-    """Where a tensor lies in a flat buffer.
+    """The position of a tensor in a flat buffer.
 
     Attributes:
-        flat: the 1-D buffer. Between neighbours it has only padding, which is nobody's.
+        flat: the 1-D buffer. Between neighbors there is only padding, which belongs to no part.
         number: the part's number among the parts that are not empty, in the order of memory.
-        start: first element in ``flat``.
+        start: index in ``flat`` of the first element.
         stop: one past the last element.
     """
 
@@ -36,28 +36,26 @@ class FlatPart:
     stop: int
 
     def precedes(self, other: FlatPart) -> bool:
-        """Whether ``other`` is the next part of the same buffer."""
+        """Return whether ``other`` is the next part of the same buffer."""
         return self.flat is other.flat and self.number + 1 == other.number
 
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """A buffer that lives, perhaps, and its parts."""
-
     tensor: weakref.ref[Tensor]
-    parts: dict[int, tuple[int, int]]  # start: number, length
+    parts: dict[int, tuple[int, int]]  # start -> (number, length)
 
 
-_flats: dict[tuple[torch.device, int], _Flat] = {}  # by the address of the first byte
-_addresses: dict[torch.device, list[int]] = {}  # of all in ``_flats``, sorted
+_flats: dict[tuple[torch.device, int], _Flat] = {}  # keyed by address of the first byte
+_addresses: dict[torch.device, list[int]] = {}  # in ``_flats``, sorted
 
 
 def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
-    """Let tensors in the memory of ``flat`` (1-D, never resized) be found as its parts.
+    """Announce that tensors in the memory of ``flat`` are parts, for ``flat_part_of`` to find.
 
     Args:
-        flat: the buffer; it is not kept alive.
-        parts: first element and number of elements of each part; empty ones are no parts.
+        flat: the 1-D buffer, which is never resized; it is not kept alive.
+        parts: first element and number of elements of each part; empty parts are ignored.
     """
     if flat.is_meta or not flat.numel():
         return
@@ -71,7 +69,7 @@ def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
 
 
 def flat_part_of(tensor: Tensor) -> FlatPart | None:
-    """The part that ``tensor``, contiguous and with all elements of it, is; None if it is none."""
+    """Return the part that the contiguous ``tensor`` covers completely; None if there is none."""
     addresses = _addresses.get(tensor.device, ())
     address = tensor.data_ptr()
     at = bisect_right(addresses, address)
@@ -88,7 +86,7 @@ def flat_part_of(tensor: Tensor) -> FlatPart | None:
 
 
 def _forget(device: torch.device, address: int, reference: weakref.ref[Tensor]) -> None:
-    """The buffer is gone, unless another one took its address in the meantime."""
+    """Remove the entry of a freed buffer, unless a new buffer has taken the same address."""
     known = _flats.get((device, address))
     if known is not None and known.tensor is reference:
         del _flats[device, address]

@@ -1,6 +1,6 @@
-"""Forms: how a rank's piece of a parameter, or of its gradient, is shown to the user.
+"""Forms: how a rank's piece of a parameter, or of a parameter's gradient, is shown to the user.
 
-``DTensorForm`` is that of ``fully_shard``, ``PlainForm`` that of ``FullyShardedDataParallel``.
+``fully_shard`` uses ``DTensorForm``, ``FullyShardedDataParallel`` uses ``PlainForm``.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from fullshard.tensors.pieces import PlacedPart, announce_parts
 
 
 def local_part(shown: Tensor) -> Tensor:
-    """This rank's part of a DTensor, itself and not a view; a plain tensor is its own."""
+    """Return the local tensor of a DTensor (not a view of it); return a plain tensor as it is."""
     return _torch.local_of(shown) if isinstance(shown, DTensor) else shown
 
 
 def shown_like(shown: Tensor, local: Tensor) -> Tensor:
-    """``local``, shaped as ``local_part(shown)`` is, shown as ``shown`` is; they share storage."""
+    """Return ``local``, shaped as ``local_part(shown)``, in the form of ``shown``; no copy."""
     return _torch.dtensor_like(shown, local) if isinstance(shown, DTensor) else local
 
 
 class ShardForm(Protocol):
-    """Turns local tensors into what the user sees, and back; ``index`` is the parameter's."""
+    """A conversion from local tensors to shown tensors and back; ``index`` numbers parameters."""
 
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """What stands for ``original`` from now on, over ``local``; perhaps itself."""
+        """Return the parameter over ``local`` that replaces ``original``, perhaps itself."""
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
-        """Show ``local``; they share storage."""
+        """Return the tensor that shows ``local`` to the user; both share storage."""
 
     def local(self, shown: Tensor) -> Tensor:
-        """The local tensor behind ``shown``, itself."""
+        """Return the local tensor behind ``shown``, itself and not a view."""
 
     def repoint(self, shown: Tensor, local: Tensor) -> None:
-        """Let ``shown`` stand for another local tensor of the same shape and dtype."""
+        """Make ``shown`` show another local tensor of the same shape and dtype."""
 
     def introduce(self, index: int, shown: Tensor) -> None:
-        """Let it be known where ``shown``, which may be another object than before, lies."""
+        """Announce the place of ``shown``, which may be another object than before."""
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
-        """Whether ``shown`` is still around ``local``."""
+        """Return whether ``shown`` still shows ``local``."""
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
-        """``local``, laid out like the parameter's piece, as a DTensor, for state dicts."""
+        """Return ``local``, laid out like the parameter's piece, as a DTensor for state dicts."""
 
     def __str__(self) -> str:
-        """How parameters lie, for people."""
+        """Describe, for people, how parameters are placed."""
 
 
 @dataclass(frozen=True)
 class DTensorForm:
-    """DTensors of class ``cls`` with the parameters' global ``shapes``, at these ``places``."""
+    """The form of DTensors of class ``cls``, with each parameter's global shape and place."""
 
     shapes: Sequence[torch.Size]
     places: Sequence[ShardPlace]
@@ -66,13 +66,13 @@ class DTensorForm:
     _specs: dict[tuple[int, torch.dtype], _torch.DTensorSpec] = field(default_factory=dict)
 
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """A new one."""
+        """Return a new parameter with the ``requires_grad`` and ``grad_dtype`` of ``original``."""
         param = nn.Parameter(self.wrap(index, local), requires_grad=original.requires_grad)
         _torch.keep_grad_dtype(_torch.explicit_grad_dtype(original), param)
         return param
 
     def wrap(self, index: int, local: Tensor) -> Tensor:
-        """A DTensor with global shape and the stride of a contiguous tensor."""
+        """Return a DTensor with the global shape and the stride of a contiguous tensor."""
         spec = self._specs.get((index, local.dtype))
         if spec is None:
             shape, place = self.shapes[index], self.places[index]
@@ -94,14 +94,14 @@ class DTensorForm:
         _torch.repoint(cast("DTensor", shown), local)
 
     def introduce(self, index: int, shown: Tensor) -> None:
-        """DTensors tell it themselves."""
+        """Do nothing, because a DTensor carries its own place."""
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
         """See ``ShardForm``."""
         return _torch.local_of(cast("DTensor", shown)) is local
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
-        """What users see anyway; where nothing is cut, of the parameter's shape."""
+        """Return the DTensor that users see; if nothing is cut, it has the parameter's shape."""
         whole = self.shapes[index]
         is_whole = local.shape != whole and local.numel() == whole.numel()
         return self.wrap(index, local.view(whole) if is_whole and self.cls is DTensor else local)
@@ -115,15 +115,15 @@ class DTensorForm:
 
 @dataclass(frozen=True)
 class PlainForm:
-    """Plain tensors: the user's own Parameter objects, each over this rank's piece."""
+    """The form of plain tensors: the user's own Parameter objects, each over this rank's piece."""
 
     dtensors: DTensorForm
 
     def parameter(self, index: int, local: Tensor, original: nn.Parameter) -> nn.Parameter:
-        """``original`` itself; a DTensor cannot be over a plain piece, so for that a new one."""
+        """Return ``original``, or a new parameter for a DTensor, which cannot hold plain pieces."""
         if isinstance(original, DTensor):
             return nn.Parameter(local, requires_grad=original.requires_grad)
-        original.grad = None  # of the whole; another shape is refused
+        original.grad = None  # has the whole shape; PyTorch refuses a gradient of another shape
         original.data = local
         return original
 
@@ -132,7 +132,7 @@ class PlainForm:
         return local
 
     def local(self, shown: Tensor) -> Tensor:
-        """See ``ShardForm``; without the history that a Parameter has."""
+        """See ``ShardForm``; the result is detached from the Parameter's autograd history."""
         return shown.data
 
     def repoint(self, shown: Tensor, local: Tensor) -> None:
@@ -144,7 +144,7 @@ class PlainForm:
         announce_parts(shown, [PlacedPart(self.dtensors.places[index], 0, shown.numel())])
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
-        """See ``ShardForm``; empty tensors are all in the same place."""
+        """See ``ShardForm``; empty tensors all have the same address."""
         alike = (shown.shape, shown.dtype, shown.device) == (local.shape, local.dtype, local.device)
         return alike and (shown.is_meta or shown.data_ptr() == local.data_ptr())
 

@@ -1,8 +1,8 @@
 """Views of sharded tensors for which the parts have to be gathered, such as one row.
 
-PyTorch gives ``w[i]`` of a DTensor that is cut into rows as a copy of that row on every rank. What
-is written to it is lost, in silence: ``w[padding_idx].fill_(0)`` is how ``nn.Embedding`` clears
-its padding row. Here it is a ``GatheredView``, whose writes go on into the parts.
+For a DTensor that is cut into rows, PyTorch returns ``w[i]`` as a copy of that row on every rank.
+Writes to the copy are silently lost, such as ``w[padding_idx].fill_(0)``, by which ``nn.Embedding``
+clears its padding row. Here ``w[i]`` is a ``GatheredView``, which passes writes on to the parts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ aten = torch.ops.aten
 
 
 class _Origin(NamedTuple):
-    """What a view is of.
+    """The tensor behind a view.
 
     Attributes:
         parts: the sharded DTensor.
-        whole: the same, the whole of it, as it was when the view was made, or last written to.
-            Views are in its memory.
+        whole: the whole tensor, as it was when the view was made or last written to. Views use
+            the memory of ``whole``.
     """
 
     parts: DTensor
@@ -38,10 +38,10 @@ class _Origin(NamedTuple):
 
 
 class GatheredView(_torch.OwnDispatch):
-    """A view of a sharded DTensor that was gathered for it; all ranks of its mesh must do alike.
+    """A view of a sharded DTensor that was gathered for the view; all ranks must use it alike.
 
-    Operations that write to it write to the sharded tensor, too, and only to the elements in the
-    view. It does not follow what is written to the sharded tensor by other ways: take another view.
+    Operations that write to the view also write to the sharded tensor, but only to elements in the
+    view. Other writes to the sharded tensor do not change the view: take another view.
     """
 
     origin: _Origin
@@ -60,7 +60,7 @@ class GatheredView(_torch.OwnDispatch):
         origin = args[0].origin
         return tree_map(lambda view: _view_of(origin, view, op), result)
 
-    # A copy, in memory or on disk, is nobody's view.
+    # A copy, in memory or on disk, is an ordinary DTensor and not a view.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return copy.deepcopy(_plain(self), memo)  # type: ignore[no-any-return]
@@ -70,12 +70,12 @@ class GatheredView(_torch.OwnDispatch):
 
 
 def _plain(value: Any) -> Any:
-    """A GatheredView as an ordinary DTensor over the same memory."""
+    """Return a GatheredView as an ordinary DTensor over its memory, other values unchanged."""
     return _torch.dtensor_as(value, DTensor) if isinstance(value, GatheredView) else value
 
 
 def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
-    """``value`` as a GatheredView, if it is in the memory of ``origin``."""
+    """Return ``value``, as a GatheredView if it is a DTensor in the memory of ``origin``."""
     if not isinstance(value, DTensor):
         return value
     local, memory = _torch.local_of(value), origin.whole
@@ -92,12 +92,11 @@ def _view_of(origin: _Origin, value: Any, op: Any) -> Any:
 
 
 def _is_around(memory: Tensor, view: DTensor) -> bool:
-    """Whether the local tensor of ``view`` is in that memory."""
     return _torch.shares_storage(_torch.local_of(view), memory)
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[GatheredView]:
-    """The views among the arguments that ``op`` writes to."""
+    """Yield each argument that ``op`` writes to and that is a GatheredView."""
     for number, argument in enumerate(op._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -110,7 +109,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
 def _write(
     op: Any, written: list[GatheredView], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Do ``op`` on what was gathered, then hand on what it wrote."""
+    """Run ``op`` on the gathered memory, then write the changes to the sharded tensors."""
     if op not in _OVERWRITES:
         for parts, memory in (view.origin for view in written):
             memory.copy_(gathered(parts))
@@ -146,10 +145,10 @@ _OVERWRITES = {
     aten.zero_.default,
     aten.copy_.default,
 }
-"""What does not read what it writes to, so that this need not be up to date."""
+"""Operations that do not read the tensor they write to, so the tensor need not be up to date."""
 
 
-# operations that make views, and the dims that they look along
+# operations that make views, and the tensor dims that each operation selects along
 
 
 def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
@@ -161,7 +160,7 @@ def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
             views = _torch.default_dtensor_op(op, args, kwargs)
             if all(_is_around(_torch.local_of(target), one) for one in tree_leaves(views)):
                 return views
-            # PyTorch gathers what has fewer rows than there are ranks, whatever is looked along.
+            # PyTorch gathers tensors with fewer rows than there are ranks, whatever the dim is.
         origin = _Origin(target, _whole_of(target))
         found = op(replicated(origin.whole, target.device_mesh), *args[1:], **kwargs)
         return tree_map(lambda value: _view_of(origin, value, op), found)
@@ -170,7 +169,7 @@ def _viewed(dims_of: Callable[..., tuple[int, ...]]) -> Any:
 
 
 def _whole_of(tensor: DTensor) -> Tensor:
-    """It gathered, in its strides: the order in which numbers are drawn depends on them."""
+    """Gather ``tensor`` and keep its strides, on which the order of random numbers depends."""
     whole: Tensor = gathered(tensor)
     if whole.stride() == tensor.stride():
         return whole
@@ -181,7 +180,7 @@ def _whole_of(tensor: DTensor) -> Tensor:
 
 
 def _is_computed(tensor: DTensor) -> bool:
-    """Whether autograd knows of its own how it was made: it is no parameter, nor a view of one."""
+    """Return whether ``tensor`` was computed under autograd: no leaf, and no view of a leaf."""
     base = tensor._base if tensor._is_view() else None
     return not (tensor.is_leaf or (base is not None and base.is_leaf))
 
@@ -189,7 +188,7 @@ def _is_computed(tensor: DTensor) -> bool:
 def _of_slice(
     tensor: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[int, ...]:
-    """A slice of everything needs nothing from other ranks."""
+    """Return the sliced dim, or no dim for a full slice, which needs nothing from other ranks."""
     size = tensor.shape[dim]
     return () if range(size)[start:end:step] == range(size) else (dim,)
 

@@ -1,4 +1,4 @@
-"""Where DTensors that fullshard made lie, and what this rank holds of them."""
+"""Gather a DTensor, and read or write this rank's part."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from fullshard.tensors.parts import coordinate_in, own_part
 
 
 def is_partial(tensor: DTensor) -> bool:
-    """Whether it is a sum, or the like, that is still to be made."""
+    """Return whether ``tensor`` has a Partial placement, a reduction that is still pending."""
     return any(placement.is_partial() for placement in tensor.placements)
 
 
 def gathered(value: Any) -> Any:
-    """The whole of a DTensor, a collective of its mesh unless it is replicated; else ``value``."""
+    """Return the full tensor of a DTensor (a collective unless replicated), else ``value``."""
     if not isinstance(value, DTensor):
         return value
-    # Inside of an operation autograd is off, but what requires gradients goes on to do so. Before
-    # 2.12 that makes PyTorch detach what it gathered in place, which DTensors there cannot.
+    # Inside an operation autograd is off, but ``requires_grad`` stays set. Before 2.12 this makes
+    # PyTorch detach the gathered tensor in place, which DTensors of that version cannot do.
     with torch.no_grad():
         return cast("DTensor", value.detach()).full_tensor()
 
 
 def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
-    """This rank's part of ``whole`` where it is placed as ``target``.
+    """Return this rank's part of ``whole``, cut by the placements of ``target``.
 
     Args:
-        op: for the message.
+        op: the operation, for the error message.
         whole: a plain tensor of the global shape of ``target``.
-        target: a DTensor that is no sum still to be made.
+        target: a DTensor without Partial placements.
 
     Raises:
-        UnsupportedError: ``target`` holds another part than its placements say.
+        UnsupportedError: if the local tensor of ``target`` has another shape than this part.
     """
     mesh, placements = target.device_mesh, target.placements
     part = own_part(whole, placements, mesh.shape, coordinate_in(mesh))
@@ -53,13 +53,13 @@ def own_part_of(op: Any, whole: Tensor, target: DTensor) -> Tensor:
 
 
 def keep_own_part(op: Any, whole: Tensor, target: DTensor) -> DTensor:
-    """Write this rank's part of ``whole`` into ``target``, which is returned."""
+    """Write this rank's part of ``whole`` into ``target``, and return ``target``."""
     _torch.local_of(target).copy_(own_part_of(op, whole, target))
     return target
 
 
 def replicated(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """``whole``, the same on all ranks, as a DTensor around it."""
+    """Return a replicated DTensor around ``whole``, which is the same on all ranks."""
     spec = _torch.dtensor_spec(
         mesh,
         (Replicate(),) * mesh.ndim,

@@ -1,4 +1,4 @@
-"""How parameters that are DTensors already are shown whole, and where their shards lie.
+"""Placements of parameters that users pass as DTensors: of whole parameters, and of their shards.
 
 See [Note: two ways to a tensor-parallel parameter].
 """
@@ -22,15 +22,15 @@ from fullshard.tensors.parallel_mesh import SpmdMesh, joined_in_order, joint_mes
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """How one parameter, whole for the data-parallel ranks, lies over the other ranks.
+    """The placement of one parameter before data parallelism shards it.
 
     Attributes:
-        mesh: of the parameter as modules see it: tensor-parallel, or the full mesh.
+        mesh: mesh of the parameter as modules see it: the tensor-parallel mesh or the full mesh.
         placements: on ``mesh``; Replicate on the data-parallel dims of a full mesh.
-        shape, stride: of the global tensor.
-        local_shape: of this rank's part, which may be empty, and differs over ranks where the
-            tensor-parallel cut is uneven: decide nothing by it that ranks must agree on.
-        dp_dims: the data-parallel dims of ``mesh``, none of a tensor-parallel mesh.
+        shape, stride: shape and stride of the global tensor.
+        local_shape: shape of this rank's part, which may be empty. It differs between ranks if the
+            tensor-parallel cut is uneven, so no decision that ranks must agree on may use it.
+        dp_dims: the data-parallel dims of ``mesh``; empty for a tensor-parallel mesh.
     """
 
     mesh: DeviceMesh
@@ -45,7 +45,7 @@ class ParallelSpec:
 
     @property
     def over_others(self) -> ShardPlace:
-        """Where it lies on the dims that are not data-parallel, perhaps none."""
+        """Mesh and placements on the dims that are not data-parallel, if there are any."""
         dims = [dim for dim in range(self.mesh.ndim) if dim not in self.dp_dims]
         placements = tuple(self.placements[dim] for dim in dims)
         if not self.dp_dims:
@@ -55,28 +55,28 @@ class ParallelSpec:
 
     @property
     def may_sum_gradients(self) -> bool:
-        """Whether gradients may be sums that other than data-parallel ranks have to make."""
+        """Return whether gradients may be pending sums over dims that are not data-parallel."""
         others = (p for dim, p in enumerate(self.placements) if dim not in self.dp_dims)
         return any(isinstance(placement, Replicate) for placement in others)
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The parameter around ``local``, a plain tensor of shape ``local_shape``.
+        """Return the parameter as a DTensor around ``local``, plain and of shape ``local_shape``.
 
-        They share storage, which may be empty and be filled later. No communication, no autograd.
+        Both share storage, which may be empty and filled later. No communication, no autograd.
         """
         spec = self.spec_for(self.placements, local.dtype)
         return _torch.dtensor_around(local, spec, requires_grad=False, cls=DTensor)
 
     def parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """``wrap`` as a leaf of autograd, whose gradients are DTensors.
+        """Return ``wrap(local)`` as an autograd leaf, whose gradients are DTensors.
 
-        It takes over where ``local`` begins within its storage: compilers need that. For the same
-        reason ``copy.deepcopy`` refuses it.
+        The leaf keeps the storage offset of ``local``, which compilers need. Because of this offset
+        ``copy.deepcopy`` refuses the leaf.
         """
         return nn.Parameter(self.wrap(local), requires_grad=requires_grad)
 
     def spec_for(self, placements: tuple[Placement, ...], dtype: torch.dtype) -> _torch.DTensorSpec:
-        """That of a tensor of the same global shape, placed like this on ``mesh``."""
+        """Return the spec of a tensor of this global shape with ``placements`` on ``mesh``."""
         spec = self._specs.get(dtype) if placements is self.placements else None
         if spec is None:
             spec = _torch.dtensor_spec(
@@ -90,16 +90,17 @@ class ParallelSpec:
 def parallel_spec_of(
     param: Tensor, *, name: str = "", spmd: SpmdMesh | None = None
 ) -> ParallelSpec | None:
-    """How ``param`` lies over other than data-parallel ranks; None for a plain tensor.
+    """Return the placement of ``param`` before data parallelism; None for a plain tensor.
 
     Args:
-        param: as the user made it; its values are not looked at, it may be on ``meta``.
-        name: fully qualified, for messages.
-        spmd: the full mesh that parameters must be on, where the user named its dims.
+        param: the user's parameter; its values are not read, so it may be on ``meta``.
+        name: fully qualified name (FQN), for error messages.
+        spmd: the full mesh that parameters must be on, if the user named its data-parallel dims.
 
     Raises:
-        ConfigError: with ``spmd``, a parameter that is no DTensor, is on a mesh that is not equal
+        ConfigError: with ``spmd``, if ``param`` is not a DTensor, is on a mesh that is not equal
             to ``spmd.full``, or is not replicated over the data-parallel dims.
+        UnsupportedError: if ``param`` has a Partial placement.
     """
     if spmd is not None:
         _check_spmd(param, name, spmd)
@@ -141,17 +142,17 @@ def _check_spmd(param: Tensor, name: str, spmd: SpmdMesh) -> None:
 
 
 class ShardPlace(NamedTuple):
-    """Where the shards of a parameter, as DTensors, lie."""
+    """The mesh and placements of a parameter's shards as DTensors."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
     def divides(self, shape: torch.Size) -> bool:
-        """Whether what cuts a tensor dim in strides divides it evenly, with all that cut it too.
+        """Return whether each tensor dim with a strided cut is divided evenly by all its cuts.
 
         If not, ``full_tensor()`` is right, but ``distribute_tensor`` onto such placements fails
-        for some sizes, and for some the offsets that torch computes, which distributed checkpoints
-        store, are not those of the data (torch 2.13). The answer is the same on all ranks.
+        for some sizes, and for other sizes the offsets that torch computes, which distributed
+        checkpoints store, are wrong (torch 2.13). The answer is the same on all ranks.
         """
         strided = {p.dim for p in self.placements if isinstance(p, _torch.StridedShard)}
         for dim in strided:
@@ -162,15 +163,15 @@ class ShardPlace(NamedTuple):
 
 
 def shard_place(spec: ParallelSpec, dp: DeviceMesh, dim: int | None) -> ShardPlace:
-    """Where local tensors, cut as ``torch.chunk`` does on ``dim`` over ``dp``, lie.
+    """Return the place of local tensors that are cut on ``dim`` over ``dp`` like ``torch.chunk``.
 
     Args:
-        spec: of a parameter on a tensor-parallel mesh.
-        dp: shards over its last dim; a dim before that replicates.
+        spec: placement of a parameter on a tensor-parallel mesh.
+        dp: mesh whose last dim shards; a dim before the last replicates.
         dim: tensor dim, not negative; None if ``dp`` only replicates.
 
     Raises:
-        ConfigError, UnsupportedError: the meshes do not fit, see ``joint_mesh``.
+        ConfigError, UnsupportedError: if the meshes do not fit, see ``joint_mesh``.
     """
     mesh = joint_mesh(dp, spec.mesh)
     cut = Replicate() if dim is None else _cut(dim, spec.mesh, spec.placements)
@@ -178,16 +179,16 @@ def shard_place(spec: ParallelSpec, dp: DeviceMesh, dim: int | None) -> ShardPla
 
 
 def spmd_shard_place(spec: ParallelSpec, spmd: SpmdMesh, dim: int) -> ShardPlace:
-    """The same for a parameter on a full mesh.
+    """Return the place of local tensors, cut as in ``shard_place``, of a full-mesh parameter.
 
-    One shard dim takes the cut where it stands in the mesh; several are one flattened dim.
+    A single shard dim is cut at its position in the mesh; several become one flattened dim.
     """
     names = spmd.full.mesh_dim_names or ()
     placed = dict(zip(names, spec.placements, strict=True))
     if not spmd.shard_names:
         return ShardPlace(spmd.full, spec.placements)
     first = names.index(spmd.shard_names[0]) + 1
-    # Dims to the left have cut the tensor before, in DTensor's order as in ours.
+    # Mesh dims to the left cut the tensor first, in DTensor's order and in ours.
     cut = _cut(dim, spec.mesh, spec.placements, first)
     if len(spmd.shard_names) == 1:
         placed[spmd.shard_names[0]] = cut
@@ -200,10 +201,10 @@ def spmd_shard_place(spec: ParallelSpec, spmd: SpmdMesh, dim: int) -> ShardPlace
 def place_in_order_of_cuts(
     spec: ParallelSpec, replicate: DeviceMesh | None, shard: DeviceMesh, dim: int
 ) -> ShardPlace:
-    """The same place in words that every part of DTensor understands, whatever the sizes.
+    """Return an equivalent place that every part of DTensor supports, whatever the sizes.
 
-    The data-parallel dim stands right of those that have cut the tensor before it, on a mesh of
-    its own order: for what does not divide, see ``ShardPlace.divides``.
+    The mesh of this place has another order of dims: the data-parallel dim is to the right of dims
+    that cut the tensor first. Use it for shapes that ``ShardPlace.divides`` rejects.
     """
     others = spec.over_others
     meshes = [replicate] if replicate is not None else []
@@ -212,10 +213,10 @@ def place_in_order_of_cuts(
 
 
 def _cut(dim: int, mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> Placement:
-    """The placement of a data-parallel cut made after those of mesh dims from ``first`` on.
+    """Return the placement of a data-parallel cut that follows cuts by mesh dims from ``first``.
 
-    DTensor applies placements from left to right. Where a dim to the right has cut the same
-    tensor dim before us, each of its pieces is cut, which DTensor calls strided.
+    DTensor applies placements from left to right. If a mesh dim to the right has cut the same
+    tensor dim before us, each resulting piece is cut again, which DTensor calls strided.
     """
     factor = math.prod(
         mesh.size(i)

@@ -1,4 +1,4 @@
-"""From what autograd left on tensor-parallel parameters to plain local tensors."""
+"""Turn the gradients that autograd left on tensor-parallel parameters into plain local tensors."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from fullshard.tensors.parallel import ParallelSpec
 
 
 class _WrongGradient(ProtocolError, AssertionError):
-    """A gradient that does not lie where its parameter does."""
+    """The error for a gradient that is plain or on another mesh, unlike its DTensor parameter."""
 
 
 @torch.no_grad()
 def local_gradients(
     grads: Sequence[Tensor | None], specs: Sequence[ParallelSpec | None]
 ) -> list[Tensor | None]:
-    """The local tensors of gradients, placed as their parameters are.
+    """Return the local tensors of gradients, placed like the parameters.
 
-    Asynchronous results are awaited. A gradient that is a pending sum or mean over a dim that is
-    not data-parallel is all-reduced over it, all such gradients of the call in one all-reduce for
-    each process group and dtype, in which they are computed. Ranks of such a group must agree on
-    which parameters have a gradient; those of other groups need not.
+    Asynchronous results are awaited. A gradient that is a pending sum or mean over a mesh dim that
+    is not data-parallel is all-reduced over this dim, in the dtype of the gradient; all such
+    gradients of a call share one all-reduce for each process group and dtype. Ranks of such a group
+    must agree on which parameters have a gradient; ranks of other groups need not.
 
-    Over data-parallel dims of a full mesh gradients are left pending, since the engine reduces
-    over those next. [Note: pending sums over data-parallel dims] That takes the mean of what ranks
-    have, whether they hold terms of a sum (Partial), or alike results (Replicate), as in torch:
+    Over data-parallel dims of a full mesh, gradients are left pending, because the engine reduces
+    over these dims next. [Note: pending sums over data-parallel dims] The engine takes the mean of
+    all ranks, whether they hold terms of a sum (Partial) or equal results (Replicate), as in torch:
 
         Replicate        the mean is the gradient
         Partial("avg")   the mean is the gradient
         Partial("sum")   the mean is the gradient divided by the number of data-parallel ranks.
-                         DTensor gives these where the input is Shard on the data-parallel dims,
-                         and the loss their global sum. A user of torch who wants the gradient of
-                         that loss sets a gradient divide factor of 1; so it is with us
+                         DTensor produces this placement if the input is Shard on the data-parallel
+                         dims and the loss is a global sum. To get the gradient of that loss, set a
+                         gradient divide factor of 1, as in torch
 
     Args:
-        grads: of whole parameters, None where there is none. Not written to.
-        specs: of the parameters, None for plain ones, whose gradients are returned as they are.
+        grads: gradients of whole parameters, None for no gradient. Not written to.
+        specs: specs of the parameters; None for a plain one, whose gradient is returned as it is.
 
     Returns:
-        Plain tensors of each spec's ``local_shape``. What was placed well shares memory with its
-        gradient; what was all-reduced lies in one new buffer with others.
+        Plain tensors of each spec's ``local_shape``. A result that needed no change shares memory
+        with its gradient; all-reduced results share a new buffer.
 
     Raises:
-        ProtocolError: a parameter that is a DTensor has a plain gradient, or one on another mesh;
-            also an AssertionError.
+        ProtocolError: if a parameter that is a DTensor has a plain gradient, or a gradient on
+            another mesh; the error is also an AssertionError.
     """
     results = list(grads)
     misplaced: list[_Misplaced] = []
@@ -71,7 +71,7 @@ def local_gradients(
 
 
 class _Misplaced(NamedTuple):
-    """A gradient that is not placed as its parameter is."""
+    """A gradient whose ``placements`` differ from ``target``."""
 
     position: int
     spec: ParallelSpec
@@ -80,9 +80,9 @@ class _Misplaced(NamedTuple):
     target: tuple[Placement, ...]
 
     def is_pending(self, dim: int) -> bool:
-        """Whether its sum or mean over a mesh dim is to be made by us.
+        """Return whether we must compute the pending sum or mean over mesh dim ``dim``.
 
-        Not where ranks along another dim hold what is no sum: the order would matter.
+        False if a dim has a pending reduction of another kind, because the order would matter.
         """
         return (
             dim < len(self.placements)
@@ -92,7 +92,7 @@ class _Misplaced(NamedTuple):
         )
 
     def summed(self, dim: int, local: Tensor) -> _Misplaced:
-        """The same once all ranks along the mesh dim have its sum."""
+        """Return the gradient with ``local``, its sum over mesh dim ``dim``, as local tensor."""
         placements = (*self.placements[:dim], Replicate(), *self.placements[dim + 1 :])
         return self._replace(local=local, placements=placements)
 
@@ -113,7 +113,7 @@ def _checked(grad: Tensor, spec: ParallelSpec) -> DTensor:
 
 
 def _target(placements: tuple[Placement, ...], spec: ParallelSpec) -> tuple[Placement, ...]:
-    """Where the local gradient is wanted: as the parameter, but pending over data-parallel dims."""
+    """Return the parameter's placements, but pending sums where data-parallel dims have them."""
     if not spec.dp_dims:
         return spec.placements
     target = list(spec.placements)
@@ -124,7 +124,7 @@ def _target(placements: tuple[Placement, ...], spec: ParallelSpec) -> tuple[Plac
 
 
 def _summed(gradients: Sequence[_Misplaced]) -> list[_Misplaced]:
-    """``gradients``, none of them a pending sum any more, in one all-reduce for each group."""
+    """Return ``gradients`` without pending sums, by one all-reduce for each group and dtype."""
     done = list(gradients)
     for dim in range(max(len(gradient.placements) for gradient in done)):
         batches: dict[tuple[dist.ProcessGroup, torch.dtype], list[int]] = {}
@@ -140,7 +140,7 @@ def _summed(gradients: Sequence[_Misplaced]) -> list[_Misplaced]:
 
 
 def _sum_batch(batch: Sequence[_Misplaced], dim: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Sums, or means, over ``group``, in new memory: others may hold the gradients."""
+    """Return sums or means over ``group``, in new memory: gradients may be referenced elsewhere."""
     locals_ = [gradient.local for gradient in batch]
     numels = [local.numel() for local in locals_]
     joined = locals_[0].new_empty(sum(numels))
@@ -148,7 +148,7 @@ def _sum_batch(batch: Sequence[_Misplaced], dim: int, group: dist.ProcessGroup) 
         part.view(local.shape) for part, local in zip(joined.split(numels), locals_, strict=True)
     ]
     torch._foreach_copy_(totals, locals_)
-    # Before they are added up, so that few bits do not overflow.
+    # Divided before the sum, so that narrow dtypes do not overflow.
     means = [
         total
         for total, gradient in zip(totals, batch, strict=True)
@@ -162,9 +162,9 @@ def _sum_batch(batch: Sequence[_Misplaced], dim: int, group: dist.ProcessGroup) 
 
 
 def _moved(gradient: _Misplaced) -> _Misplaced:
-    """``gradient`` where it is wanted; for what is rare, by DTensor, one at a time.
+    """Return ``gradient`` with its target placements; rare cases go through DTensor one by one.
 
-    From Replicate to Shard nothing is communicated.
+    A change from Replicate to Shard communicates nothing.
     """
     if gradient.placements == gradient.target:
         return gradient

@@ -1,18 +1,18 @@
-"""Meshes of parameters that are tensor-parallel and data-parallel at once.
+"""Meshes of parameters that are both tensor-parallel and data-parallel.
 
 [Note: two ways to a tensor-parallel parameter]
 
-Users hand us parameters that are DTensors already, in one of two ways:
+Users pass us parameters that are already DTensors, in one of two ways:
 
-    a tensor-parallel mesh      the parameter is a DTensor on ("tp",) or ("ep", "tp"); we are told
-                                of data-parallel dims by a mesh of their own. Sharded, it lies on
-                                the joint mesh ("dp", "tp"), see ``joint_mesh``
-    a full mesh                 the parameter is a DTensor on ("dp", "tp"), Replicate on "dp"; we
-                                are told which names are data-parallel. Sharded, it lies on the
+    a tensor-parallel mesh      the parameter is a DTensor on ("tp",) or ("ep", "tp"); users pass
+                                a separate mesh of the data-parallel dims. The sharded parameter is
+                                on the joint mesh ("dp", "tp"), see ``joint_mesh``
+    a full mesh                 the parameter is a DTensor on ("dp", "tp"), Replicate on "dp"; users
+                                say which names are data-parallel. The sharded parameter is on the
                                 same mesh, see ``SpmdMesh``
 
-Either way a rank's local tensor is a plain tensor that the engine shards, gathers and reduces
-over data-parallel ranks as if there were no others: ranks of one data-parallel group have the
+In both cases a rank's local tensor is a plain tensor that the engine shards, gathers and reduces
+over data-parallel ranks as if no other ranks existed: ranks of one data-parallel group have the
 same tensor-parallel coordinate, hence local tensors of the same shape.
 """
 
@@ -35,27 +35,27 @@ _MAX_DIMS = 4
 
 
 class _Apart(ConfigError, RuntimeError):
-    """Two meshes that do not belong together."""
+    """The error for meshes that cannot be joined."""
 
 
 class _TooManyDims(ConfigError, AssertionError):
-    """A mesh of more dims than torch takes."""
+    """The error for a mesh with more dims than torch supports."""
 
 
 def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
-    """The mesh (*dp dims, *tp dims) on which sharded tensor-parallel parameters lie.
+    """Return the mesh (*dp dims, *tp dims) of sharded tensor-parallel parameters.
 
-    Uses the process groups of ``dp`` and ``tp``; makes none and communicates nothing. Equal
-    inputs give the same object as long as somebody holds it.
+    The mesh uses the process groups of ``dp`` and ``tp``; no group is made and nothing is
+    communicated. Equal inputs give the same object as long as a reference to it exists.
 
     Args:
-        dp: shards over its last dim; a dim before that replicates.
-        tp: one or two tensor- or expert-parallel dims.
+        dp: mesh whose last dim shards; a dim before the last replicates.
+        tp: mesh of one or two tensor- or expert-parallel dims.
 
     Raises:
-        UnsupportedError: ``tp`` has more than two dims.
-        ConfigError: the meshes are for other types of devices, share ranks in other ways than at
-            right angles, or are not slices of one mesh, or of equal ones.
+        UnsupportedError: if ``tp`` has more than two dims.
+        ConfigError: if the meshes have more than four dims together, are for different device
+            types, are not orthogonal, have unnamed or common dims, or are slices of unequal meshes.
     """
     if tp.ndim > _MAX_PARALLEL_DIMS:
         raise UnsupportedError(
@@ -75,15 +75,15 @@ def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
     return joined_in_order((dp, tp))
 
 
-# Weak: a mesh keeps process groups. Whatever lies on a joint mesh holds it.
+# Weak, because a mesh keeps process groups alive. Tensors on a joint mesh hold the mesh.
 _joints: weakref.WeakValueDictionary[tuple[Any, ...], DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def joined_in_order(meshes: tuple[DeviceMesh, ...]) -> DeviceMesh:
-    """One mesh with all dims of ``meshes``, in their order; the same object for equal meshes."""
+    """Return one mesh with all dims of ``meshes``, in order; the same object for equal meshes."""
     world = dist.group.WORLD
     assert world is not None
-    # Equal meshes of a process group that was destroyed have dead groups.
+    # The key has the world: equal meshes of a destroyed world have dead process groups.
     key = (meshes, weakref.ref(world))
     joint = _joints.get(key)
     if joint is None:
@@ -102,7 +102,7 @@ def joined_in_order(meshes: tuple[DeviceMesh, ...]) -> DeviceMesh:
 
 
 def _check_joinable(meshes: Sequence[DeviceMesh]) -> None:
-    """Refuse meshes without a common root or without names of their own."""
+    """Refuse meshes without a common root, or without a distinct name for every dim."""
     if len({_torch.root_ranks(mesh) for mesh in meshes}) > 1:
         raise _Apart(
             f"{_listed(meshes)} are not slices of one mesh, so that nothing is known about the "
@@ -124,17 +124,17 @@ def _check_joinable(meshes: Sequence[DeviceMesh]) -> None:
 
 
 def _is_ascending(mesh: DeviceMesh) -> bool:
-    """Whether the dims of ``mesh`` come in the order in which they do in its root."""
+    """Return whether the dims of ``mesh`` have the same order as in the root of ``mesh``."""
     places = {rank: i for i, rank in enumerate(_torch.root_ranks(mesh))}
     where = [places[rank] for rank in mesh.mesh.flatten().tolist()]
     return where == sorted(where)
 
 
 def _of_its_own(joint: DeviceMesh, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """``joint`` as a mesh that is no part of another, around the same process groups.
+    """Return ``joint`` as a root mesh, not a part of another mesh, with the same process groups.
 
-    To redistribute a DTensor, torch takes slices of the root of its mesh, which it refuses where
-    dims are in another order than in the root: tp left of dp, or a flattened dim around others.
+    To redistribute a DTensor, torch slices the root of the DTensor's mesh. It refuses dims in
+    another order than in the root: tp left of dp, or a flattened dim that encloses other dims.
     """
     return DeviceMesh.from_group(
         [group for mesh in meshes for group in mesh.get_all_groups()],
@@ -153,11 +153,11 @@ class SpmdMesh:
     """A full mesh on which whole parameters are replicated over the data-parallel dims.
 
     Attributes:
-        full: the mesh of the parameters that users bring.
-        shard_names: dims that parameters are sharded over, none to replicate them only.
-        replicate_names: dims over which copies of the shards are kept.
-        shard: 1-D, several dims flattened into one; None without ``shard_names``.
-        replicate: the same for ``replicate_names``.
+        full: the mesh of the parameters that users pass.
+        shard_names: dims over which parameters are sharded; empty to replicate parameters only.
+        replicate_names: dims over which shards are replicated.
+        shard: 1-D mesh of ``shard_names``, flattened if several; None without ``shard_names``.
+        replicate: 1-D mesh of ``replicate_names``, likewise.
     """
 
     full: DeviceMesh
@@ -176,12 +176,12 @@ class SpmdMesh:
     ) -> SpmdMesh:
         """Find the data-parallel dims of ``full`` by name.
 
-        Several names make one flattened dim. Its process group is made the first time, with a
-        collective of all ranks: call this alike everywhere.
+        Several names make one flattened dim. The first call makes the process group of this dim by
+        a collective of all ranks: call ``of`` with the same arguments on every rank.
 
         Raises:
-            ConfigError: no name at all, a mesh without names, a name that it does not have or
-                that is given twice, or names in another order than the mesh's.
+            ConfigError: if there is no name, the mesh has no names, a name is unknown or given
+                twice, or the names are in another order than in the mesh.
         """
         names = (names_of(shard), names_of(replicate))
         _check_names(full, names[0] + names[1])
@@ -189,7 +189,7 @@ class SpmdMesh:
 
     @cached_property
     def data_parallel(self) -> DeviceMesh:
-        """The mesh that the engine works on: (replicate, shard), or the one that there is."""
+        """The mesh that the engine uses: (replicate, shard), or whichever of the two exists."""
         if self.shard is not None and self.replicate is not None:
             return joined_in_order((self.replicate, self.shard))
         one = self.shard or self.replicate
@@ -198,7 +198,7 @@ class SpmdMesh:
 
     @cached_property
     def dp_dims(self) -> tuple[int, ...]:
-        """Which dims of ``full`` are data-parallel."""
+        """Indices of the data-parallel dims of ``full``."""
         return tuple(
             i
             for i, name in enumerate(self.full.mesh_dim_names or ())
@@ -207,16 +207,16 @@ class SpmdMesh:
 
     @cached_property
     def sharded(self) -> DeviceMesh:
-        """The mesh of sharded parameters: ``full``, but several shard dims flattened into one."""
+        """The mesh of sharded parameters: ``full``, with several shard dims flattened into one."""
         if len(self.shard_names) < 2:
             return self.full
         return joined_in_order(self.across(lambda dim: self.full[dim], self.data_parallel))
 
     def across(self, other: Callable[[str], Any], flattened: Any) -> tuple[Any, ...]:
-        """Go along ``full`` as ``sharded`` does: ``flattened`` for the first shard dim.
+        """Return ``flattened`` and ``other(name)`` of dims that are not data-parallel, in order.
 
-        ``other(name)`` for dims that are not data-parallel. Replicate dims stand left of the
-        flattened one, wherever they were, as in torch.
+        ``flattened``, at the position of the first shard dim, covers all data-parallel dims. So
+        replicate dims are just left of the flattened shard dim, wherever they were, as in torch.
         """
         along: list[Any] = []
         for name in self.full.mesh_dim_names or ():
@@ -228,7 +228,7 @@ class SpmdMesh:
 
 
 def names_of(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One name or several, as several."""
+    """Return one name, several names or None as a tuple of names."""
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
@@ -252,7 +252,6 @@ def _check_names(full: DeviceMesh, names: tuple[str, ...]) -> None:
 
 
 def _flattened(full: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
-    """The dims of these names as a 1-D mesh."""
     if not names:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank holds, and over which ranks the parts are spread."""
+"""Compute the part of a whole tensor that a rank holds, and the ranks that share the tensor."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
 
 def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Where this rank is in ``mesh``, one number for each mesh dim.
+    """Return the coordinate of this rank in ``mesh``, one number for each mesh dim.
 
     Raises:
-        ConfigError: it is not in it.
+        ConfigError: if this rank is not in ``mesh``.
     """
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -33,7 +33,7 @@ def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def chunk_of(size: int, num_chunks: int, index: int) -> Interval:
-    """Which of ``size`` rows chunk ``index`` has, as ``torch.chunk`` cuts; late ones may be empty.
+    """Return the rows, perhaps none, of chunk ``index`` if ``torch.chunk`` cuts ``size`` rows.
 
     >>> [chunk_of(5, 4, index).length for index in range(4)]
     [2, 2, 1, 0]
@@ -49,20 +49,20 @@ def own_part(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Tensor:
-    """What the rank at ``coordinate`` keeps of ``whole``, as ``DTensor.full_tensor`` sees it.
+    """Return the part of ``whole`` at ``coordinate``, as ``DTensor.full_tensor`` understands it.
 
-    That takes ``_StridedShard`` for a cut that comes after those of later mesh dims, where its
-    split factor fits, and else for one of each of so many pieces. Where sizes are uneven the two
-    can differ, and what torch cuts by itself (``distribute_tensor``) is always the second.
+    ``full_tensor`` treats ``_StridedShard`` as a cut after the cuts of later mesh dims if the split
+    factor fits, else as a cut of each of so many pieces. For uneven sizes the two can differ; the
+    cuts that torch itself makes (``distribute_tensor``) always have the second meaning.
 
     Args:
-        whole: a tensor, or a part that mesh dims further left have left over.
+        whole: a tensor, or the part of a tensor that mesh dims further left have produced.
         placements: ``Shard``, ``_StridedShard`` or ``Replicate`` for each mesh dim.
         mesh_shape: the size of each of these mesh dims.
-        coordinate: the rank's place on each of them.
+        coordinate: the rank's coordinate on each of these mesh dims.
 
     Returns:
-        A view of ``whole``, or a copy where the part has gaps; uneven and empty parts included.
+        A view of ``whole``, or a copy if the part has gaps; parts may be uneven or empty.
     """
     order = _order_of_cuts(placements, mesh_shape)
     part = whole
@@ -81,15 +81,15 @@ _CUTS = (Shard, _torch.StridedShard)
 
 
 def _split_factor(placement: Placement) -> int:
-    """How many pieces there are already when this cut is made; a kind of Shard in some versions."""
+    """Return how many pieces exist before this cut; StridedShard is a Shard in some versions."""
     return int(placement.split_factor) if isinstance(placement, _torch.StridedShard) else 1
 
 
 def _order_of_cuts(
     placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> Iterable[int] | None:
-    """The mesh dims that cut, in the order in which they do; None if split factors fit none."""
-    orders: dict[int, list[int]] = {}  # by tensor dim
+    """Return the mesh dims that cut, in the order of cuts; None if split factors fit no order."""
+    orders: dict[int, list[int]] = {}  # keyed by tensor dim
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
         if isinstance(placement, _CUTS):
@@ -106,12 +106,12 @@ def _chunk(tensor: Tensor, dim: int, num_chunks: int, index: int) -> Tensor:
 
 
 class Spread(NamedTuple):
-    """Over which ranks the elements of a tensor are spread.
+    """The ranks over which the elements of a tensor are spread.
 
     Attributes:
-        groups: sums over one after the other give what all elements together give, ``copies``
-            times, and to the last bit the same on all their ranks.
-        copies: how often they count each element.
+        groups: process groups; sums over one after the other give ``copies`` times the sum of all
+            elements, bitwise equal on all ranks of the groups.
+        copies: how many times these sums count each element.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -119,14 +119,14 @@ class Spread(NamedTuple):
 
 
 def spread_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Spread:
-    """The groups along mesh dims on which tensors placed so are cut, and on which they are copied.
+    """Return the spread over ``mesh`` of tensors with ``placements``.
 
-    Replicas left of the first cut hold the same in the same memory, and find the same by
-    themselves. Copies right of it, those of tensor parallelism, may be cut at other places, or
-    lie beside other things, so that sums round otherwise: they are counted, and divided.
+    Replicas left of the first cut have equal local tensors, which give equal sums without
+    communication. Copies right of the first cut, from tensor parallelism, may be cut differently or
+    be next to other elements, so their sums round differently: sum over them, divide by ``copies``.
 
     Raises:
-        UnsupportedError: the tensors are partial sums.
+        UnsupportedError: if the tensors are partial sums.
     """
     groups: list[dist.ProcessGroup] = []
     copies = 1
@@ -140,7 +140,7 @@ def spread_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Spread:
 
 
 def _is_cut(placement: Placement) -> bool:
-    """Whether ranks hold different elements."""
+    """Return whether ranks hold different elements along a mesh dim with ``placement``."""
     if isinstance(placement, Replicate):
         return False
     if isinstance(placement, (Shard, _torch.StridedShard, RaggedShard)):

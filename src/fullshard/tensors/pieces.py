@@ -1,4 +1,4 @@
-"""Where plain Parameters lie that hold a rank's pieces, which DTensors tell by themselves."""
+"""Keep the places of plain Parameters that hold a rank's pieces; DTensors carry their places."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fullshard.tensors.parallel import ShardPlace
 
 
 class PlacedPart(NamedTuple):
-    """Some elements of a plain Parameter, and of its gradient, that lie on a mesh together.
+    """Some elements of a plain Parameter, and of the Parameter's gradient, that share one place.
 
     Attributes:
-        place: the mesh, and how they lie over its dims.
-        start: the first of them, in 1-D.
-        numel: how many there are.
+        place: the mesh and placements of the elements.
+        start: index of the first element, in 1-D.
+        numel: number of elements.
     """
 
     place: ShardPlace
@@ -29,10 +29,10 @@ _parts: MutableMapping[Tensor, tuple[PlacedPart, ...]] = WeakIdKeyDictionary()
 
 
 def announce_parts(param: Tensor, parts: Sequence[PlacedPart]) -> None:
-    """Let it be found out over which ranks ``param``, which is not kept alive, is spread."""
+    """Announce the ``parts`` of ``param``, for ``placed_parts_of``, without keeping it alive."""
     _parts[param] = tuple(parts)
 
 
 def placed_parts_of(param: Tensor) -> tuple[PlacedPart, ...]:
-    """What was announced; nothing for a tensor that is nobody's piece."""
+    """Return the parts that were announced for ``param``; an empty tuple if none were."""
     return _parts.get(param, ())

@@ -1,10 +1,10 @@
-"""How a RaggedTensor is cut on a mesh of any dims, in integers.
+"""The cut of a RaggedTensor on a mesh of any dims, in integers.
 
     placements   Replicate   RaggedShard   Shard(1)   Replicate
                  replicas    data parallel   tensor parallel
 
-What tensor parallelism leaves to a rank, its *tp part*, is a box of the whole tensor. The ranks
-along the ragged mesh dim share the tp part's elements, in row-major order, as intervals.
+The part that tensor parallelism gives to a rank, the *tp part*, is a box of the whole tensor. The
+ranks along the ragged mesh dim divide the tp part's elements, in row-major order, into intervals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
 
 def is_ragged(value: object) -> bool:
-    """Whether ``value`` is placed as a RaggedTensor."""
+    """Return whether ``value`` is a DTensor with a RaggedShard placement."""
     return isinstance(value, DTensor) and any(
         isinstance(placement, RaggedShard) for placement in value.placements
     )
@@ -34,17 +34,17 @@ def is_ragged(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RaggedCut:
-    """Where the elements of a RaggedTensor are, seen from one rank.
+    """The position of a RaggedTensor's elements, as seen from one rank.
 
     Attributes:
         mesh_dim: the mesh dim along which intervals follow each other.
-        tp_placements: for each mesh dim, that of the tp part alone.
+        tp_placements: placements of the tp part alone, one for each mesh dim.
         tp_shape: shape of the tp part, which is the whole tensor without tensor parallelism.
-        tp_offsets: where it begins in the whole tensor.
+        tp_offsets: offsets of the tp part in the whole tensor.
         ragged: the placement along ``mesh_dim``.
         interval: elements of the tp part that this rank holds.
-        is_first: whether the rank is the first on every mesh dim.
-        is_first_copy: whether it is the first of those that tensor parallelism gives the same.
+        is_first: True if the rank is the first on every mesh dim.
+        is_first_copy: True if the rank is the first of the ranks with copies of one tp part.
     """
 
     mesh_dim: int
@@ -58,7 +58,7 @@ class RaggedCut:
 
     @property
     def has_tp(self) -> bool:
-        """Whether the tp part is not the whole tensor."""
+        """Return whether tensor parallelism cuts the tensor."""
         return any(isinstance(placement, Shard) for placement in self.tp_placements)
 
     @property
@@ -70,28 +70,28 @@ class RaggedCut:
         )
 
     def tp_part(self, whole: Tensor) -> Tensor:
-        """A view of the tp part of ``whole``."""
+        """Return a view of the tp part of ``whole``."""
         part = whole
         for dim, (start, length) in enumerate(zip(self.tp_offsets, self.tp_shape, strict=True)):
             part = part.narrow(dim, start, length)
         return part
 
     def own_part(self, tp_part: Tensor) -> Tensor:
-        """This rank's interval of a tp part, 1-D."""
+        """Return this rank's interval of ``tp_part`` as a 1-D tensor."""
         return tp_part.reshape(-1)[self.interval.start : self.interval.stop]
 
 
 def cut_of(tensor: DTensor) -> RaggedCut:
-    """How ``tensor`` is cut, seen from this rank.
+    """Return the cut of ``tensor``, as seen from this rank.
 
     Raises:
-        ConfigError: it is not placed as RaggedTensors can be, or this rank is not in its mesh.
+        ConfigError: if no RaggedTensor can have these placements, or this rank is not in the mesh.
     """
     mesh = tensor.device_mesh
     return _cut(tensor.placements, tuple(tensor.shape), tuple(mesh.shape), coordinate_in(mesh))
 
 
-# Keyed by values: meshes that compare equal may have different process groups.
+# Keyed by values, not by mesh: meshes that compare equal may have different process groups.
 @lru_cache(maxsize=1 << 14)
 def _cut(
     placements: tuple[Placement, ...],
@@ -136,10 +136,10 @@ def _is_box(placement: Placement) -> bool:
 
 
 def _ragged_dim(placements: Sequence[Placement]) -> int:
-    """The mesh dim of the one RaggedShard.
+    """Return the mesh dim of the only RaggedShard.
 
     Raises:
-        ConfigError: there are others, or what is beside it cannot be.
+        ConfigError: if there is not exactly one RaggedShard, or another placement does not fit it.
     """
     ragged = [dim for dim, one in enumerate(placements) if isinstance(one, RaggedShard)]
     first = ragged[0] if ragged else len(placements)

@@ -1,4 +1,4 @@
-"""What stands for the operands of an operation on RaggedTensors on this rank."""
+"""Get the local operands of an operation on RaggedTensors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # op, args, kwa
 
 
 def first_ragged(values: Iterable[Any]) -> DTensor:
-    """The first RaggedTensor among ``values``."""
+    """Return the first RaggedTensor among ``values``."""
     found: DTensor = next(value for value in values if is_ragged(value))
     return found
 
 
 def operand(op: Any, arg: Any, like: DTensor) -> Any:
-    """What stands for ``arg`` on this rank, beside the elements of ``like``.
+    """Return the local operand for ``arg`` that goes with this rank's elements of ``like``.
 
     Raises:
-        RaggedOperationError: it is a tensor that lies otherwise.
+        RaggedOperationError: if ``arg`` is a tensor with dims that is not cut like ``like``.
     """
     if not isinstance(arg, Tensor):
         return arg
@@ -60,7 +60,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def refusal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedOperationError:
-    """What to raise for an operation that does not mean the same on intervals."""
+    """Return the error for an operation whose meaning changes on intervals."""
     found = (value for value in (*args, *kwargs.values()) if is_ragged(value))
     shapes = ", ".join(str(tuple(value.shape)) for value in found) or "a list of tensors"
     return RaggedOperationError(

@@ -1,11 +1,11 @@
-"""What can be done to RaggedTensors: the operations that mean the same on intervals.
+"""Operations that RaggedTensors support: those with the same meaning on intervals.
 
-    pointwise       on this rank's interval; plain tensors without dims are the same for all
-    lists of them   foreach and fused operations of optimizers, tensor by tensor
-    whole           sums, norms and the like over all elements, see ``ragged_whole.py``
-    random fills    of the whole tensor, of which the interval is kept, so that cuts do not matter
+    pointwise       run on this rank's interval; plain tensors without dims are equal on all ranks
+    tensor lists    foreach and fused operations of optimizers, run tensor by tensor
+    whole           sums, norms and similar operations over all elements, see ``ragged_whole.py``
+    random fills    draw the whole tensor and keep the interval, so that cuts do not matter
 
-Everything else refuses.
+All other operations are refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 
 
 def run_on_intervals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do ``op``, of which some tensor is a RaggedTensor.
+    """Run ``op``, which has a RaggedTensor among its arguments.
 
     Raises:
-        RaggedOperationError: it does not mean the same on intervals.
+        RaggedOperationError: if ``op`` has another meaning on intervals.
     """
     handler = _handler_of(op)
     if handler is None:
@@ -53,9 +53,9 @@ def _handler_of(op: Any) -> Handler | None:
 
 
 def _pointwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """On this rank's elements of every tensor."""
+    """Run ``op`` on this rank's elements of every tensor."""
     like = first_ragged((*args, *kwargs.values()))
-    kwargs.pop("memory_format", None)  # an interval has one dim
+    kwargs.pop("memory_format", None)  # an interval is 1-D
     locals_in = [operand(op, arg, like) for arg in args]
     named = {name: operand(op, arg, like) for name, arg in kwargs.items()}
     result = op(*locals_in, **named)
@@ -63,12 +63,12 @@ def _pointwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     for arg, local in zip((*args, *kwargs.values()), (*locals_in, *named.values()), strict=True):
         if local is result:
-            return arg  # it was written in place
+            return arg  # ``op`` wrote to ``arg`` in place
     return _torch.dtensor_like(like, result)
 
 
 def _on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists of tensors, each of which must be cut like the first list's tensor at its place."""
+    """Run ``op`` on lists of tensors, each cut like the tensor at its index in the first list."""
     lists = [arg for arg in (*args, *kwargs.values()) if _is_tensors(arg)]
     shown = lists[0]
     if not all(isinstance(tensor, DTensor) for tensor in shown):
@@ -92,11 +92,11 @@ def _is_tensors(arg: Any) -> bool:
     return isinstance(arg, (list, tuple)) and bool(arg) and isinstance(arg[0], Tensor)
 
 
-# operations of one tensor
+# operations on one tensor
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``copy_``: from what is cut alike, from a whole tensor, or from what is ragged."""
+    """Copy to a RaggedTensor from an equal cut or a whole tensor, or from one to any tensor."""
     target, source = args[0], args[1]
     if isinstance(target, DTensor) and not is_ragged(target):
         target.copy_(source.redistribute(target.device_mesh, target.placements))
@@ -113,19 +113,19 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's elements of ``whole``, which must broadcast to the shape of ``like``."""
+    """Return this rank's elements of ``whole``, which must broadcast to the shape of ``like``."""
     cut = cut_of(like)
     return cut.own_part(cut.tp_part(whole.expand(like.shape)))
 
 
 def _made_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``zeros_like`` and its like: the same cuts, perhaps of another dtype or device."""
+    """Run ``zeros_like`` and similar operations: the cut stays, dtype and device may change."""
     kwargs.pop("memory_format", None)
     return _torch.dtensor_like(args[0], op(_torch.local_of(args[0]), *args[1:], **kwargs))
 
 
 def _masked_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = value``, which is pointwise where the mask is cut like ``x``."""
+    """Run ``x[mask] = value``, which is pointwise if the mask is cut like ``x``."""
     target, indices, value, *accumulate = args
     mask: Any = indices[0] if len(indices) == 1 else None
     if not is_ragged(mask) or mask.dtype is not torch.bool or value.dim() or any(accumulate):
@@ -140,14 +140,14 @@ def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _same_shape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``view`` and its like, to the shape that the tensor has."""
+    """Run ``view`` and similar operations, only to the shape that the tensor already has."""
     if tuple(args[1]) != tuple(args[0].shape):
         raise refusal(op, args, kwargs)
     return _torch.dtensor_like(args[0], _torch.local_of(args[0]).detach())
 
 
 def _random_fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the whole tensor and keep the interval, as the unsharded model would have it."""
+    """Draw the whole tensor and keep the interval, for the values of the unsharded model."""
     target = args[0]
     local = _torch.local_of(target)
     whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
@@ -169,7 +169,7 @@ _HANDLERS: dict[Any, Handler] = {
     **WHOLE_HANDLERS,
     aten.copy_.default: _copy,
     aten.index_put_.default: _masked_put,
-    # pointwise though not all tagged so; since PyTorch 2.15 ``x[mask] = value`` is one of them
+    # pointwise, but not all have the tag; since PyTorch 2.15 ``x[mask] = value`` is one of these
     **dict.fromkeys(
         (
             aten.masked_fill.Scalar,

@@ -1,4 +1,4 @@
-"""``RaggedShard``: the placement of a tensor of which each rank holds an interval."""
+"""The placement ``RaggedShard``, with which each rank holds an interval of a tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Interval(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """Neighbouring ranks that hold intervals of one length, one after the other."""
+    """A series of neighboring ranks whose intervals have equal lengths."""
 
     first_rank: int
     start: int
@@ -30,17 +30,17 @@ class _Alike(NamedTuple):
 
 
 class RaggedShard(Placement):
-    """Each rank holds an interval of the flattened tensor, perhaps an empty one.
+    """A placement that gives each rank an interval of the flattened tensor, perhaps an empty one.
 
-    In the order of ranks along the mesh dim the intervals follow each other. Where placements of
-    later mesh dims cut the tensor, too, for tensor parallelism, these are intervals of what they
-    leave to this rank, and other ranks along those dims may have others. Stored are runs of equal
-    lengths, so that the value is small however many ranks there are, and equal where the cuts are
-    equal.
+    Intervals follow each other in the order of ranks along the mesh dim. If later mesh dims cut the
+    tensor too, for tensor parallelism, the intervals are those of the part that remains for this
+    rank, and ranks along those dims may have different intervals. Equal lengths of neighboring
+    ranks are stored once, with a count, so the value is small for any number of ranks, and equal
+    cuts compare equal.
     """
 
     def __init__(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """``lengths``: pairs of a number of ranks and the length each of them holds."""
+        """Create from pairs of a number of ranks and the length that each of these ranks holds."""
         super().__init__()
         self._lengths: list[tuple[int, int]] = []
         for num_ranks, length in lengths:
@@ -58,16 +58,16 @@ class RaggedShard(Placement):
 
     @property
     def num_ranks(self) -> int:
-        """Among how many ranks the tensor is cut."""
+        """Number of ranks that share the tensor."""
         return sum(num_ranks for num_ranks, _ in self._lengths)
 
     @property
     def numel(self) -> int:
-        """Elements of all intervals together."""
+        """Number of elements in all intervals together."""
         return sum(num_ranks * length for num_ranks, length in self._lengths)
 
     def interval(self, rank: int) -> Interval:
-        """What ``rank`` holds."""
+        """Return the interval that ``rank`` holds."""
         alike = self._alike[bisect_right(self._alike, rank, key=lambda a: a.first_rank) - 1]
         return Interval(alike.start + (rank - alike.first_rank) * alike.length, alike.length)
 

@@ -27,43 +27,43 @@ from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
 
 class RaggedTensor(_torch.OwnDispatch):
-    """A tensor cut into intervals of its elements, in row-major order; each rank holds one.
+    """A tensor cut into intervals of elements, in row-major order; each rank holds one interval.
 
-    ``shape``, ``stride()`` and ``dtype`` are those of the whole tensor, ``to_local()`` is this
-    rank's interval, 1-D and perhaps empty. Of ``placements`` one is a ``RaggedShard``; mesh dims
-    before it hold replicas. Those after it are for tensor parallelism, with ``Shard(d)`` or
-    ``Replicate()``: the ranks along the ragged mesh dim share what these leave to each of them.
+    ``shape``, ``stride()`` and ``dtype`` describe the whole tensor; ``to_local()`` returns this
+    rank's interval, 1-D and perhaps empty. One of ``placements`` is a ``RaggedShard``. Earlier mesh
+    dims replicate; later mesh dims are for tensor parallelism, with ``Shard(d)`` or
+    ``Replicate()``, and the ranks along the ragged mesh dim divide the tensor-parallel part.
 
     Pointwise operations, also those of ``torch.optim``, run on the intervals; all their tensors
     must be cut alike or have no dims. Norms and sums over all elements communicate. A whole plain
-    tensor can be copied in (``copy_``, ``load_state_dict``): each rank takes its interval. What
-    needs rows, columns or single elements raises ``RaggedOperationError``, a
+    tensor can be copied in (``copy_``, ``load_state_dict``): each rank takes its interval.
+    Operations that need rows, columns or single elements raise ``RaggedOperationError``, a
     ``NotImplementedError``, because an interval has none: use ``full_tensor()``, ``unshard()``, or
     ``layout=PerParameter()``.
 
-    Checkpoints (``torch.distributed.checkpoint``) see an interval as at most ``2 n - 1`` boxes
-    and need no communication.
+    Checkpoints (``torch.distributed.checkpoint``) see an interval as at most ``2 n - 1`` boxes, for
+    a tensor with n dims, and need no communication.
     """
 
     @property
     def interval(self) -> Interval:
-        """Which elements this rank holds: of the tensor, or of its tensor-parallel part.
+        """This rank's elements: an interval of the tensor, or of its tensor-parallel part.
 
         Raises:
-            ConfigError: the placements are none that a RaggedTensor can have.
+            ConfigError: if no RaggedTensor can have these placements.
         """
         return cut_of(self).interval
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's interval, 1-D; differentiable."""
+        """Return this rank's interval, 1-D; differentiable."""
         if not (torch.is_grad_enabled() and self.requires_grad):
             return _torch.local_of(self)
         return cast("Tensor", _torch.apply(_ToLocal, self))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, on every rank of the mesh, which must all call this; differentiable.
+        """Return the whole tensor; a collective of all ranks of the mesh, differentiable.
 
-        The gradient of the whole tensor is taken to be the same on all ranks. Replicas do not
+        The gradient of the whole tensor is assumed to be the same on all ranks. Replicas do not
         communicate with each other.
         """
         tp_part = self._tp_part()
@@ -75,12 +75,12 @@ class RaggedTensor(_torch.OwnDispatch):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor:
-        """The same tensor placed otherwise, as an ordinary DTensor; differentiable.
+        """Return the tensor with other placements, as an ordinary DTensor; differentiable.
 
-        It goes by way of the whole tensor, or of the tensor-parallel part where there is one.
+        This gathers the whole tensor, or the tensor-parallel part if there is one.
 
         Raises:
-            ConfigError: another mesh, no placements, or other cuts.
+            ConfigError: for another mesh, no placements, or placements with other intervals.
         """
         mesh = self.device_mesh
         if not placements or (device_mesh or mesh) != mesh:
@@ -99,7 +99,7 @@ class RaggedTensor(_torch.OwnDispatch):
         return self._as_dtensor(self._tp_part()).redistribute(placements=placements)
 
     def _tp_part(self) -> Tensor:
-        """What tensor parallelism leaves to this rank, gathered over the ragged mesh dim."""
+        """Return this rank's tensor-parallel part, gathered over the ragged mesh dim."""
         if torch.is_grad_enabled() and self.requires_grad:
             return cast("Tensor", _torch.apply(_ToTpPart, self))
         return self._gather()
@@ -114,7 +114,7 @@ class RaggedTensor(_torch.OwnDispatch):
         return gather_uneven(local, lengths, wire).view(cut.tp_shape)
 
     def _as_dtensor(self, tp_part: Tensor) -> DTensor:
-        """``tp_part`` as a DTensor that is replicated but for tensor parallelism."""
+        """Return ``tp_part`` as a DTensor that is replicated except for tensor parallelism."""
         return DTensor.from_local(
             tp_part,
             self.device_mesh,
@@ -139,7 +139,7 @@ class RaggedTensor(_torch.OwnDispatch):
             f"{part}{tuple(self.shape)}: {_torch.local_of(self)}, {placements})"
         )
 
-    # Copies and pickles: torch's own would lose the class, or take more memory along.
+    # Copies and pickles: torch's methods would lose the class, or include unneeded memory.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedTensor:
         if id(self) in memo:
@@ -174,11 +174,11 @@ class RaggedTensor(_torch.OwnDispatch):
             local, plain._spec, requires_grad=plain.requires_grad, cls=RaggedTensor
         )
 
-    # What torch.distributed.checkpoint asks for.
+    # Methods that torch.distributed.checkpoint calls.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        # Replicas offer the same, and the planner takes one; copies of tensor parallelism may be
-        # cut at other places, so only the first of them offers anything.
+        # Replicas offer equal items, and the planner takes one. Copies from tensor parallelism may
+        # be cut at other places, so only the first copy offers items.
         if not cut_of(self).is_first_copy:
             return []
         properties = TensorProperties.create_from_tensor(_torch.local_of(self))
@@ -210,7 +210,7 @@ class RaggedTensor(_torch.OwnDispatch):
         cut = cut_of(self)
         if self.numel():
             return cut.boxes
-        # One empty box on one rank, or nobody would write the tensor.
+        # One rank offers an empty box; otherwise no rank would write the tensor.
         return (Box((0,) * self.dim(), tuple(self.shape)),) if cut.is_first else ()
 
 
@@ -222,7 +222,6 @@ def _rebuild(
     requires_grad: bool,
     is_param: bool,
 ) -> RaggedTensor:
-    """What ``RaggedTensor.__reduce_ex__`` took apart."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
     spec = _torch.dtensor_spec(mesh, placements, shape=size, stride=stride, dtype=local.dtype)
@@ -236,7 +235,7 @@ torch.serialization.add_safe_globals([RaggedTensor, RaggedShard, _rebuild])
 
 
 class _ToLocal(torch.autograd.Function):
-    """An interval of the gradient comes back as a RaggedTensor."""
+    """The autograd function of ``to_local``, which returns the gradient as a RaggedTensor."""
 
     @staticmethod
     def forward(ctx: Any, shown: RaggedTensor) -> Tensor:
@@ -249,7 +248,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _ToTpPart(torch.autograd.Function):
-    """The gradient of the tensor-parallel part, the same on all its ranks, is cut like it."""
+    """The autograd function of ``_tp_part``, which cuts the gradient (equal on all ranks) again."""
 
     @staticmethod
     def forward(ctx: Any, shown: RaggedTensor) -> Tensor:

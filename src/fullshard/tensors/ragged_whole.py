@@ -1,7 +1,7 @@
-"""Operations over all elements of RaggedTensors: on the intervals, then all-reduced.
+"""Operations over all elements of RaggedTensors: run on the intervals, then all-reduced.
 
-They are sums or maxima over the mesh dims on which a tensor is cut, for tensor parallelism or into
-intervals; what is replicated counts once, see ``spread_of``.
+The all-reduces are sums or maxima over the mesh dims on which a tensor is cut, for tensor
+parallelism or into intervals; replicated elements count once, see ``spread_of``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def _spread(tensor: Tensor) -> Spread:
-    """A plain tensor is the same on all ranks."""
+    """Return the spread of ``tensor``, where a plain tensor is the same on all ranks."""
     if not isinstance(tensor, DTensor):
         return Spread((), 1)
     return spread_of(tensor.device_mesh, tensor.placements)
@@ -55,7 +55,7 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``max`` and ``min`` of all elements; a NaN anywhere is the result, as in torch."""
+    """Return the ``max`` or ``min`` of all elements; NaN if any element is NaN, as in torch."""
     local = _torch.local_of(args[0])
     if not args[0].numel() or not local.dtype.is_floating_point:
         raise refusal(op, args, kwargs)
@@ -87,7 +87,7 @@ def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``linalg.vector_norm(x, ord, dim, keepdim)`` over all elements."""
+    """Run ``linalg.vector_norm(x, ord, dim, keepdim)`` over all elements."""
     order = args[1] if len(args) > 1 else 2
     dims = args[2] if len(args) > 2 else None
     keepdim = len(args) > 3 and args[3]
@@ -106,7 +106,7 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 
 def _norms(shown: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norms of whole tensors, with one all-reduce for each group that they are spread over."""
+    """Return the norms of whole tensors; those of equal spread share one all-reduce per group."""
     if order <= 0:
         raise RaggedOperationError(f"norm of order {order} of a RaggedTensor: expected one above 0")
     alike: dict[Spread, list[int]] = {}
@@ -121,7 +121,7 @@ def _norms(shown: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> 
 
 
 def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
-    """In fp32 or wider."""
+    """Return the norm of a local tensor, in fp32 or wider."""
     wide = torch.promote_types((dtype or local.dtype).to_real(), torch.float32)
     if not local.numel():
         return torch.zeros((), dtype=wide, device=local.device)
@@ -131,18 +131,18 @@ def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tenso
 
 
 def _joined(parts: Sequence[Tensor], order: float, spread: Spread) -> tuple[Tensor, ...]:
-    """Norms of whole tensors from those of what ranks hold."""
+    """Combine the norms of the ranks' parts into norms of whole tensors."""
     stacked = torch.stack(list(parts))
     if not math.isinf(order):
         return _summed(stacked.pow(order), spread).pow(1.0 / order).unbind()
-    # A largest value may lose a NaN on the way.
+    # An all-reduced maximum may lose a NaN, so NaNs are sent separately.
     sent = torch.stack([stacked.nan_to_num(0.0, math.inf), stacked.isnan().to(stacked.dtype)])
     _largest(sent, spread)
     return torch.where(sent[1] > 0, math.nan, sent[0]).unbind()
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What a GradScaler does: an infinity on one rank counts for all."""
+    """Unscale gradients for a GradScaler; an infinity on one rank counts for all ranks."""
     grads, found_inf, inverse_scale = args
     op(list(map(local_part, grads)), found_inf, inverse_scale)
     groups = dict.fromkeys(group for grad in grads for group in _spread(grad).groups)

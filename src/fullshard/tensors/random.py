@@ -1,13 +1,13 @@
-"""Random numbers for sharded tensors that do not depend on how these are sharded.
+"""Random numbers for sharded tensors that do not depend on how the tensors are sharded.
 
-A DTensor that is filled at random draws each rank's part for itself: ranks that were seeded alike,
-as they should be, draw the same numbers for different parts, and another world size draws others.
-On the meshes that fullshard uses, every rank draws the whole tensor and keeps its own part, so a
-model made on the meta device starts like the unsharded model with the same seed, and generators
-are where they would be. One whole parameter at a time is in memory for it.
+PyTorch fills a DTensor at random separately on each rank: ranks with equal seeds, as they should
+have, draw the same numbers for different parts, and another world size draws other numbers. On the
+meshes that fullshard uses, every rank draws the whole tensor and keeps its own part, so a model
+made on the meta device starts like the unsharded model with the same seed, and generators end in
+the same state. This needs memory for one whole parameter at a time.
 
-What draws again until a condition holds, such as ``trunc_normal_``, asks a bool tensor about its
-elements. PyTorch answers with those of this rank; here all ranks get the answer of all elements.
+Functions that draw again until a condition holds, such as ``trunc_normal_``, convert a bool tensor
+to a bool. PyTorch uses this rank's elements; here all ranks get the answer for all elements.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RANDOM_FILLS = (
     aten.random_.to,
     getattr(aten.random_, "from"),
 )
-"""They overwrite their first argument, whatever is in it."""
+"""Operations that overwrite their first argument, whatever its values."""
 
 RANDOM_LIKE = (
     aten.rand_like.default,
@@ -80,14 +80,14 @@ def _draw_from(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _ask(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """``bool(tensor)`` steers what ranks do next, so they get one answer.
+    """Give all ranks the same answer to ``bool(tensor)``, which steers what they do next.
 
-    A number that is read stays this rank's, as in PyTorch: whoever logs one on a single rank must
-    not wait for the others.
+    A number that is read remains this rank's, as in PyTorch: code that logs a number on a single
+    rank must not wait for other ranks.
     """
     local = _torch.local_of(target)
     if local.dtype is torch.bool:
-        # As integers: not every backend adds up bools.
+        # As integers, because not every backend can add bools.
         local = gathered(_torch.dtensor_like(target, local.int())) != 0
     return op(local)
 

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules take and return."""
+"""Find and replace tensors inside the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MAX_DEPTH = 128
 
 
 def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples, named tuples, mappings and dataclasses.
+    """Yield every tensor in nested lists, tuples, named tuples, mappings and dataclasses.
 
     Sets and objects of other classes are not searched.
 
     Raises:
-        UnsupportedError: nested more than 128 deep, which a structure that holds itself is.
+        UnsupportedError: if ``value`` is nested more than 128 deep, or contains itself.
     """
     if isinstance(value, Tensor):
         yield value
@@ -44,13 +44,13 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0) -> Any:
-    """``value`` with ``function`` applied to every tensor that ``find_tensors`` finds, or in sets.
+    """Return ``value`` with ``function`` applied to all tensors of ``find_tensors``, and in sets.
 
-    What holds no changed tensor is returned itself. Mappings keep their class where that class can
-    be copied and assigned to; a ``PackedSequence`` is left alone.
+    A container without changed tensors is returned itself. Mappings keep their class if it can be
+    copied and assigned to; a ``PackedSequence`` is returned as it is.
 
     Raises:
-        UnsupportedError: as ``find_tensors``.
+        UnsupportedError: as in ``find_tensors``.
     """
     if isinstance(value, Tensor):
         return function(value)

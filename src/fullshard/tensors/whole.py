@@ -1,4 +1,4 @@
-"""Between whole tensors and the parts of them that DTensors hold, on any mesh."""
+"""Convert between whole tensors and the parts that DTensors hold, on any mesh."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fullshard.tensors.ragged_tensor import RaggedTensor
 
 
 def part_like(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of ``whole`` where it is placed as ``like``; no communication.
+    """Return this rank's part of ``whole``, cut by the placements of ``like``; no communication.
 
     Raises:
-        ConfigError: that is not as large as what ``like`` holds.
+        ConfigError: if this part and the local tensor of ``like`` have different shapes.
     """
     if is_ragged(like):
         cut = cut_of(like)
@@ -40,10 +40,10 @@ def part_like(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def taken_by(like: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of ``value`` for ``like``, a DTensor or not, of the same global shape.
+    """Return this rank's part of ``value`` for ``like``, of equal global shape, a DTensor or not.
 
-    What lies alike, or lies alike and is replicated over further mesh dims, is at hand; of other
-    DTensors the whole is gathered, which is a collective of their mesh.
+    A ``value`` placed like ``like``, perhaps also replicated over further mesh dims, needs no
+    communication; any other DTensor is gathered whole, by a collective of its mesh.
     """
     if isinstance(value, DTensor):
         if isinstance(like, DTensor) and _lies_alike(value, like):
@@ -53,7 +53,7 @@ def taken_by(like: Tensor, value: Tensor) -> Tensor:
 
 
 def _lies_alike(value: DTensor, like: DTensor) -> bool:
-    """Whether ranks hold the same of both, mesh dims over which ``value`` is replicated apart."""
+    """Return whether both are placed alike, apart from added mesh dims that replicate ``value``."""
     if value.device_mesh == like.device_mesh:
         return value.placements == like.placements
     own = placements_on(like, value.device_mesh)
@@ -61,10 +61,10 @@ def _lies_alike(value: DTensor, like: DTensor) -> bool:
 
 
 def on_larger_mesh(value: DTensor, mesh: DeviceMesh) -> DTensor:
-    """The same, around the same memory, replicated over the dims of ``mesh`` that it lacks.
+    """Return ``value`` on ``mesh``, in the same memory, replicated over the added mesh dims.
 
-    Itself where its mesh is no part of ``mesh``. Whether ranks along those dims hold the same is
-    not checked.
+    If the mesh of ``value`` is not part of ``mesh``, ``value`` itself is returned. Ranks along the
+    added dims must hold equal tensors, which is not checked.
     """
     placements = placements_on(value, mesh)
     if placements is None or value.device_mesh == mesh:
@@ -73,7 +73,10 @@ def on_larger_mesh(value: DTensor, mesh: DeviceMesh) -> DTensor:
 
 
 def placements_on(value: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...] | None:
-    """Those of ``value`` by name on ``mesh``, else Replicate; None if its mesh is no part of it."""
+    """Return the placements of ``value`` on ``mesh``, matched by dim name and else Replicate.
+
+    None if the mesh of ``value`` is not part of ``mesh``.
+    """
     own, names = value.device_mesh, mesh.mesh_dim_names or ()
     mine = dict(zip(own.mesh_dim_names or (), value.placements, strict=False))
     is_part = len(mine) == own.ndim and [name for name in names if name in mine] == list(mine)
@@ -87,15 +90,15 @@ def placements_on(value: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...] | N
 
 
 def plainly_sharded(value: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same placed with ``Shard`` and ``Replicate`` alone, which every reader understands.
+    """Return ``value`` placed with ``Shard`` and ``Replicate`` only, which every reader supports.
 
-    Cuts that were made after those of later mesh dims become cuts made before them, which moves
-    elements, and intervals of a RaggedTensor become rows: the whole tensor is gathered for it.
-    What has no dims to cut is replicated.
+    Cuts that follow the cuts of later mesh dims become cuts made before these, which moves
+    elements, and intervals of a RaggedTensor become rows: both gather the whole tensor. A tensor
+    without dims is replicated.
 
     Args:
-        value: on any mesh.
-        mesh: what it should lie on, if its own mesh is a part of that, in whatever order of dims.
+        value: a DTensor on any mesh.
+        mesh: the mesh of the result, if the mesh of ``value`` is part of it, in any order of dims.
     """
     mesh = value.device_mesh if mesh is None else mesh
     names = value.device_mesh.mesh_dim_names or ()

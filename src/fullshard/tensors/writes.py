@@ -1,7 +1,7 @@
-"""Writes to sharded tensors that PyTorch refuses, or does to this rank's part alone.
+"""Writes to sharded tensors that PyTorch refuses, or applies to this rank's part alone.
 
-They are what initialisers of modules are made of: ``eye_``, ``orthogonal_``, ``sparse_``, and
-values that were computed as a whole.
+Initializers of modules consist of such writes: ``eye_``, ``orthogonal_``, ``sparse_``, and copies
+of values that were computed as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _copy(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Of a whole tensor, plain or replicated, each rank takes its part."""
+    """Copy this rank's part of a whole tensor, plain or replicated."""
     source = args[1]
     if isinstance(source, DTensor):
         if is_partial(target) or not all(one.is_replicate() for one in source.placements):
@@ -34,14 +34,14 @@ def _fill_with(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _on_whole(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Change the gathered tensor, keep this rank's part."""
+    """Change the gathered tensor and keep this rank's part."""
     whole, *others = tree_map(gathered, args)
     op(whole, *others, **tree_map(gathered, kwargs))
     return keep_own_part(op, whole, target)
 
 
 def _compute(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Overwrite ``out`` with what all ranks can compute."""
+    """Overwrite ``out`` with a result that every rank can compute as a whole."""
     whole = torch.empty(target.shape, dtype=target.dtype, device=_torch.local_of(target).device)
     op(*args, **{**kwargs, "out": whole})
     return keep_own_part(op, whole, target)

@@ -1,8 +1,8 @@
-"""Which modules of a model become units: the policies of ``torch.distributed.fsdp.wrap``.
+"""Choose the modules of a model that become units, by ``torch.distributed.fsdp.wrap`` policies.
 
-``policies`` say which, ``units`` asks them, ``unity`` refuses what cannot be one unit, ``replace``
-puts other modules in the place of the chosen ones; ``annotate`` is the other way, by which a model
-says it of itself. Nothing here knows what a unit is made of.
+``policies`` has the policies, ``units`` applies a policy to a model, ``unity`` refuses choices that
+cannot be units, and ``replace`` puts new modules in place of the chosen modules. Alternatively, a
+model marks its own modules with ``annotate``. Nothing here depends on how a unit is built.
 
     shard_blocks(model, policy=ModuleWrapPolicy({Block}))
 """

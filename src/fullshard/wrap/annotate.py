@@ -1,4 +1,4 @@
-"""``wrap``: a model says of itself, while it is made, which of its modules become units."""
+"""Let a model mark, while it is constructed, which of its modules become units: ``wrap``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.wrap.policies import Options
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """What ``wrap`` does at present."""
+    """The settings of the ``enable_wrap`` block that is active."""
 
     wrapper_cls: Callable[..., nn.Module]
     options: Options
@@ -27,15 +27,15 @@ _now: ContextVar[_Wrapping | None] = ContextVar("fullshard_wrapping", default=No
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """In the block, ``wrap(module)`` is ``wrapper_cls(module, **wrapper_kwargs)``.
+    """Make ``wrap(module)`` return ``wrapper_cls(module, **wrapper_kwargs)`` inside the block.
 
     Args:
         wrapper_cls: a wrapper class, or a function such as ``fully_shard``.
         wrapper_kwargs: options for all modules.
 
     Raises:
-        UnsupportedError: in the block of another one.
-        AssertedConfigError: ``wrapper_cls`` cannot be called.
+        UnsupportedError: if called inside another ``enable_wrap`` block.
+        AssertedConfigError: if ``wrapper_cls`` is not callable.
     """
     if _now.get() is not None:
         raise UnsupportedError(
@@ -54,11 +54,11 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module``, wrapped if this runs in the block of ``enable_wrap``, else as it is.
+    """Return ``module``, wrapped if ``wrap`` is called inside an ``enable_wrap`` block.
 
     Args:
-        module: what may become a unit.
-        wrap_overrides: options that go before those of ``enable_wrap``.
+        module: a module that may become a unit.
+        wrap_overrides: options that override the options of ``enable_wrap``.
     """
     wrapping = _now.get()
     if wrapping is None:

@@ -1,10 +1,11 @@
-"""Policies: whether a module becomes a unit.
+"""Policies that decide whether a module becomes a unit.
 
-A policy is an object with ``choose``, or a function of one module, which is asked while the model
-is walked: ``policy(module=..., recurse=..., nonwrapped_numel=...)``. With ``recurse=True`` it says
-whether units may be in there at all; then, after everything in there, with ``recurse=False``
-whether the module becomes one itself. ``nonwrapped_numel`` are the elements of its parameters, the
-second time without those of units in there. ``functools.partial`` binds what else it takes.
+A policy is an object with ``choose``, or a function that is called for each module while the model
+is traversed: ``policy(module=..., recurse=..., nonwrapped_numel=...)``. With ``recurse=True`` the
+call asks whether modules inside ``module`` may become units; after these modules, a call with
+``recurse=False`` asks whether ``module`` itself becomes a unit. ``nonwrapped_numel`` counts the
+elements of the module's parameters, in the second call without parameters of units inside the
+module. Bind further arguments with ``functools.partial``.
 """
 
 from __future__ import annotations
@@ -16,32 +17,30 @@ from torch import nn
 
 from fullshard.errors import ArgumentTypeError
 
-Options = dict[str, Any]  # those of one unit, where they differ from the model's
+Options = dict[str, Any]  # options of one unit that differ from the model's
 PolicyFn = Callable[..., bool]
 Classes = Collection[type[nn.Module]]
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Looks at a whole model."""
+    """A policy that examines a whole model."""
 
     def choose(self, root: nn.Module, ignored: Collection[nn.Module]) -> dict[nn.Module, Options]:
-        """The modules of ``root``, those ``ignored`` left out, that become units."""
+        """Return the modules of ``root``, without ``ignored``, that become units, with options."""
 
 
 PolicyLike = Policy | PolicyFn
 
 
 class ModuleWrapPolicy:
-    """Instances of some classes, and of their subclasses, become units.
-
-    It can be called like a function policy too.
-    """
+    """A policy, also callable as a function policy, that makes instances of some classes units."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        """
+        """Take ``module_classes``, whose instances, also of subclasses, become units.
+
         Raises:
-            ArgumentTypeError: ``module_classes`` are not classes.
+            ArgumentTypeError: if ``module_classes`` is not an iterable of classes.
         """
         self._classes = _checked_classes("ModuleWrapPolicy", module_classes)
 
@@ -53,7 +52,7 @@ class ModuleWrapPolicy:
     def __call__(
         self, module: nn.Module, recurse: bool, nonwrapped_numel: int = -1, **_: Any
     ) -> bool:
-        """Whether ``module`` is one; see the top of this file."""
+        """Answer like a function policy; see the top of this file."""
         return recurse or isinstance(module, self._classes)
 
     def __repr__(self) -> str:
@@ -61,16 +60,17 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """A function of a module says whether it becomes a unit, and with which options.
+    """A policy that asks a function whether a module becomes a unit, and with which options.
 
-    It answers False or ``{}`` for no, True for yes, and options for a unit that differs in these
-    from the model itself.
+    The function returns False or ``{}`` for no, True for yes, or a dict of the options in which
+    the unit differs from the model itself.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Options]) -> None:
-        """
+        """Keep ``lambda_fn``.
+
         Raises:
-            ArgumentTypeError: ``lambda_fn`` cannot be called.
+            ArgumentTypeError: if ``lambda_fn`` is not callable.
         """
         if not callable(lambda_fn):
             raise ArgumentTypeError(
@@ -82,7 +82,7 @@ class CustomPolicy:
         """See ``Policy``.
 
         Raises:
-            ArgumentTypeError: an answer is neither a bool nor a dict.
+            ArgumentTypeError: if the function returns neither a bool nor a dict.
         """
         found: dict[nn.Module, Options] = {}
         for name, module in root.named_modules():
@@ -104,7 +104,7 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Every module becomes a unit, containers too."""
+    """Make every module a unit, containers too."""
     return True
 
 
@@ -114,7 +114,7 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Modules for which ``lambda_fn(module)`` is true become units."""
+    """Make every module a unit for which ``lambda_fn(module)`` is true."""
     return recurse or lambda_fn(module)
 
 
@@ -124,7 +124,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Iterable[type[nn.Module]],
 ) -> bool:
-    """Instances of the classes of a transformer's layers become units."""
+    """Make every instance of the given transformer layer classes a unit."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -136,16 +136,16 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Classes | None = None,
     exclude_wrap_modules: Classes | None = None,
 ) -> bool:
-    """Modules become units bottom-up, as soon as enough elements are in no unit yet.
+    """Make modules units bottom-up, as soon as enough elements are in no unit yet.
 
     Args:
-        module: see the top of this file, also for the next two.
-        recurse: whether the question is about what is in the module.
-        nonwrapped_numel: the elements that are in no unit.
-        min_num_params: how many are enough.
-        force_leaf_modules: nothing inside of these becomes a unit, nor do they;
-            None: ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
-        exclude_wrap_modules: these do not become units themselves;
+        module: see the top of this file, also for the next two arguments.
+        recurse: whether the question is about modules inside ``module``.
+        nonwrapped_numel: number of elements that are in no unit.
+        min_num_params: number of elements that is enough for a unit.
+        force_leaf_modules: classes whose instances and all modules inside them never become
+            units; None: ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
+        exclude_wrap_modules: classes whose instances do not become units themselves;
             None: ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
     """
     if nonwrapped_numel < min_num_params:
@@ -156,7 +156,7 @@ def size_based_auto_wrap_policy(
     return not isinstance(module, tuple(leaves if recurse else excluded))
 
 
-# On the function, where programs written for PyTorch look for them.
+# Programs written for PyTorch look up these attributes of the function.
 vars(size_based_auto_wrap_policy).update(
     FORCE_LEAF_MODULES={nn.MultiheadAttention},  # its forward reads parameters of its children
     EXCLUDE_WRAP_MODULES={nn.ModuleList, nn.ModuleDict},  # they have no forward

@@ -1,4 +1,4 @@
-"""``replace_children``: other modules in the place of those that became units."""
+"""Replace the modules of a model that became units: ``replace_children``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fullshard.wrap.units import Wanted
 def replace_children(
     root: nn.Module, units: Sequence[Wanted], make: Callable[[Wanted], nn.Module]
 ) -> list[nn.Module]:
-    """Put ``make(unit)`` wherever the unit's module stands below ``root``.
+    """Replace each unit's module with ``make(unit)`` in every place below ``root``.
 
-    In the order of ``units``, so that ``make`` finds what it made before inside of later ones. If
-    it raises, everything stands where it stood; what it did to modules themselves is its own
-    affair: let it check everything before the first call.
+    Units are replaced in order, so that the module of a later unit already contains what ``make``
+    returned for earlier units. If ``make`` raises, the original modules are put back, but changes
+    that ``make`` made inside a module remain: check everything before the first call.
 
     Args:
-        root: the model, which stays.
-        units: as from ``units_of``.
-        make: from a unit to the module that stands for it, which may be the same.
+        root: the model, which is not replaced.
+        units: in the order of ``units_of``.
+        make: returns the replacement for a unit's module, perhaps the same module.
 
     Returns:
-        What was made, one for each unit.
+        The modules that ``make`` returned, one for each unit.
 
     Raises:
-        AssertedConfigError: ``make`` returned something that is no module.
+        AssertedConfigError: if ``make`` returns an object that is not a module.
     """
-    # Found before anything moves. The holder of a place may be inside of another unit, and is
-    # the bare module then, which stays the holder.
+    # Found before anything is replaced. The holder of a place may be inside another unit: it is
+    # the bare module then, which still holds the place after that unit has been wrapped.
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {unit.module: [] for unit in units}
     for holder in root.modules():
         for name, child in holder._modules.items():

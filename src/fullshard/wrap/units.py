@@ -1,4 +1,4 @@
-"""``units_of``: what a policy decides about a model, before anything is changed."""
+"""Apply a policy to a model before anything is changed: ``units_of``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fullshard.wrap.policies import Options, Policy, PolicyFn, PolicyLike
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A module that shall become a unit.
+    """A module that will become a unit.
 
     Attributes:
-        name: its fully qualified name, that of the first place where it stands.
+        name: the module's fully qualified name (FQN), in its first place.
         module: the module.
-        options: those in which it differs from the model itself.
+        options: the options in which the unit differs from the model itself.
     """
 
     name: str
@@ -29,14 +29,14 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Ignored:
-    """What belongs to no unit: modules with all that is in them, and parameters."""
+    """The modules, with everything inside them, and the parameters that belong to no unit."""
 
     modules: Collection[nn.Module] = frozenset()
     params: Collection[nn.Parameter] = frozenset()
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module] = (), params: Iterable[nn.Parameter] = ()) -> Ignored:
-        """From what a user names: modules, and parameters that stand elsewhere."""
+        """Create from the modules that a user names, and from parameters outside of them."""
         below = {inner for module in modules for inner in module.modules()}
         held = {param for module in below for param in module.parameters(recurse=False)}
         return cls(frozenset(below), frozenset(held.union(params)))
@@ -50,20 +50,20 @@ def units_of(
     single_classes: Iterable[type[nn.Module]] = (),
     single_options: Options | None = None,
 ) -> list[Wanted]:
-    """The modules below ``root`` that ``policy`` makes units, children before their parents.
+    """Return the modules below ``root`` that ``policy`` makes units, children before parents.
 
-    Never ``root`` itself, which becomes one anyway, nor what is ignored. A module that stands in
-    several places is asked about once and comes once. Nothing is changed.
+    The result never has ``root`` itself, which becomes a unit anyway, or ignored modules. A module
+    in several places is examined once and returned once. Nothing is changed.
 
     Args:
         root: the model.
-        policy: one of ours, one of ``torch.distributed.fsdp.wrap``, or a function policy.
-        ignored: what belongs to no unit.
-        single_classes: instances of these are units whatever the policy says.
-        single_options: options of those, which go before what the policy says.
+        policy: a policy of ours or of ``torch.distributed.fsdp.wrap``, or a function policy.
+        ignored: the modules and parameters that belong to no unit.
+        single_classes: classes whose instances are units whatever the policy decides.
+        single_options: options of these units, which override options from the policy.
 
     Raises:
-        ArgumentTypeError: ``policy`` is none.
+        ArgumentTypeError: if ``policy`` is not a policy.
     """
     single = tuple(single_classes)
     chosen = _chosen(root, policy, ignored, single)
@@ -81,7 +81,7 @@ def units_of(
 def _chosen(
     root: nn.Module, policy: Any, ignored: Ignored, single: tuple[type[nn.Module], ...]
 ) -> dict[nn.Module, Options]:
-    """What the policy wants, without order; perhaps the root, too."""
+    """Return the modules that the policy chooses, in any order, perhaps with the root."""
     if isinstance(policy, type):
         raise ArgumentTypeError(f"policy is the class {policy.__name__}, expected an instance")
     theirs = getattr(policy, _THEIRS, None)
@@ -97,23 +97,23 @@ def _chosen(
     )
 
 
-# What policies of torch.distributed.fsdp.wrap, and those that people derive from them, have for
-# ``choose``; it takes the options of the model too.
+# The counterpart of ``choose`` in policies of torch.distributed.fsdp.wrap and in their subclasses;
+# this method takes the options of the model too.
 _THEIRS = "_run_policy"
 
 
 class _Walk:
-    """Asks a function policy about modules, bottom-up, and counts what is in no unit yet."""
+    """A bottom-up walk that calls a function policy and counts elements that are in no unit yet."""
 
     def __init__(
         self, policy: PolicyFn, ignored: Ignored, single: tuple[type[nn.Module], ...]
     ) -> None:
         self._policy, self._ignored, self._single = policy, ignored, single
-        self._taken: dict[nn.Module, set[nn.Parameter]] = {}  # by units in each, and by itself
+        self._taken: dict[nn.Module, set[nn.Parameter]] = {}  # module -> parameters in units
         self._found: list[nn.Module] = []
 
     def over(self, root: nn.Module) -> list[nn.Module]:
-        """The modules that it wants, ``root`` not asked about."""
+        """Return the modules below ``root`` that the policy makes units."""
         self._visit(root, is_asked=True, is_root=True)
         return self._found
 
@@ -140,7 +140,7 @@ class _Walk:
 
 
 def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, children before their parents, each once, in its first place."""
+    """Yield all modules with their names, children before parents, each in its first place only."""
     seen: set[nn.Module] = {root}
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -154,7 +154,7 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def managed_by(unit: Wanted, others: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Named parameters in ``unit`` and in none of the ``others``, tied ones in all their places."""
+    """Yield named parameters in ``unit`` but not in ``others``; tied parameters in every place."""
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

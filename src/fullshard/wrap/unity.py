@@ -1,4 +1,4 @@
-"""What a unit must have in common, seen before anything is changed."""
+"""Check, before anything is changed, that the parameters of each unit fit together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from fullshard.errors import ConfigError
 from fullshard.wrap.units import Ignored, Wanted, managed_by
 
-_SHOWN = 5  # names in a message
+_SHOWN = 5  # maximum number of names in a message
 
 
 def check_tied_together(
@@ -17,10 +17,10 @@ def check_tied_together(
 ) -> None:
     """Refuse units that would share a parameter with each other, or with the rest of ``root``.
 
-    That is a tied parameter, or a module that stands in several units.
+    Parameters are shared if they are tied, or if their module is in several units.
 
     Raises:
-        ConfigError: which parameter, and in which units.
+        ConfigError: if a parameter is shared; names the parameter and its units.
     """
     owner: dict[nn.Parameter, tuple[str, Wanted]] = {}
     for unit, name, param in _managed(root, units, ignored):
@@ -37,12 +37,12 @@ def check_tied_together(
 def check_frozen_apart(
     root: nn.Module, units: Sequence[Wanted], ignored: Ignored = Ignored()
 ) -> None:
-    """Refuse units, ``root`` as well, with frozen and with trainable parameters.
+    """Refuse units, including ``root``, that have both frozen and trainable parameters.
 
-    For ``use_orig_params=False``, where a unit shows one parameter.
+    Call this for ``use_orig_params=False``, where a unit shows a single parameter.
 
     Raises:
-        ConfigError: which unit, and which parameters.
+        ConfigError: if there is such a unit; names the unit and its parameters.
     """
     by_unit: dict[Wanted, tuple[list[str], list[str]]] = {}
     for unit, name, param in _managed(root, units, ignored):
@@ -58,10 +58,10 @@ def check_frozen_apart(
 
 
 def check_read_together(root: nn.Module, units: Sequence[Wanted]) -> None:
-    """Refuse a unit whose parameters its parent reads without calling it.
+    """Refuse a unit if its parent module reads the unit's parameters without calling the unit.
 
     Raises:
-        ConfigError: which unit.
+        ConfigError: if there is such a unit; names the unit.
     """
     read = {m.out_proj for m in root.modules() if type(m) is nn.MultiheadAttention}
     for unit in units:
@@ -76,7 +76,7 @@ def check_read_together(root: nn.Module, units: Sequence[Wanted]) -> None:
 def _managed(
     root: nn.Module, units: Sequence[Wanted], ignored: Ignored
 ) -> list[tuple[Wanted, str, nn.Parameter]]:
-    """Which unit would own which parameter; the root comes last."""
+    """Return (unit, FQN, parameter) for all parameters that units would own, the root last."""
     closed = {unit.module for unit in units}
     return [
         (unit, name, param)
