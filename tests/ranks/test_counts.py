@@ -22,17 +22,18 @@ from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import GPT, fill, ids
 from tests.ranks.pool import RankPool, every_world
 from tests.ranks.test_parity import shard, use_checkpoints
+from tests.recording import Recording
 
 Call = tuple[str, int]
 
 
 @contextmanager
-def recordings() -> Iterator[list[comm.Recording]]:
+def recordings() -> Iterator[list[Recording]]:
     """One recording a unit sharded in the block, in order."""
-    made: list[comm.Recording] = []
+    made: list[Recording] = []
 
     def record(inner: comm.Collectives) -> comm.Collectives:
-        made.append(comm.Recording(inner))
+        made.append(Recording(inner))
         return made[-1]
 
     with comm.wrapped(record):
@@ -75,10 +76,10 @@ def compare_with_comm_debug_mode() -> tuple[dict[str, int], dict[str, int]]:
     group = dist.group.WORLD
     assert group is not None
     native = C10d(group, "cpu", Transport.NATIVE)
-    made: list[comm.Recording] = []
+    made: list[Recording] = []
 
     def record(inner: comm.Collectives) -> comm.Collectives:
-        made.append(comm.Recording(native))
+        made.append(Recording(native))
         return made[-1]
 
     with comm.wrapped(record):

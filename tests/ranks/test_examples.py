@@ -22,6 +22,7 @@ from fullshard import comm
 from fullshard.device import Kind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.pool import RankPool
+from tests.recording import Recording
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -241,10 +242,10 @@ class Figures(NamedTuple):
 def figures_of_a_step(
     reshard_after_forward: bool | None, budget: int | None, param_dtype: torch.dtype | None
 ) -> Figures:
-    made: list[comm.Recording] = []
+    made: list[Recording] = []
 
     def record(inner: comm.Collectives) -> comm.Collectives:
-        made.append(comm.Recording(inner))
+        made.append(Recording(inner))
         return made[-1]
 
     model = Stack()

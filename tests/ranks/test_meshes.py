@@ -25,6 +25,7 @@ from tests.ranks.models import GPT, fill, full_parameters, ids
 from tests.ranks.pool import RankPool
 from tests.ranks.test_counts import recordings
 from tests.ranks.test_parity import batches, check, make, shard, train, vocab
+from tests.recording import Recording
 
 PER_PARAM, RAGGED = fullshard.PerParameter(), fullshard.Ragged()
 LAYOUTS = [PER_PARAM, RAGGED, fullshard.Ragged("row")]
@@ -373,11 +374,11 @@ def test_backward_gathers_among_the_smaller_group(pool: RankPool) -> None:
 
 def compare_with_comm_debug_mode(shape: tuple[int, int]) -> tuple[Counter[str], Counter[str]]:
     """What we recorded, and what PyTorch's own observer saw."""
-    made: list[comm.Recording] = []
+    made: list[Recording] = []
 
     def record(inner: comm.Collectives) -> comm.Collectives:
         assert isinstance(inner, C10d)
-        made.append(comm.Recording(C10d(inner.group, "cpu", Transport.NATIVE)))
+        made.append(Recording(C10d(inner.group, "cpu", Transport.NATIVE)))
         return made[-1]
 
     with comm.wrapped(record):

@@ -1,8 +1,8 @@
 """Collectives: the only room of fullshard that communicates with other ranks.
 
 ``Collectives`` is the protocol. ``C10d`` uses NCCL and gloo through process groups, ``Public`` the
-functions of ``torch.distributed``; ``Recording`` wraps either of them and records the calls. With
-gloo, data travels through shared memory within a host (``shared``) and in ``pairs`` between hosts.
+functions of ``torch.distributed``. With gloo, data travels through shared memory within a host
+(``shared``) and in ``pairs`` between hosts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ from fullshard.comm.mesh import (
 )
 from fullshard.comm.protocol import Alone, Around, Collectives, Done, Label, Pending
 from fullshard.comm.public import Public
-from fullshard.comm.recording import CollectiveCall, Recording
 
 __all__ = [
     "AllGather",
     "Alone",
     "Around",
     "C10d",
-    "CollectiveCall",
     "Collectives",
     "Comm",
     "Custom",
@@ -50,7 +48,6 @@ __all__ = [
     "Label",
     "Pending",
     "Public",
-    "Recording",
     "ReduceScatter",
     "Settled",
     "Wire",

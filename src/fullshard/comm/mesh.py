@@ -101,7 +101,7 @@ def choose_wire(wire: Wire) -> Wire:
 
 @contextmanager
 def wrapped(wrapper: Callable[[Collectives], Collectives]) -> Iterator[None]:
-    """Make units sharded in the block use ``wrapper(collectives)``, for example a ``Recording``."""
+    """Make units sharded in the block use ``wrapper(collectives)``."""
     token = _wrapper.set(wrapper)
     try:
         yield

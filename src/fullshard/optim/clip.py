@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim.joined import joined
 from fullshard.tensors import Spread, placed_parts_of, spread_of
@@ -173,9 +172,5 @@ def _over(
     """Combine the parts of all ranks of ``groups``, with one all-reduce per group."""
     is_max = math.isinf(norm_type)
     stacked = torch.stack([part.to(parts[0].device) for part in parts])
-    total = stacked.amax() if is_max else stacked.sum()
-    # A max all-reduce may lose a NaN, so a NaN flag is sent beside the total.
-    sent = torch.stack([total.nan_to_num(0.0, posinf=math.inf), total.isnan().to(total.dtype)])
-    for group in groups:
-        all_reduce(sent, group, is_max=is_max)
-    return torch.where(sent[1] > 0, math.nan, sent[0])
+    spread = Spread(groups, 1)
+    return spread.largest(stacked.amax()) if is_max else spread.total(stacked.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import mul
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard import _torch
+from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.tensors.ragged_shard import Interval, RaggedShard
 
@@ -116,6 +118,27 @@ class Spread(NamedTuple):
 
     groups: tuple[dist.ProcessGroup, ...]
     copies: int
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum ``values`` over all ranks, in place, so that each element counts once."""
+        for group in self.groups:
+            all_reduce(values, group, is_max=False)
+        if self.copies > 1:
+            is_exact = not (values.is_floating_point() or values.is_complex())
+            values.div_(self.copies, rounding_mode="floor" if is_exact else None)
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of all ranks' ``values``, one by one; NaN where a rank has NaN."""
+        if not self.groups:
+            return values
+        # A max all-reduce may lose a NaN, so a NaN flag is sent beside each value.
+        is_nan = values.isnan().to(values.dtype)
+        sent = torch.stack([torch.where(values.isnan(), 0, values), is_nan])
+        for group in self.groups:
+            all_reduce(sent, group, is_max=True)
+        whole = sent[0]
+        return whole.masked_fill(sent[1] > 0, math.nan) if whole.is_floating_point() else whole
 
 
 def spread_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Spread:

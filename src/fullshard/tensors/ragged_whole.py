@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.comm import all_reduce
 from fullshard.errors import RaggedOperationError
 from fullshard.tensors.form import local_part
 from fullshard.tensors.parts import Spread, spread_of
@@ -31,23 +30,8 @@ def _spread(tensor: Tensor) -> Spread:
     return spread_of(tensor.device_mesh, tensor.placements)
 
 
-def _summed(values: Tensor, spread: Spread) -> Tensor:
-    for group in spread.groups:
-        all_reduce(values, group, is_max=False)
-    if spread.copies > 1:
-        is_exact = not (values.is_floating_point() or values.is_complex())
-        values.div_(spread.copies, rounding_mode="floor" if is_exact else None)
-    return values
-
-
-def _largest(values: Tensor, spread: Spread) -> Tensor:
-    for group in spread.groups:
-        all_reduce(values, group, is_max=True)
-    return values
-
-
 def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _summed(op(_torch.local_of(args[0]), **kwargs), _spread(args[0]))
+    return _spread(args[0]).total(op(_torch.local_of(args[0]), **kwargs))
 
 
 def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -61,19 +45,17 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         raise refusal(op, args, kwargs)
     sign = 1 if op is aten.max.default else -1
     own = local.mul(sign).max() if local.numel() else local.new_tensor(-math.inf)
-    sent = torch.stack([own.nan_to_num(0.0, math.inf, -math.inf), own.isnan().to(own.dtype)])
-    _largest(sent, _spread(args[0]))
-    return torch.where(sent[1] > 0, math.nan, sent[0] * sign)
+    return _spread(args[0]).largest(own) * sign
 
 
 def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     found = _torch.local_of(args[0]).any().to(torch.int32)
-    return _largest(found, _spread(args[0])).bool()
+    return _spread(args[0]).largest(found).bool()
 
 
 def _all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     missed = _torch.local_of(args[0]).all().logical_not().to(torch.int32)
-    return _largest(missed, _spread(args[0])).logical_not()
+    return _spread(args[0]).largest(missed).logical_not()
 
 
 def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -83,7 +65,7 @@ def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     like = first_ragged(args)
     here = torch.equal(operand(op, one, like), operand(op, other, like))
     differs = torch.tensor(int(not here), device=_torch.local_of(like).device)
-    return not _largest(differs, _spread(like)).item()
+    return not _spread(like).largest(differs).item()
 
 
 def _vector_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -133,12 +115,9 @@ def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tenso
 def _joined(parts: Sequence[Tensor], order: float, spread: Spread) -> tuple[Tensor, ...]:
     """Combine the norms of the ranks' parts into norms of whole tensors."""
     stacked = torch.stack(list(parts))
-    if not math.isinf(order):
-        return _summed(stacked.pow(order), spread).pow(1.0 / order).unbind()
-    # An all-reduced maximum may lose a NaN, so NaNs are sent separately.
-    sent = torch.stack([stacked.nan_to_num(0.0, math.inf), stacked.isnan().to(stacked.dtype)])
-    _largest(sent, spread)
-    return torch.where(sent[1] > 0, math.nan, sent[0]).unbind()
+    if math.isinf(order):
+        return spread.largest(stacked).unbind()
+    return spread.total(stacked.pow(order)).pow(1.0 / order).unbind()
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,7 +125,7 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads, found_inf, inverse_scale = args
     op(list(map(local_part, grads)), found_inf, inverse_scale)
     groups = dict.fromkeys(group for grad in grads for group in _spread(grad).groups)
-    _largest(found_inf, Spread(tuple(groups), 1))
+    found_inf.copy_(Spread(tuple(groups), 1).largest(found_inf))
 
 
 WHOLE_HANDLERS: dict[Any, Handler] = {

@@ -1,4 +1,4 @@
-"""A wrapper that records every collective, so that tests and benchmarks can count them."""
+"""A wrapper that records every collective, so that tests can count them."""
 
 from __future__ import annotations
 
