@@ -1,9 +1,9 @@
-"""State dicts: full ones on one rank, sharded ones on all, of models and of optimizers.
+"""Full and sharded state dicts of models and optimizers.
 
-``model`` and ``optimizer`` have two pairs of functions each, to read and to load; ``tree`` says
-which tensor has which name, ``source`` where values come from that are loaded. Files are written
-and read by ``torch.distributed.checkpoint``, with the ``LoadPlanner``, or by what writes plain
-dictionaries.
+A full state dict holds whole plain tensors, by default on the first rank only; a sharded one holds
+this rank's shards as DTensors. ``full_state_dict``, ``sharded_state_dict``, ``load_...`` and their
+``optim`` counterparts make and load dictionaries. Save the sharded ones to files with
+``torch.distributed.checkpoint`` (load with ``LoadPlanner``), the full ones as any dictionary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks make sure that they are about to do the same, before the first collective of many."""
+"""Check that ranks agree on a series of collectives before the first one starts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fullshard.errors import ConfigError
 
 
 def check_alike(what: str, tree: Tree, keys: Iterable[tuple[str, str]]) -> None:
-    """Make sure that this is what all ranks are about to gather or to receive, in this order.
+    """Check that all ranks will gather or receive the same ``keys`` in one order; a collective.
 
     Raises:
-        ConfigError: it is not; on all ranks.
+        ConfigError: on all ranks, if the (parameter name, state name) pairs of any ranks differ.
     """
     mesh, own = tree.mesh, list(keys)
     if mesh is None or all_same(sha256(repr(own).encode()).digest(), mesh):
@@ -30,4 +30,4 @@ def check_alike(what: str, tree: Tree, keys: Iterable[tuple[str, str]]) -> None:
 
 
 class _Disagreement(ConfigError, RuntimeError):
-    """PyTorch raises a RuntimeError here."""
+    """A ``RuntimeError`` as well, because PyTorch raises one here."""

@@ -1,4 +1,4 @@
-"""State dicts of models."""
+"""Make and load full and sharded state dicts of models."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fullshard.tensors import local_part, taken_by
 def full_state_dict(
     module: nn.Module, *, rank0_only: bool = True, cpu: bool = True, copies: bool = True
 ) -> dict[str, Any]:
-    """The state dict of the unsharded model: whole plain tensors, under its names, in its order.
+    """Return the state dict that the unsharded model would have: same names, same order.
 
-    Parameters are gathered one at a time, tensor-parallel ones too; on ranks that get nothing only
-    that one is in memory meanwhile. All ranks must call this.
+    Values are whole plain tensors. Parameters, tensor-parallel ones too, are gathered one at a
+    time: a rank that gets no result holds only one whole parameter. All ranks must call this.
 
     Args:
         module: a sharded model, or a part of one.
-        rank0_only: only the first rank gets it, the others an empty dictionary.
-        cpu: on the CPU, not on the device.
-        copies: False: buffers, and parameters that no unit owns, are the model's own, as in
-            ``module.state_dict()``, where they need not be moved.
+        rank0_only: return the state dict on the first rank only, and {} on all other ranks.
+        cpu: return tensors on the CPU instead of the device.
+        copies: False: buffers, and parameters in no unit, share the model's memory, as in
+            ``module.state_dict()``, unless they are moved to the CPU.
 
     Raises:
-        ProtocolError: inside of a forward or backward, while parameters are lent, or on ``meta``.
+        ProtocolError: during a forward, backward or ``unshard_params``, or on the meta device.
     """
     tree = Tree(module, "full_state_dict")
     rows = full(tree, list(tree.rows()), rank0_only=rank0_only, cpu=cpu, copies=copies)
@@ -43,20 +43,20 @@ def full_state_dict(
 def sharded_state_dict(
     module: nn.Module, *, plain_shards: bool = False, whole_mesh: bool = False
 ) -> dict[str, Any]:
-    """What each rank holds, as DTensors and RaggedTensors around the live shards.
+    """Return a state dict with this rank's shards, as DTensors and RaggedTensors.
 
-    Names are clean. By default nothing is communicated, and tensors are placed as parameters are,
-    which is what ``torch.distributed.fsdp.fully_shard`` does. With both options they are placed as
-    in FSDP1's sharded state dicts.
+    Names lack the prefixes of wrappers. By default nothing is communicated, and tensors have the
+    memory and the placements of the parameters, as with PyTorch's ``fully_shard``. With both
+    options placements are those of FSDP1's sharded state dicts.
 
     Args:
         module: a sharded model, or a part of one.
-        plain_shards: use ``Shard`` and ``Replicate`` only, for readers that know neither strided
-            nor ragged shards; what is placed otherwise is gathered, one tensor at a time, and cut.
-        whole_mesh: on a model with tensor-parallel parameters let all lie on the whole mesh, the
-            others replicated over the tensor-parallel dims. It takes no communication. Parameters
-            whose cuts only a mesh in another order can express stay on that; with
-            ``plain_shards`` they are gathered and cut anew.
+        plain_shards: use only ``Shard`` and ``Replicate``, for readers that know neither strided
+            nor ragged shards. Other tensors are gathered and cut again, one at a time.
+        whole_mesh: in a model with tensor parallelism, put every tensor on the model's largest
+            mesh, replicated over the mesh dims that its own mesh lacks, without communication. A
+            tensor whose mesh has its dims in another order stays on that mesh; with
+            ``plain_shards`` it is gathered and cut again.
 
     Raises:
         ProtocolError: as for ``full_state_dict``.
@@ -75,17 +75,17 @@ def load_full_state_dict(
     broadcast_from_rank0: bool = False,
     strict: bool = True,
 ) -> None:
-    """Load whole tensors: each rank takes its part. Any layout, any mesh.
+    """Load a full state dict; each rank copies its part, whatever the layout and the mesh.
 
     Args:
         module: a sharded model, or a part of one.
-        state: by name. Of tied parameters one name is enough.
-        broadcast_from_rank0: only the first rank has ``state``, the others pass anything; tensors
-            are sent one at a time.
-        strict: refuse names that one side lacks.
+        state: whole tensors by name; of tied parameters one name is enough.
+        broadcast_from_rank0: send the ``state`` of the first rank to all ranks, one tensor at a
+            time; the ``state`` of other ranks is ignored and may be {}.
+        strict: refuse names that are missing in ``state`` or in the model.
 
     Raises:
-        ConfigError: names or shapes that do not fit; on all ranks, before anything was changed.
+        ConfigError: on all ranks, if names or shapes do not fit; nothing was changed.
         ProtocolError: as for ``full_state_dict``.
     """
     _load(module, state, "load_full_state_dict", send=broadcast_from_rank0, strict=strict)
@@ -94,11 +94,11 @@ def load_full_state_dict(
 def load_sharded_state_dict(
     module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Load DTensors, placed as ours are or in another way.
+    """Load a sharded state dict, with any placements; see ``load_full_state_dict``.
 
-    What lies as our parameters do is copied; so is what lies so on a larger mesh, and is
-    replicated over the rest of it. Anything else is gathered, one tensor at a time. Plain tensors
-    are taken to be whole.
+    A DTensor is copied without communication if its mesh and placements are the parameter's, or
+    if it has a larger mesh and is replicated over the other mesh dims. Any other DTensor is
+    gathered, one at a time. Plain tensors are taken to be whole.
 
     Raises:
         ConfigError, ProtocolError: as for ``load_full_state_dict``.
@@ -125,17 +125,17 @@ def _load(
         else:
             is_spread = isinstance(value, DTensor)
             by_torch[row.own_name] = value.full_tensor() if is_spread else value
-    # Buffers, parameters that no unit owns and extra state, with whatever their modules do to them.
+    # Buffers, parameters in no unit and extra state: PyTorch's way runs their modules' own hooks.
     with taken_as_it_is():
         nn.Module.load_state_dict(module, by_torch, strict=False)
     tree.rewritten()
 
 
 def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> None:
-    """Refuse what does not fit, as the unsharded model would."""
+    """Refuse names and shapes that the unsharded model would refuse."""
     problems = []
     names = {row.name for row in rows}
-    # Of tied ones one name is enough.
+    # Of tied parameters one name is enough.
     given = {id(row.value) for row in rows if row.name in source.announced}
     missing = [row.name for row in rows if id(row.value) not in given]
     unexpected = [str(key) for key in source.announced if key not in names]
@@ -159,4 +159,4 @@ def _some(names: Iterable[str]) -> str:
 
 
 class _Mismatch(ConfigError, RuntimeError):
-    """PyTorch raises a RuntimeError here."""
+    """A ``RuntimeError`` as well, because PyTorch raises one here."""

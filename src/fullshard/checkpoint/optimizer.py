@@ -1,11 +1,11 @@
-"""State dicts of optimizers, by names of parameters.
+"""Make and load full and sharded state dicts of optimizers, keyed by parameter names.
 
     {"state": {"head.weight": {"step": ..., "exp_avg": ..., ...}, ...},
      "param_groups": [{"lr": ..., "params": ["head.weight", ...]}, ...]}
 
-It is the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, and that of
-FSDP1's ``optim_state_dict``. State with an element for each of the parameter's lies as the
-parameter does; anything else, such as a step count, is the same on all ranks.
+``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` and FSDP1's
+``optim_state_dict`` use the same format. State with one element per parameter element has the
+placements of the parameter; any other state, such as a step count, is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fullshard.tensors import shown_like, taken_by
 def full_optim_state_dict(
     module: nn.Module, optimizer: Optimizer, *, rank0_only: bool = True, cpu: bool = True
 ) -> dict[str, Any]:
-    """The state of ``optimizer`` with whole plain tensors, gathered one at a time.
+    """Return the state of ``optimizer`` as whole tensors, gathered one at a time; a collective.
 
     Args:
-        module: the model whose parameters it steps, or a model around it.
-        optimizer: of ``torch.optim``, or a ``ShardedOptimizer``.
-        rank0_only: only the first rank gets it, the others an empty dictionary.
-        cpu: on the CPU, not on the device.
+        module: the model whose parameters ``optimizer`` steps, or a model that contains it.
+        optimizer: an optimizer of ``torch.optim``, or a ``ShardedOptimizer``.
+        rank0_only: return the state on the first rank only, and {} on all other ranks.
+        cpu: return tensors on the CPU instead of the device.
 
     Raises:
-        ConfigError: the optimizer has a parameter that is not in ``module``.
+        ConfigError: a parameter is not in ``module``, or the parameters with state differ by rank.
         ProtocolError: as for ``full_state_dict``.
     """
     tree = Tree(module, "full_optim_state_dict")
@@ -51,7 +51,7 @@ def full_optim_state_dict(
 def full_optim_state(
     tree: Tree, optimizer: Optimizer, saved: StateDict, *, rank0_only: bool, cpu: bool
 ) -> dict[str, Any]:
-    """Do what ``full_optim_state_dict`` does, of ``saved`` as the optimizer's own state dict."""
+    """Do the work of ``full_optim_state_dict`` for ``saved``, a state dict of ``optimizer``."""
     stepped = Stepped(tree, optimizer)
     state = stepped.by_name(saved)
     _check_alike("full_optim_state_dict", tree, state)
@@ -68,15 +68,15 @@ def sharded_optim_state_dict(
     whole_mesh: bool = False,
     template: bool = False,
 ) -> dict[str, Any]:
-    """The state of ``optimizer`` as it is sharded; see ``sharded_state_dict``.
+    """Return the state of ``optimizer`` by parameter name, as DTensors of this rank's shards.
 
     Args:
-        module: the model whose parameters it steps, or a model around it.
-        optimizer: of ``torch.optim``, or a ``ShardedOptimizer``.
-        plain_shards, whole_mesh: how tensors are placed.
-        template: let trainable parameters that have no state yet have some, by a step on them with
-            zero gradients and ``lr=0``: for ``torch.distributed.checkpoint.load``, which fills in
-            what is there. With ``LoadPlanner`` those have none again that the file has none for.
+        module: the model whose parameters ``optimizer`` steps, or a model that contains it.
+        optimizer: an optimizer of ``torch.optim``, or a ``ShardedOptimizer``.
+        plain_shards, whole_mesh: the placements, as for ``sharded_state_dict``.
+        template: first give state to trainable parameters that have none, by a step with zero
+            gradients and ``lr=0``, since ``torch.distributed.checkpoint.load`` only overwrites
+            existing state. ``LoadPlanner`` removes that of parameters without state in the file.
 
     Raises:
         ConfigError, ProtocolError: as for ``full_optim_state_dict``.
@@ -93,7 +93,7 @@ def sharded_optim_state_dict(
 def sharded_optim_state(
     tree: Tree, optimizer: Optimizer, saved: StateDict, *, plain_shards: bool, whole_mesh: bool
 ) -> dict[str, Any]:
-    """Do what ``sharded_optim_state_dict`` does, of ``saved`` as the optimizer's own state dict."""
+    """Do the work of ``sharded_optim_state_dict`` for ``saved``, a state dict of ``optimizer``."""
     stepped = Stepped(tree, optimizer)
     state = stepped.by_name(saved)
     if plain_shards:
@@ -111,7 +111,7 @@ def _rows(state: Mapping[str, Kept]) -> Iterator[Row]:
 
 
 def _check_alike(what: str, tree: Tree, state: Mapping[str, Kept]) -> None:
-    """Make sure that all ranks have the same to gather."""
+    """Check that all ranks gather the same DTensors."""
     spread = [(r.name, r.key) for r in _rows(state) if isinstance(r.value, DTensor)]
     check_alike(what, tree, spread)
 
@@ -119,11 +119,11 @@ def _check_alike(what: str, tree: Tree, state: Mapping[str, Kept]) -> None:
 def _named(
     stepped: Stepped, saved: StateDict, state: Mapping[str, Kept], values: Iterable[tuple[Row, Any]]
 ) -> dict[str, Any]:
-    """Return a state dict by names, of ``state`` with ``values``."""
+    """Return a state dict by parameter name, with the tensors of ``values``."""
     found: dict[str, Kept] = {name: {} for name in state}
     for row, value in values:
         is_count = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.dim()
-        # A step count must not go on counting.
+        # A later step must not change the saved step count.
         found[row.name][row.key] = value.clone() if is_count else value
     return {"state": found, "param_groups": stepped.named_groups(saved)}
 
@@ -136,18 +136,18 @@ def load_full_optim_state_dict(
     broadcast_from_rank0: bool = False,
     strict: bool = True,
 ) -> None:
-    """Load whole tensors into ``optimizer``: each rank takes its part. Any layout, any mesh.
+    """Load full state into ``optimizer``; each rank takes its part, whatever the layout and mesh.
 
     Args:
-        module: the model whose parameters it steps, or a model around it.
-        optimizer: of ``torch.optim``, or a ``ShardedOptimizer``; it need not have stepped.
-        state: by name.
-        broadcast_from_rank0: only the first rank has ``state``; tensors are sent one at a time.
+        module: the model whose parameters ``optimizer`` steps, or a model that contains it.
+        optimizer: of ``torch.optim``, or a ``ShardedOptimizer``; it need not have stepped yet.
+        state: whole tensors, as ``full_optim_state_dict`` returns them.
+        broadcast_from_rank0: as for ``load_full_state_dict``.
         strict: refuse parameters of ``optimizer`` that are in no group of ``state``, and state of
             parameters that the model does not have.
 
     Raises:
-        ConfigError: names, shapes or groups that do not fit; before anything was changed.
+        ConfigError: if names, groups or shapes of DTensors do not fit; nothing was changed.
         ProtocolError: as for ``full_state_dict``.
     """
     what = "load_full_optim_state_dict"
@@ -157,7 +157,7 @@ def load_full_optim_state_dict(
 def load_sharded_optim_state_dict(
     module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
-    """Load DTensors, placed as ours are or in another way, into ``optimizer``.
+    """Load sharded state with any placements; see ``load_full_optim_state_dict``.
 
     Raises:
         ConfigError, ProtocolError: as for ``load_full_optim_state_dict``.
@@ -185,13 +185,13 @@ def optim_state_to_load(
     strict: bool,
     all_params: bool = True,
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes; see ``load_full_optim_state_dict``.
+    """Return the input of ``optimizer.load_state_dict``; see ``load_full_optim_state_dict``.
 
     Args:
-        optimizer: its groups are enough where nobody knows it.
-        send: only the first rank has ``state``.
-        spread: it holds DTensors.
-        all_params: False leaves parameters that are in no group of ``state`` out of the groups.
+        optimizer: an optimizer, or only its parameter groups.
+        send: broadcast ``state`` from the first rank.
+        spread: ``state`` holds DTensors.
+        all_params: False: omit parameters that are in no group of ``state`` from the groups.
     """
     tree = Tree(module, what)
     stepped = Stepped(tree, optimizer)
@@ -218,13 +218,13 @@ def optim_state_to_load(
             part = taken_by(param, value).clone()
             value = shown_like(param, part.to(param.device))
         elif isinstance(value, Tensor):
-            value = value.clone()  # optimizers count steps in place
+            value = value.clone()  # an optimizer would change the caller's step count in place
         own.setdefault(loaded.own_name[name], {})[key] = value
     return {"state": stepped.to_load(own), "param_groups": groups}
 
 
 def _groups_to_load(stepped: Stepped, loaded: _Loaded, *, all_params: bool) -> list[dict[str, Any]]:
-    """The optimizer's groups as its own state dict has them, with the options that are loaded."""
+    """Return the optimizer's groups, with parameter numbers and with the loaded options."""
     groups: list[dict[str, Any]] = []
     of_empty = loaded.options_of_empty()
     for group, names_of in stepped.by_group():
@@ -236,7 +236,7 @@ def _groups_to_load(stepped: Stepped, loaded: _Loaded, *, all_params: bool) -> l
 
 
 def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """``state`` by (name, key), and the groups."""
+    """Yield the values of ``state`` by (name, key), and then the groups."""
     for name, kept in state.get("state", {}).items():
         for key, value in kept.items():
             yield (clean_name(name), key), value
@@ -250,7 +250,7 @@ def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
 
 
 class _Loaded:
-    """What is loaded, by the names that this model has for it."""
+    """The state to load, under the names of this model."""
 
     def __init__(self, what: str, tree: Tree, source: Source, groups: list[dict[str, Any]]) -> None:
         self._what = what
@@ -264,7 +264,7 @@ class _Loaded:
         return self.own_name.get(name, name)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse what one side lacks."""
+        """Refuse names that the loaded groups or the model lack."""
         missing = [name for name in names if name not in self.grouped]
         unknown = sorted({str(k[0]) for k in self._keys() if k[0] not in self.own_name})
         if missing or unknown:
@@ -275,7 +275,7 @@ class _Loaded:
             )
 
     def options(self, names: Sequence[str]) -> dict[str, Any]:
-        """Those of the group that has these parameters."""
+        """Return the loaded options of the parameters ``names``, which are in one group now."""
         wanted = set(names)
         found = [
             options_of(group)
@@ -290,11 +290,11 @@ class _Loaded:
         return found[0] if found else {}
 
     def options_of_empty(self) -> Iterator[dict[str, Any]]:
-        """Yield those of the groups without parameters, in their order."""
+        """Yield the options of loaded groups without parameters, in order."""
         return (options_of(group) for group in self._groups if not group["params"])
 
     def needed(self, params: Mapping[str, Tensor]) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """What is to be loaded, in the order of the model; of tied names the last counts."""
+        """Yield keys to load, with their parameters, in model order; the last tied name wins."""
         place = {name: i for i, name in enumerate(self.own_name)}
         for key in sorted(self._keys(), key=lambda key: place.get(key[0], -1)):
             param = params.get(self._own(key[0]))
@@ -302,7 +302,7 @@ class _Loaded:
                 yield key, param
 
     def check_shape(self, name: str, key: str, param: Tensor) -> None:
-        """Refuse a DTensor, or what has more than one element, of another shape."""
+        """Refuse a DTensor whose shape is not that of its parameter."""
         shape = self._source.shape_of((name, key))
         if shape is not None and shape != param.shape and self.is_dtensor((name, key)):
             raise ConfigError(
@@ -311,7 +311,7 @@ class _Loaded:
             )
 
     def is_dtensor(self, key: tuple[str, str]) -> bool:
-        """Whether what is loaded is one."""
+        """Return whether the loaded value is a DTensor."""
         return getattr(self._source.announced[key], "is_dtensor", False)
 
     def _keys(self) -> Iterator[tuple[str, str]]:
@@ -321,7 +321,7 @@ class _Loaded:
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Step on the trainable parameters without state, changing none."""
+    """Step with zero gradients where trainable parameters lack state; no parameter changes."""
     params = [param for _, param in numbered(optimizer.param_groups)]
     fresh = {id(one) for one in params if one.requires_grad and not optimizer.state.get(one)}
     if not fresh:

@@ -1,4 +1,4 @@
-"""Reading files of ``torch.distributed.checkpoint`` into state of which they lack some."""
+"""Load ``torch.distributed.checkpoint`` files that lack some of the optimizer state."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """A planner for ``torch.distributed.checkpoint.load`` that knows untouched parameters.
+    """A planner for ``torch.distributed.checkpoint.load`` that allows missing optimizer state.
 
-    Optimizers have no state for parameters that never had a gradient, so a file has none either.
-    That of a fresh optimizer, made to be filled, has some for all: this planner removes it from
-    the state dict for those parameters of which the file has nothing, and they begin anew.
-    Anything else that the file lacks is refused, as ever.
+    An optimizer, and so a file, has no state for parameters that never had a gradient, but
+    ``sharded_optim_state_dict(template=True)`` makes state for all trainable parameters. This
+    planner removes the state of parameters without state in the file, so that they start without
+    state. The load still fails if the file lacks anything else.
     """
 
     def set_up_planner(
@@ -24,7 +24,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See ``DefaultLoadPlanner``; changes the optimizers' state dicts in ``state_dict``."""
+        """See ``DefaultLoadPlanner``; removes optimizer state from ``state_dict`` in place."""
         if metadata is not None:
             saved = metadata.state_dict_metadata.keys()
             for path, state in _optimizer_states(state_dict, ""):
@@ -37,7 +37,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _optimizer_states(state_dict: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the state of each optimizer, by names of parameters, and where its state dict is."""
+    """Yield the path of each optimizer's state dict and its state, by parameter name."""
     if isinstance(state_dict.get("state"), dict) and "param_groups" in state_dict:
         yield path, state_dict["state"]
         return

@@ -1,4 +1,4 @@
-"""Where loaded values come from: a dictionary on every rank, or the first rank's."""
+"""Read the values to load from a dictionary on every rank, or from the first rank's."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fullshard.comm import broadcast_from_first, broadcast_object_from_first
 from fullshard.errors import ConfigError
 
 Key = str | tuple[str, str]
-"""A name of the model's state dict, or the name of a parameter and what the optimizer keeps."""
+"""A name in a model's state dict, or a parameter's name and the name of its optimizer state."""
 
 
 class _Announced(NamedTuple):
-    """A tensor that will come."""
+    """The description of a tensor that ``Source.get`` returns later."""
 
     shape: torch.Size
     dtype: torch.dtype
     is_dtensor: bool
     number: Tensor | None
-    """The value itself of a tensor without dims, such as a step count, which stays on the CPU."""
+    """The tensor itself, on the CPU, if it has no dims (such as a step count)."""
 
 
 class Source:
-    """Values by key. Ranks agree on what is there before one value is asked for.
+    """The values to load, by key.
 
-    With a ``mesh`` the first rank's values come to all of its ranks, which ask for all of them in
-    the same order, one whole tensor at a time.
+    With a ``mesh`` they are the values of its first rank: the constructor broadcasts what there
+    is, ``get`` one whole tensor at a time, so all ranks must get the same keys in the same order.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Source:
             )
 
     def shape_of(self, key: Key) -> torch.Size | None:
-        """Of a tensor; None for anything else."""
+        """Return the shape of a tensor; None for any other value."""
         announced = self.announced[key]
         return announced.shape if isinstance(announced, _Announced) else None
 
     def get(self, key: Key) -> Any:
-        """The value; a collective with a mesh."""
+        """Return the value of ``key``; a collective if there is a mesh."""
         announced = self.announced[key]
         if self._mesh is None:
             return self._values[key]

@@ -1,7 +1,7 @@
-"""What an optimizer steps, as the parameters of the model that it holds.
+"""Map the parameters that an optimizer steps to the parameters of the model.
 
-As a rule that is the same. Under ``FullyShardedDataParallel`` an optimizer steps plain pieces of
-parameters, or one flat parameter for each unit, whose state is cut here and joined again.
+In general these are the same. With ``FullyShardedDataParallel`` an optimizer steps plain pieces of
+parameters, or one flat parameter per unit, whose state this module cuts and joins.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from fullshard.optim.states import is_cut_tensor, one_for_many
 from fullshard.optim.trial import singles_of
 from fullshard.tensors import local_part
 
-Kept = dict[str, Any]  # what an optimizer keeps for a parameter
-StateDict = Mapping[str, Any]  # an optimizer's own, in which parameters are numbers
+Kept = dict[str, Any]  # the optimizer state of one parameter
+StateDict = Mapping[str, Any]  # an optimizer's ``state_dict()``, in which parameters are numbers
 
 
 class _Part(NamedTuple):
-    """A parameter that is all, or a slice, of what the optimizer steps."""
+    """A parameter of the model that is all or a slice of one tensor that an optimizer steps."""
 
     name: str
     shown: Tensor
     held: Held | None = None  # None: the optimizer steps ``shown`` itself
-    offset: int = 0  # in a flat parameter
+    offset: int = 0  # elements before it in a flat parameter
 
     def show(self, value: Any) -> Any:
-        """Return its state, cut out of state with an element for each the optimizer steps."""
+        """Return this part of state with one element per stepped element, or other state itself."""
         return value if self.held is None else self.held.as_dtensor(self._slice(value))
 
     def put(self, value: Any, whole: Tensor) -> None:
-        """Copy its state to where it belongs in ``whole``."""
+        """Copy the state ``value`` of this part to its slice of ``whole``."""
         self._slice(whole).copy_(local_part(value).reshape(self._local.shape))
 
     def _slice(self, value: Tensor) -> Tensor:
@@ -51,14 +51,14 @@ class _Part(NamedTuple):
 
 
 class Stepped:
-    """The parameters of an optimizer, each with those of the model that it holds.
+    """The parameters of an optimizer, each with the model's parameters that it contains.
 
     Args:
         tree: the model.
-        optimizer: its groups are enough where nobody knows it.
+        optimizer: an optimizer, or only its parameter groups.
 
     Raises:
-        ConfigError: the optimizer has a parameter that is not in the model.
+        ConfigError: if the optimizer has a parameter that is not in the model.
     """
 
     def __init__(self, tree: Tree, optimizer: Optimizer | Groups) -> None:
@@ -73,11 +73,11 @@ class Stepped:
 
     @property
     def shown(self) -> dict[str, Tensor]:
-        """The model's parameters by name, in the order in which the optimizer has them."""
+        """The model's parameters by name, in the order of the optimizer."""
         return {part.name: part.shown for parts in self._parts for part in parts}
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], dict[int, list[str]]]]:
-        """Yield each group, with the names of what each of its parameters holds, by its number."""
+        """Yield each group, and for each of its parameters' numbers the names that it contains."""
         first = 0
         for group in self.groups:
             end = first + len(group["params"])
@@ -88,9 +88,9 @@ class Stepped:
         return [part.name for part in self._parts[number]]
 
     def by_name(self, saved: StateDict) -> dict[str, Kept]:
-        """Return the state of ``saved`` by the model's parameters, in their order there.
+        """Return the state in ``saved`` by the model's parameter names, in the model's order.
 
-        Optimizers of different ranks may have other orders, where state is gathered.
+        Ranks gather state in this order, and the order of their optimizers may differ.
         """
         state: Mapping[int, Kept] = saved["state"]
         singles = self.singles | one_for_many(
@@ -110,7 +110,7 @@ class Stepped:
         return {name: found[name] for name in sorted(found, key=self._order.__getitem__)}
 
     def named_groups(self, saved: StateDict) -> list[dict[str, Any]]:
-        """Return the groups of ``saved`` with names for numbers."""
+        """Return the groups of ``saved`` with parameter names instead of numbers."""
         return [
             {
                 **group,
@@ -120,10 +120,10 @@ class Stepped:
         ]
 
     def to_load(self, state: Mapping[str, Kept]) -> dict[int, Kept]:
-        """Return ``state``, by names, as the optimizer loads it; what ``by_name`` cuts is joined.
+        """Return ``state`` by number, as the optimizer loads it; the inverse of ``by_name``.
 
         Raises:
-            ConfigError: parameters in one flat parameter have different state.
+            ConfigError: if single values, such as step counts, differ within a flat parameter.
         """
         own = {}
         for number, parts in enumerate(self._parts):
@@ -134,7 +134,7 @@ class Stepped:
 
 
 def _parts_of(tree: Tree, params: Sequence[Tensor], label: str) -> list[list[_Part]]:
-    """Return what each of ``params`` holds."""
+    """Return the parts of each of ``params``."""
     found = {id(shown): [_Part(name, shown)] for name, shown in tree.named()}
     for held in tree.all_held():
         shown, front = tree.shown(held), held.bucket.front
@@ -158,7 +158,7 @@ def _parts_of(tree: Tree, params: Sequence[Tensor], label: str) -> list[list[_Pa
 def _joined(param: Tensor, parts: list[_Part], kept: list[Kept | None]) -> Kept:
     """Return the state of ``param`` from that of its parts; zeros for a part that has none."""
     if parts[0].held is None and kept[0] is not None:
-        return kept[0]  # it is its only part
+        return kept[0]  # ``param`` is a parameter of the model and has only one part
     keys = list(dict.fromkeys(key for one in kept if one is not None for key in one))
     joined: Kept = {}
     for key in keys:

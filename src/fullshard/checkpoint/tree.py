@@ -1,4 +1,4 @@
-"""Which tensor of a model has which name, and on which mesh all of them lie."""
+"""The names, values and meshes of the state dict entries of a sharded model."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from fullshard.tensors import on_larger_mesh, plainly_sharded
 
 
 class Row(NamedTuple):
-    """One value of a state dict, of a model or of an optimizer."""
+    """An entry of a state dict of a model or of an optimizer."""
 
     name: str
-    """Of the parameter or buffer, without what wrappers add."""
+    """Name of the parameter or buffer, without the prefixes of wrappers."""
     value: Any
-    """The parameter or buffer itself, what an optimizer keeps, or whatever else a module saves;
-    a DTensor, if ranks hold parts of it."""
+    """The parameter or buffer itself, a value of optimizer state, or extra state of a module;
+    a DTensor if ranks hold parts of the tensor."""
     held: Held | None = None
-    """Where a unit keeps it, if one does."""
+    """The position of the parameter in a unit, if a unit owns the parameter."""
     own_name: str = ""
-    """As ``module.state_dict()`` has it."""
+    """The name in ``module.state_dict()``."""
     key: str = ""
-    """What an optimizer calls it."""
+    """The optimizer's name of the state, such as "exp_avg"; empty in rows of a model."""
 
 
 class Tree:
-    """A model between steps, with nothing lent.
+    """A sharded model between steps, without a loan of its parameters.
 
     Raises:
-        ProtocolError: it is not.
+        ProtocolError: during a forward, a backward or a loan, or if parameters are on meta.
     """
 
     def __init__(self, module: nn.Module, what: str) -> None:
@@ -56,7 +56,7 @@ class Tree:
         self._shown: dict[Held, Tensor] = {}
 
     def rows(self) -> Iterator[Row]:
-        """Yield all values, in the order of the unsharded model's state dict."""
+        """Yield all entries of the state dict, in the order of the unsharded model's."""
         own = state_dict_as_it_is(self.module, self.units)
         names = {clean_name(name) for name in own}
         if len(names) < len(own):
@@ -70,44 +70,44 @@ class Tree:
             yield Row(clean_name(name), shown, held, own_name=name)
 
     def shown(self, held: Held) -> Tensor:
-        """A sharded parameter as a DTensor, always the same one."""
+        """Return a sharded parameter as a DTensor, the same object at every call."""
         if held not in self._shown:
             self._shown[held] = held.as_dtensor()
         return self._shown[held]
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters by clean names, sharded ones as ``shown``, tied ones once."""
+        """Yield clean names and parameters; sharded ones as ``shown``, tied ones only once."""
         for name, param, held in named_sharded(self.module, self.units):
             yield name, param if held is None else self.shown(held)
 
     def all_held(self) -> Iterable[Held]:
-        """The parameters that units keep."""
+        """Return all parameters that units own."""
         return self._held.values()
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of all that the model lies on."""
+        """Return whether this rank is the first of all ranks that hold the model."""
         return is_first_rank(self.units)
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The largest mesh that something of the model lies on."""
+        """The largest mesh of any sharded parameter; None if there is no such parameter."""
         meshes = [self.shown(held).device_mesh for held in self._held.values()]  # type: ignore[attr-defined]
         return max(meshes, key=_extent, default=None)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes; the CPU if nothing is sharded."""
         return self.units[0].device if self.units else torch.device("cpu")
 
     def rewritten(self) -> None:
-        """Sharded parameters have new values."""
+        """Tell the engines that sharded parameters have new values."""
         for unit in self.units:
             engine_of(unit).rewritten(unit)
 
 
 def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:
-    """Of meshes of the same ranks, that with the dims in their usual order is the largest."""
+    """Return a sort key: size, number of dims, then whether ranks are in ascending order."""
     ranks = mesh.mesh.flatten().tolist()
     return mesh.size(), mesh.ndim, ranks == sorted(ranks)
 
@@ -115,11 +115,11 @@ def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:
 def full(
     tree: Tree, rows: Sequence[Row], *, rank0_only: bool, cpu: bool, copies: bool = True
 ) -> Iterator[tuple[Row, Any]]:
-    """Yield each row and its value whole, gathered one at a time; collective.
+    """Yield each row with its whole value, gathered one at a time; a collective.
 
-    With ``rank0_only`` nothing is yielded on other ranks than the first, which gather all the
-    same. Tied parameters are one tensor here, too. What is whole already is copied, unless it is
-    wanted without ``copies``.
+    With ``rank0_only`` all ranks take part in gathering, but only the first rank yields. Tied
+    parameters of a model share one whole tensor. Without ``copies``, tensors that need not be
+    gathered are not cloned.
     """
     is_given = not rank0_only or tree.is_first
     seen: dict[int, Any] = {}
@@ -142,12 +142,12 @@ def full(
 def sharded(
     rows: Iterable[Row], mesh: DeviceMesh | None, *, plain_shards: bool
 ) -> Iterator[tuple[Row, Any]]:
-    """Yield each row and its value as sharded state dicts have it, around the live memory.
+    """Yield each row with its value for a sharded state dict, which shares the live memory.
 
     Args:
-        rows: of a model or an optimizer.
-        mesh: what values should lie on where that takes no communication; None: their own.
-        plain_shards: gather what is placed with other than ``Shard`` and ``Replicate``.
+        rows: rows of a model or of an optimizer.
+        mesh: put DTensors on this mesh if that takes no communication; None: their own mesh.
+        plain_shards: gather, and cut again, DTensors not placed by ``Shard`` and ``Replicate``.
     """
     for row in rows:
         value = row.value.detach() if isinstance(row.value, Tensor) else row.value

@@ -1,7 +1,7 @@
-"""``FullyShardedDataParallel``: the flat face.
+"""``FullyShardedDataParallel``, the face with the interface of PyTorch's FSDP1.
 
-``options`` are the values that it takes, ``meshes``, ``precision`` and ``prepare`` what they mean,
-``wrapper`` is the class. How its parameters are shown as one is in ``frontend/flat_param.py``.
+``options`` has the values of its arguments, ``meshes``, ``precision`` and ``prepare`` interpret
+them, and ``wrapper`` has the class. ``frontend/flat_param.py`` has the flat parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a wrapper was made with, under the names that PyTorch's wrapper has for it."""
+"""Properties with the arguments of a wrapper, under the names of PyTorch's wrapper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.frontend.meshes import DataMesh
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Arguments of one wrapper, with what is usual for those that are None."""
+    """The arguments of one wrapper, with defaults for some arguments that are None."""
 
     mesh: DataMesh
     strategy: ShardingStrategy
@@ -29,7 +29,7 @@ class Given:
 
     @classmethod
     def of(cls, mesh: DataMesh, named: Mapping[str, Any]) -> Given:
-        """From all arguments by name."""
+        """Create from all arguments by name."""
         return cls(
             mesh=mesh,
             strategy=named["sharding_strategy"],
@@ -41,30 +41,30 @@ class Given:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # copies of a wrapper are on the same mesh
+        return self  # copies of a wrapper use the same mesh
 
 
 class Arguments(nn.Module):
-    """What ``FullyShardedDataParallel`` tells of its arguments; they cannot be changed later."""
+    """The read-only properties of ``FullyShardedDataParallel`` that tell its arguments."""
 
     _given: Given
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy; ``NO_SHARD`` where one rank alone has nobody to share with."""
+        """The strategy; ``NO_SHARD`` if the mesh has one rank, except for hybrid strategies."""
         given = self._given
         is_alone = given.mesh.shard_dim is None and not given.strategy.is_hybrid
         return ShardingStrategy.NO_SHARD if is_alone else given.strategy
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share a copy; where nothing is sharded, those that hold one."""
+        """The ranks that shard a copy together, or with ``NO_SHARD`` each hold a copy."""
         mesh = self._given.mesh.mesh
         return mesh.get_group(mesh.ndim - 1)
 
     @property
     def _inter_node_pg(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of different copies, with a hybrid strategy."""
+        """With a hybrid strategy, the ranks that hold the same shard of different copies."""
         return self._given.mesh.mesh.get_group(0) if self._given.strategy.is_hybrid else None
 
     @property
@@ -74,35 +74,35 @@ class Arguments(nn.Module):
 
     @property
     def world_size(self) -> int:
-        """How many ranks are in ``process_group``."""
+        """The number of ranks in ``process_group``."""
         return self.process_group.size()
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
+        """The device on which forward and backward run."""
         return device_of(self._given.mesh)
 
     @property
     def cpu_offload(self) -> CPUOffload:
-        """As it was given, or what is usual."""
+        """The argument, or ``CPUOffload()`` if it was None."""
         return self._given.cpu_offload
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """As it was given, or what is usual."""
+        """The argument, or ``MixedPrecision()`` if it was None."""
         return self._given.mixed_precision
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
-        """As it was given."""
+        """The argument of the constructor."""
         return self._given.backward_prefetch
 
     @property
     def forward_prefetch(self) -> bool:
-        """As it was given."""
+        """The argument of the constructor."""
         return self._given.forward_prefetch
 
     @property
     def limit_all_gathers(self) -> bool:
-        """As it was given."""
+        """The argument of the constructor."""
         return self._given.limit_all_gathers

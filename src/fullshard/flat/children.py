@@ -1,4 +1,4 @@
-"""Modules inside that a policy makes units of their own."""
+"""Wrap the inner modules that an auto-wrap policy chooses as separate units."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def prepare_inside(
     given: dict[str, Any],
     make: Callable[..., nn.Module],
 ) -> None:
-    """Wrap what ``policy`` chooses by ``make(one, **options)``; without one check what is left.
+    """Replace inner modules that ``policy`` chooses with ``make(inner, **options)``.
 
-    ``given`` are the arguments of the wrapper around ``module``.
+    Without a policy only check the unit of ``module``. ``given`` has all the wrapper's arguments.
 
     Raises:
-        ConfigError: see ``_wrap_children``; without a policy the last one.
+        ConfigError: see ``_wrap_children``; without a policy only the last reason.
     """
     precision, shown_as_one = given["mixed_precision"], not given["use_orig_params"]
     if policy is not None:
@@ -49,14 +49,14 @@ def _wrap_children(
     *,
     shown_as_one: bool,
 ) -> None:
-    """Replace the modules inside of ``module`` that ``policy`` chooses by ``make(one, **options)``.
+    """Replace inner modules that ``policy`` chooses with ``make(inner, **options)``.
 
-    With ``precision`` those of the classes that it leaves out are chosen as well, and their options
-    say that they have none.
+    Modules of the classes that ``precision`` ignores are chosen too, with options that exempt them
+    from mixed precision.
 
     Raises:
-        ConfigError: there are units inside already; a parameter is in two units; or units show
-            one parameter each, and one has frozen and trainable ones.
+        ConfigError: if there are units inside already, or two units would share a parameter; or,
+            with ``shown_as_one``, if a unit has both frozen and trainable parameters.
     """
     inside = [name for name, m in module.named_modules() if unit_of(m) is not None]
     if inside:

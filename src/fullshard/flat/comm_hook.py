@@ -1,4 +1,4 @@
-"""``register_comm_hook``: the user's own reduction of gradients."""
+"""Reduce gradients by a function of the user, for ``register_comm_hook``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fullshard.frontend.hooks import engine_of
 
 
 def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object]) -> None:
-    """Let ``hook`` reduce the gradients of ``units``, which one engine runs.
+    """Reduce the gradients of ``units``, which belong to one engine, by ``hook`` from now on.
 
     Raises:
-        ConfigError: it cannot be called.
-        AssertedConfigError: a unit has copies that groups of ranks share.
-        AssertedProtocolError: there is a hook already.
+        ConfigError: if ``hook`` is not callable.
+        AssertedConfigError: if a unit has a hybrid strategy: several copies, each of them sharded.
+        AssertedProtocolError: if there is a hook already.
     """
     if not callable(hook):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""``summon_full_params``: whole parameters for a while, with what PyTorch's promises beside it."""
+"""``summon_full_params``: ``unshard_params`` with the additional guarantees of FSDP1."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def summon(
     offload_to_cpu: bool,
     with_grads: bool,
 ) -> AbstractContextManager[None]:
-    """``fullshard.unshard_params``.
+    """Return the context manager of ``fullshard.unshard_params``.
 
-    Where nothing is sharded, and lent where it is, edits stay whatever ``writeback`` is: programs
-    for PyTorch's FSDP1 write into the shards themselves then.
+    If nothing is sharded, and parameters are lent on all ranks and on their device, edits persist
+    even with ``writeback=False``, because in this case FSDP1 programs edit the shards themselves.
 
     Raises:
-        AssertedProtocolError: a forward or backward is running.
+        AssertedProtocolError: if a forward or backward is running.
     """
     units = units_below([module])
     if any(engine_of(unit).is_running for unit in units):

@@ -1,4 +1,4 @@
-"""From strategies and process groups to a mesh: which ranks share a copy, which hold the same."""
+"""Choose the mesh of a wrapper from its strategy and its process groups."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def data_mesh_of(
     device_type: str | None = None,
     wraps_children: bool = False,
 ) -> DataMesh:
-    """The mesh that ``strategy`` means; ``device_type`` is that of the user's device, if any.
+    """Return the mesh, and which of its dims shard and replicate, for ``strategy``.
 
-    Where a copy would be shared by one rank, there is nothing to shard: ranks replicate.
+    If only one rank would shard a copy, ranks replicate. ``device_type`` is that of ``device_id``.
 
     Raises:
-        ConfigError: both or neither of what is needed, or a mesh of another shape.
-        ArgumentTypeError: something else than process groups or a mesh.
+        ConfigError: if group and mesh are both given, or a needed one is missing or misshapen.
+        ArgumentTypeError: if they are not process groups or not a mesh.
     """
     if process_group is not None and device_mesh is not None:
         raise ConfigError(
@@ -76,7 +76,7 @@ def _hybrid(
             f"FullyShardedDataParallel: {strategy.name} requires explicit specification of process "
             "group or device_mesh, or an auto_wrap_policy, so that all units get the same"
         )
-    default_mesh(device_type)  # a process group, if there is none
+    default_mesh(device_type)  # makes the default process group if there is none
     return mesh_of_nodes(device_type)
 
 

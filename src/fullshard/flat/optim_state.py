@@ -1,7 +1,7 @@
-"""State dicts of optimizers of wrapped modules, by names of parameters.
+"""Make and load state dicts of optimizers of wrapped modules, keyed by parameter names.
 
-Two functions, ``optim_state_dict`` and ``optim_state_dict_to_load``, do everything; what PyTorch
-had before them is expressed by them.
+The functions are ``optim_state_dict`` and ``optim_state_dict_to_load``, and variants of them with
+the names and arguments of PyTorch's older functions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ StateDict = dict[str, Any]
 
 
 class OptimStateDicts:
-    """What ``FullyShardedDataParallel`` does about optimizers' state dicts; all are collectives."""
+    """The methods of ``FullyShardedDataParallel`` for state dicts of optimizers: collectives."""
 
     @staticmethod
     def optim_state_dict(
@@ -45,17 +45,17 @@ class OptimStateDicts:
         optim_state_dict: StateDict | None = None,
         group: Any = None,
     ) -> StateDict:
-        """The state of ``optim`` by names, full or sharded as ``set_state_dict_type`` says.
+        """Return the state of ``optim`` by name, full or sharded as ``set_state_dict_type`` says.
 
         Args:
             model: the model whose parameters ``optim`` steps.
             optim: the optimizer.
-            optim_state_dict: its ``state_dict()``, if something else than what that returns; by
-                numbers or by names of parameters. Without groups the result has none.
-            group: accepted; the ranks are those of the model.
+            optim_state_dict: the state, by parameter numbers or names; None: that of
+                ``optim.state_dict()``. If it has no groups, the result has no groups.
+            group: accepted without effect; the ranks are those of the model.
 
         Raises:
-            ConfigError: ``optim`` has a parameter that is not in ``model``.
+            ConfigError: if ``optim`` has a parameter that is not in ``model``.
         """
         settings = settings_of(model)
         config: Any = settings.optim_state_dict_config
@@ -80,19 +80,19 @@ class OptimStateDicts:
         load_directly: bool = False,
         group: Any = None,
     ) -> StateDict:
-        """What ``optim.load_state_dict`` takes, from a full or sharded state by names.
+        """Return the input of ``optim.load_state_dict`` for a full or sharded state by name.
 
         Args:
             model: the model whose parameters ``optim`` steps.
             optim: the optimizer.
-            optim_state_dict: from ``optim_state_dict``, for any wrapping and number of ranks; with
-                ``rank0_only`` chosen only rank 0's counts.
-            is_named_optimizer: ``optim`` wants names, not numbers.
-            load_directly: load it as well.
-            group: accepted; the ranks are those of the model.
+            optim_state_dict: a result of ``optim_state_dict``, for any wrapping and number of
+                ranks; if ``rank0_only`` is set, only that of the first rank is used.
+            is_named_optimizer: ``optim`` expects parameter names instead of numbers.
+            load_directly: load the result into ``optim`` as well.
+            group: accepted without effect; the ranks are those of the model.
 
         Raises:
-            ConfigError: names or shapes that do not fit.
+            ConfigError: if there is no state, or parameters, groups or DTensor shapes do not fit.
         """
         settings = settings_of(model)
         config: Any = settings.optim_state_dict_config
@@ -113,7 +113,7 @@ class OptimStateDicts:
             optim.load_state_dict(loaded)
         return loaded
 
-    # as it was called before
+    # PyTorch's older functions
 
     @staticmethod
     def full_optim_state_dict(
@@ -123,7 +123,7 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: Any = None,
     ) -> StateDict:
-        """``optim_state_dict``, full."""
+        """Return a full ``optim_state_dict``, whatever ``set_state_dict_type`` says."""
         _warn_of_input(optim_input)
         return full_optim_state_dict(model, optim, rank0_only=rank0_only)
 
@@ -131,7 +131,7 @@ class OptimStateDicts:
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: Any = None
     ) -> StateDict:
-        """``optim_state_dict``, sharded."""
+        """Return a sharded ``optim_state_dict``, whatever ``set_state_dict_type`` says."""
         return sharded_optim_state_dict(model, optim, plain_shards=True, whole_mesh=True)
 
     @staticmethod
@@ -141,9 +141,9 @@ class OptimStateDicts:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a full one.
+        """Return the result of ``optim_state_dict_to_load`` for a full state dict.
 
-        Groups hold the parameters that it has; programs add the others with state of their own.
+        Groups list only parameters in groups of that state dict; callers add the others.
         """
         given = _groups(model, optim, optim_input)
         return _to_load(model, given, full_optim_state_dict)
@@ -152,7 +152,7 @@ class OptimStateDicts:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of a sharded one; see ``shard_full_optim_state_dict``."""
+        """Do the same as ``shard_full_optim_state_dict`` for a sharded state dict."""
         return _to_load(model, optim, sharded_optim_state_dict, spread=True)
 
     @staticmethod
@@ -163,7 +163,7 @@ class OptimStateDicts:
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> StateDict:
-        """``optim_state_dict_to_load`` of rank 0's; see ``shard_full_optim_state_dict``."""
+        """Do the same as ``shard_full_optim_state_dict`` for the first rank's state dict."""
         given = _groups(model, optim, optim_input)
         return _to_load(model, given, full_optim_state_dict or {}, send=True)
 
@@ -175,13 +175,13 @@ class OptimStateDicts:
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """A full state dict by names as one by numbers, as unwrapped optimizers have it, or back.
+        """Return a full optimizer state dict keyed by numbers instead of names, or the reverse.
 
-        ``model`` is not wrapped. Without ``optim`` its parameters are numbered in their own order.
+        ``model`` is unwrapped; without ``optim`` its parameters are numbered in its own order.
 
         Raises:
-            AssertedConfigError: ``optim_state_key_type`` is none.
-            ConfigError: the keys are neither all names nor all numbers, or some are of parameters
+            AssertedConfigError: if ``optim_state_key_type`` is not an ``OptimStateKeyType``.
+            ConfigError: if keys are neither all names nor all numbers, or belong to parameters
                 that the model or the optimizer does not have.
         """
         kind = getattr(optim_state_key_type, "name", None)
@@ -202,12 +202,12 @@ class OptimStateDicts:
             return _by_names(optim_state_dict, names)
         rekeyed = _rekeyed(optim_state_dict, {name: i for i, name in enumerate(names)})
         for group in rekeyed["param_groups"]:
-            group["params"].sort()  # optimizers go by the order
+            group["params"].sort()  # optimizers match parameters by order
         return rekeyed
 
 
 def _names(model: nn.Module, optim: Optimizer | Groups, *, are_clean: bool = True) -> list[str]:
-    """Names of parameters as ``optim`` numbers them; if not clean, with those of wrappers."""
+    """Return the parameter names in the order of ``optim``, clean or with wrappers' prefixes."""
     groups = optim if isinstance(optim, Sequence) else optim.param_groups
     name_of = {
         id(param): clean_name(name) if are_clean else name
@@ -216,7 +216,7 @@ def _names(model: nn.Module, optim: Optimizer | Groups, *, are_clean: bool = Tru
     return [name_of[id(param)] for _, param in numbered(groups)]
 
 
-# Groups hold what those of the state dict hold, as PyTorch's older functions have it.
+# Groups list only parameters in groups of the state dict, as with PyTorch's older functions.
 _to_load = partial(
     optim_state_to_load, what="the optimizer's state dict", strict=False, all_params=False
 )
@@ -246,7 +246,7 @@ def _rekeyed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> StateDict:
 
 
 def _groups(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> Optimizer | Groups:
-    """The optimizer, or the groups that ``optim_input`` says, or else one of all parameters."""
+    """Return ``optim``, or the groups in ``optim_input``, or one group of all parameters."""
     _warn_of_input(optim_input)
     if optim is not None:
         return optim
@@ -267,7 +267,7 @@ def _warn_of_input(optim_input: Any) -> None:
 
 
 def _numbered(model: nn.Module, optim: Optimizer, saved: StateDict) -> StateDict:
-    """Return ``saved``, by numbers or names, as ``optim`` numbers parameters, with its groups."""
+    """Return ``saved``, keyed by numbers or names, with the parameter numbers of ``optim``."""
     state: dict[Any, Any] = saved["state"]
     if not all(isinstance(key, int) for key in state):
         number_of = {name: number for number, name in enumerate(_names(model, optim))}

@@ -1,7 +1,7 @@
-"""What ``FullyShardedDataParallel`` is asked for: its enums and configurations, as values.
+"""The enums and configurations that ``FullyShardedDataParallel`` takes as arguments.
 
-Names, members, fields and defaults are those of ``torch.distributed.fsdp``, whose own are accepted
-wherever these are: enums by the names of their members, configurations by their fields.
+Names, members, fields and defaults are those of ``torch.distributed.fsdp``. PyTorch's own enums
+and configurations are accepted too: enums by member name, configurations by their fields.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Member = TypeVar("Member", bound=enum.Enum)
 
 
 class ShardingStrategy(enum.Enum):
-    """What is sharded, and when parameters are whole: a mesh and when to reshard.
+    """The ranks that shard a copy of the parameters, and when to reshard after forward.
 
     ======================  ==========================  ========================
-    strategy                mesh                        after forward
+    strategy                copies of the parameters    after forward
     ======================  ==========================  ========================
-    FULL_SHARD              all ranks share a copy      resharded, but the root
-    SHARD_GRAD_OP           all ranks share a copy      kept until backward ends
-    NO_SHARD                every rank has a copy
-    HYBRID_SHARD            copies, shared by groups    resharded, but the root
-    _HYBRID_SHARD_ZERO2     copies, shared by groups    kept until backward ends
+    FULL_SHARD              one, sharded by all ranks   resharded, except root
+    SHARD_GRAD_OP           one, sharded by all ranks   kept until backward ends
+    NO_SHARD                one on every rank
+    HYBRID_SHARD            one per group of ranks      resharded, except root
+    _HYBRID_SHARD_ZERO2     one per group of ranks      kept until backward ends
     ======================  ==========================  ========================
     """
 
@@ -43,40 +43,40 @@ class ShardingStrategy(enum.Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are copies that are shared by groups."""
+        """Return whether there are several copies, each sharded by a group of ranks."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @property
     def keeps(self) -> bool:
-        """Whether parameters are kept whole between forward and backward."""
+        """Return whether parameters stay whole between forward and backward."""
         return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class BackwardPrefetch(enum.Enum):
-    """When backward gathers the next unit: before it computes gradients, or after."""
+    """The time at which backward gathers the next unit: before or after it computes gradients."""
 
     BACKWARD_PRE = enum.auto()
     BACKWARD_POST = enum.auto()
 
     @property
     def ahead(self) -> Ahead:
-        """What that is to the engine."""
+        """The engine's value for this choice."""
         return Ahead.AT_START if self is BackwardPrefetch.BACKWARD_PRE else Ahead.AT_END
 
 
 class StateDictType(enum.Enum):
-    """What a state dict holds."""
+    """The kind of values in a state dict."""
 
     FULL_STATE_DICT = enum.auto()
     """Whole plain tensors."""
     LOCAL_STATE_DICT = enum.auto()
-    """Historical, refused: this rank's flat parameter."""
+    """This rank's flat parameter. Obsolete and refused."""
     SHARDED_STATE_DICT = enum.auto()
-    """DTensors, cut on dim 0."""
+    """DTensors, which data parallelism shards on dim 0."""
 
 
 class OptimStateKeyType(enum.Enum):
-    """What optimizer states are keyed by."""
+    """The keys of optimizer state: parameter names or numbers."""
 
     PARAM_NAME = enum.auto()
     PARAM_ID = enum.auto()
@@ -84,93 +84,92 @@ class OptimStateKeyType(enum.Enum):
 
 @dataclass
 class MixedPrecision:
-    """Dtypes of computation and communication; shards, optimizer and checkpoints keep theirs."""
+    """Dtypes of computation and communication, not of shards, optimizer state and checkpoints."""
 
     param_dtype: torch.dtype | None = None
-    """Of the all-gather and of computation; None: the parameters' own."""
+    """Dtype of the all-gather and of computation; None: the parameters' dtype."""
     reduce_dtype: torch.dtype | None = None
-    """Of the reduction of gradients; None: ``param_dtype``."""
+    """Dtype of the reduction of gradients; None: ``param_dtype``."""
     buffer_dtype: torch.dtype | None = None
-    """Floating-point buffers are cast to it at the first forward and stay so; full and sharded
-    state dicts hold them in their own dtype."""
+    """Dtype of floating-point buffers from the first forward on; None: their own dtype. State
+    dicts, full and sharded, hold buffers in their own dtype."""
     keep_low_precision_grads: bool = False
-    """Whether reduced gradients stay in the dtype of reduction, for an optimizer that takes
-    such."""
+    """Keep reduced gradients in the dtype of reduction, for an optimizer that accepts it."""
     cast_forward_inputs: bool = False
-    """Whether floating-point inputs of this unit's forward are cast to ``param_dtype``."""
+    """Cast floating-point inputs of forward to ``param_dtype``, unless this unit is the root."""
     cast_root_forward_inputs: bool = True
-    """The same where this unit is the root of the forward."""
+    """Cast floating-point inputs of forward to ``param_dtype`` if this unit is the root."""
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
     full_precision_in_eval: bool = False
-    """Whether modules in ``eval()`` compute in the parameters' own dtype, with buffers in theirs;
-    decided anew whenever the outermost wrapper, which must have it, is called. PyTorch has only
-    the environment variable ``FSDP_USE_FULL_PREC_IN_EVAL=1``, which means it here as well."""
+    """Use the own dtypes of parameters and buffers in modules that are in ``eval()``. Each call of
+    the outermost wrapper checks the modes; that wrapper must have this option too. The environment
+    variable ``FSDP_USE_FULL_PREC_IN_EVAL=1``, PyTorch's only way, also turns this option on."""
 
 
 @dataclass
 class CPUOffload:
-    """Whether shards, gradients and optimizer are on the CPU."""
+    """The choice to keep shards, gradients and optimizer state on the CPU."""
 
     offload_params: bool = False
 
 
 @dataclass
 class StateDictConfig:
-    """How a state dict is made."""
+    """Options for making a state dict of a model."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """How a full one is made."""
+    """Options for making a full state dict of a model."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Historical."""
+    """Options of ``LOCAL_STATE_DICT``, which is obsolete and refused."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """How a sharded one is made; its values are DTensors in any case."""
+    """Options for making a sharded state dict of a model, whose values are always DTensors."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """How an optimizer's state dict is made."""
+    """Options for making a state dict of an optimizer."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """How a full one is made."""
+    """Options for making a full state dict of an optimizer."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Historical."""
+    """Options of ``LOCAL_STATE_DICT``, which is obsolete and refused."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """How a sharded one is made; its values are DTensors in any case."""
+    """Options for making a sharded state dict of an optimizer, whose values are always DTensors."""
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class StateDictSettings:
-    """What the state dicts of a module are like."""
+    """The kind of a module's state dicts, and the options for making them."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -178,10 +177,10 @@ class StateDictSettings:
 
 
 def member_of(cls: type[Member], given: Any, argument: str) -> Member:
-    """``given`` as a member of ``cls``; PyTorch's is one by its name.
+    """Return ``given`` as a member of ``cls``; members of PyTorch's enum are matched by name.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: if ``given`` is a member of neither enum.
     """
     if isinstance(given, cls):
         return given

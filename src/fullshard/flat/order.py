@@ -1,7 +1,7 @@
-"""A debugging aid: whether all ranks, and all iterations, run units in the same order.
+"""Check that all ranks and all iterations run units in the same order, as a debugging aid.
 
-It is on where ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``, for modules in training, and costs a small
-collective for each unit of the first iteration.
+The check runs if ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``, for modules in training mode, and costs
+one small collective for each unit of the first iteration.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from fullshard.frontend.hooks import engine_of
 
 @dataclass
 class _Order:
-    """Units of one tree, by key, in the order in which their forwards began."""
+    """The keys of the units of one engine, in the order in which their forwards began."""
 
     first: list[int] = field(default_factory=list)
     now: list[int] = field(default_factory=list)
     iteration: int = 0
-    deviated: int = 0  # the iteration that was the first to do so; 0: none did
+    deviated: int = 0  # the first iteration with another order; 0: none
 
 
 _orders: WeakKeyDictionary[Engine, _Order] = WeakKeyDictionary()
 
 
 def follow_order(unit: Unit) -> None:
-    """The forward of ``unit`` is about to begin.
+    """Check the order before a forward of ``unit``; in later iterations only warn.
 
     Raises:
-        ProtocolError: in the first iteration other ranks run another unit now.
+        ProtocolError: if another rank runs a different unit, in the first iteration.
     """
-    if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # equal, but another object each time
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # not ``is``: each call makes an object
         return
     engine = engine_of(unit)
     order = _orders.setdefault(engine, _Order())
@@ -57,7 +57,7 @@ def follow_order(unit: Unit) -> None:
 
 
 def _compare_ranks(engine: Engine, unit: Unit, number: int) -> None:
-    """Ask the ranks that share the unit which one they run."""
+    """Compare ``unit`` with the units that other ranks of its process group run; a collective."""
     for bucket in unit.buckets[:1]:
         spec = bucket.spec
         comm = spec.comm if spec.comm.world > 1 else spec.replicas
@@ -65,7 +65,7 @@ def _compare_ranks(engine: Engine, unit: Unit, number: int) -> None:
             return
         own = torch.tensor([unit.key], device=unit.device)
         all_keys = own.new_empty(comm.world)
-        comm.labelled(Label()).all_gather([all_keys], [own]).wait()  # ranks may be at others
+        comm.labelled(Label()).all_gather([all_keys], [own]).wait()  # no label: units may differ
         if bool((all_keys != own).any()):
             names = ", ".join(
                 f"rank {rank} {_name(engine.units[key])}"

@@ -1,4 +1,4 @@
-"""Mixed precision of the flat face: casts of inputs and buffers, and what eval computes in."""
+"""Cast inputs and buffers of ``FullyShardedDataParallel``, and choose the dtypes in eval."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fullshard.tensors import find_tensors, map_tensors
 
 
 def as_mixed_precision(given: Any) -> MixedPrecision:
-    """What the user gave, by its fields; PyTorch's own lacks those that are ours alone.
+    """Return a copy of the user's ``MixedPrecision``, which may be PyTorch's class or None.
 
-    What it lacks may be asked for by PyTorch's environment variable.
+    PyTorch's class lacks ``full_precision_in_eval``, which PyTorch's environment variable sets.
 
     Raises:
-        ArgumentTypeError: it has other fields.
+        ArgumentTypeError: if ``given`` has other fields.
     """
     given = MixedPrecision() if given is None else given
     if not hasattr(given, "cast_root_forward_inputs"):
@@ -38,37 +38,37 @@ def as_mixed_precision(given: Any) -> MixedPrecision:
 
 @dataclass
 class Precision:
-    """What one wrapper casts, and when."""
+    """The mixed precision of one wrapper and its present state."""
 
     options: MixedPrecision
     buffers: dict[tuple[nn.Module, str], torch.dtype] = field(default_factory=dict)
-    """Own dtypes of buffers that were cast, by module and name."""
+    """The original dtypes of buffers that were cast, by module and name."""
     in_eval: bool = False
     is_exempt: bool = False
-    """Whether the module is of a class that mixed precision around it leaves out."""
+    """True if the module's class is in the ``_module_classes_to_ignore`` of an outer wrapper."""
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """For the engine; inputs are cast here."""
+        """The policy for the engine, without casts of inputs, which this class does."""
         reduce_dtype = self.options.reduce_dtype or self.options.param_dtype
         return MixedPrecisionPolicy(
             self.options.param_dtype, reduce_dtype, cast_forward_inputs=False
         )
 
     def casts_inputs(self, *, is_root: bool) -> bool:
-        """Whether a forward casts its inputs."""
+        """Return whether a forward casts its inputs."""
         options = self.options
         if options.param_dtype is None or (self.in_eval and options.full_precision_in_eval):
             return False
         return options.cast_root_forward_inputs if is_root else options.cast_forward_inputs
 
     def cast(self, args: Any) -> Any:
-        """Floating-point tensors in ``args`` in the dtype of computation."""
+        """Return ``args`` with floating-point tensors cast to ``param_dtype``."""
         assert self.options.param_dtype is not None
         return _cast_to(self.options.param_dtype, args)
 
     def run_exempt(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run ``module`` on inputs in its own dtype; its outputs are in that of the last input."""
+        """Run ``module`` in its own dtype, and cast outputs to the dtype of the last input."""
         own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
         given = [t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()]
         args, kwargs = _cast_to(own, args), _cast_to(own, kwargs)
@@ -76,7 +76,7 @@ class Precision:
         return _cast_to(given[-1], output) if given else output
 
     def cast_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Cast floating-point buffers, once; in full precision they have their own dtypes."""
+        """Cast floating-point buffers to ``buffer_dtype`` or, in full precision, back again."""
         dtype = self.options.buffer_dtype
         if dtype is None:
             return
@@ -90,22 +90,22 @@ class Precision:
                     module._buffers[name] = buffer.to(wanted)
 
     def own_dtype(self, module: nn.Module, name: str, buffer: Tensor) -> torch.dtype:
-        """The dtype that a buffer had before it was cast."""
+        """Return the dtype of a buffer before casts."""
         return self.buffers.get((module, name), buffer.dtype)
 
     def keep_reduced(self, unit: Unit) -> None:
-        """Leave gradients in the dtype of reduction, if that was asked for."""
+        """Keep reduced gradients in the dtype of reduction with ``keep_low_precision_grads``."""
         dtype = self.policy.reduce_dtype
         if self.options.keep_low_precision_grads and dtype is not None:
             for bucket in unit.buckets:
                 bucket.rewire(grad_dtype=dtype)
 
     def follow(self, unit: Unit, engine: Engine, *, training: bool) -> None:
-        """Compute in full precision in eval, if that was asked for.
+        """Switch to full precision in eval, and back in training, if ``options`` say so.
 
         Raises:
-            ProtocolError: in the middle of a forward, of a module around this one that does not
-                ask for it.
+            ProtocolError: if this would happen during a forward, because the outermost wrapper
+                lacks the option or because modes were changed during the forward.
         """
         if not self.options.full_precision_in_eval or self.in_eval is (not training):
             return

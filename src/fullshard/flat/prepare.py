@@ -1,4 +1,4 @@
-"""What happens to a module before it is wrapped: what is ignored, first values, devices."""
+"""Prepare a module for wrapping: check it, fill meta parameters, move and broadcast values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fullshard.tensors import local_part
 
 
 def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
-    """The device that the user named.
+    """Return the device that ``device_id`` names; None if it is None.
 
     Raises:
-        ArgumentTypeError: it names none.
-        ConfigError: parameters are on another accelerator already.
+        ArgumentTypeError: if ``device_id`` does not name a device.
+        ConfigError: if parameters are on another accelerator already.
     """
     if device_id is None:
         return None
@@ -41,7 +41,7 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
 
 
 def _named(device_id: Any) -> torch.device:
-    """A number is that of an accelerator; without any it means what there is, the CPU."""
+    """Return the device; a number means an accelerator or, if there is none, the CPU."""
     if isinstance(device_id, int) and not torch.accelerator.is_available():
         return torch.device("cpu")
     try:
@@ -54,10 +54,10 @@ def _named(device_id: Any) -> torch.device:
 
 
 def check_module(module: nn.Module, ignored: set[nn.Module], *, shown_as_one: bool) -> None:
-    """Warn of what is of no use, before anything is changed.
+    """Warn of wrapping that has no effect, before anything is changed.
 
     Raises:
-        UnsupportedError: parameters that are to be shown as one have optimizers of their own.
+        UnsupportedError: if ``shown_as_one`` and parameters have optimizers that step in backward.
     """
     name = type(module).__name__
     if type(module).forward is nn.Module.forward and "forward" not in vars(module):
@@ -80,14 +80,14 @@ def check_module(module: nn.Module, ignored: set[nn.Module], *, shown_as_one: bo
 
 
 class _Overlapped(UnsupportedError, ProtocolError):
-    """PyTorch raises a RuntimeError here."""
+    """A ``RuntimeError`` as well, because PyTorch raises one here."""
 
 
 def as_offload(cpu_offload: Any, device: torch.device) -> Offload | None:
-    """What the user's choice means on ``device``.
+    """Return the engine's form of the user's choice; None without offload, as always on the CPU.
 
     Raises:
-        ArgumentTypeError: it is no ``CPUOffload``.
+        ArgumentTypeError: if ``cpu_offload`` is not a ``CPUOffload``.
     """
     if cpu_offload is None:
         return None
@@ -102,10 +102,10 @@ def as_offload(cpu_offload: Any, device: torch.device) -> Offload | None:
 def ignored_params(
     root: nn.Module, modules: Any = None, states: Any = None
 ) -> tuple[set[nn.Parameter], set[nn.Module]]:
-    """Parameters to leave alone, and the modules that are left alone as a whole.
+    """Return the parameters to ignore, and the modules to ignore with everything in them.
 
     Raises:
-        ConfigError, ArgumentTypeError: not modules or parameters, or both arguments at once.
+        ConfigError, ArgumentTypeError: if both arguments are given, or the values do not fit.
     """
     if modules is not None and states is not None:
         raise ConfigError(
@@ -152,7 +152,7 @@ def _all_alike(given: list[Any]) -> bool:
 
 
 def _own(module: nn.Module, ignored: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules below ``module`` that no inner unit manages and the call does not ignore."""
+    """Yield ``module`` and the modules in it, without inner units and ignored modules."""
     seen: set[nn.Module] = set()
 
     def visit(inner: nn.Module) -> Iterator[nn.Module]:
@@ -167,7 +167,7 @@ def _own(module: nn.Module, ignored: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _states(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """A module's own parameters and buffers."""
+    """Yield a module's direct parameters and buffers, except ignored parameters."""
     named = chain(
         module.named_parameters(recurse=False, remove_duplicate=False),
         module.named_buffers(recurse=False, remove_duplicate=False),
@@ -183,12 +183,12 @@ def materialize(
     init: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> None:
-    """Give meta parameters and buffers memory and values, module by module.
+    """Give memory and values to all modules if any parameter or buffer is on the meta device.
 
-    By ``init``, or, without it, by ``reset_parameters`` of the modules that own any.
+    Call ``init`` on every module; else ``to_empty`` and ``reset_parameters`` on owners of tensors.
 
     Raises:
-        ConfigError: ``init`` is not callable.
+        ArgumentTypeError: if ``init`` is not callable.
     """
     if init is not None and not callable(init):
         raise ArgumentTypeError(
@@ -212,7 +212,7 @@ def move(
     ignored_modules: set[nn.Module],
     device: torch.device,
 ) -> None:
-    """Move what is on the CPU to the user's device."""
+    """Move parameters and buffers to ``device``; meta tensors and lazy parameters stay."""
     for inner in _own(module, ignored_modules):
         for name, tensor in _states(inner, ignored):
             if tensor.device == device or tensor.is_meta:
@@ -227,10 +227,10 @@ def move(
 def straighten(
     module: nn.Module, ignored: set[nn.Parameter], ignored_modules: set[nn.Module]
 ) -> None:
-    """Lay parameters out row by row that lie densely in another order, as channels_last does.
+    """Make contiguous the parameters with another dense memory format, such as channels_last.
 
-    Shards, gradients and state dicts know one order of elements. The values are the same; kernels
-    that prefer the other order convert weights for themselves.
+    Shards, gradients and state dicts have a single order of elements. Values do not change, and
+    kernels that prefer the other format convert the weights themselves.
     """
     turned = []
     for inner in _own(module, ignored_modules):
@@ -247,7 +247,7 @@ def straighten(
 
 
 def _is_turned(param: nn.Parameter) -> bool:
-    # An empty tensor made like another has its strides only if these are dense.
+    # ``empty_like`` keeps strides only if they are dense.
     return not param.is_contiguous() and torch.empty_like(param).stride() == param.stride()
 
 
@@ -257,7 +257,7 @@ def synchronize(
     ignored_modules: set[nn.Module],
     groups: Iterable[dist.ProcessGroup],
 ) -> None:
-    """Give all ranks what rank 0 has, group by group."""
+    """Overwrite parameters and buffers with those of the first rank, group by group."""
     tensors = {
         id(tensor): local_part(tensor.detach())
         for inner in _own(module, ignored_modules)

@@ -1,4 +1,4 @@
-"""State dicts of wrapped modules: full or sharded, as the user chose for the model."""
+"""Make and load full or sharded state dicts of wrapped modules, as the user chose."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def _default_settings() -> StateDictSettings:
 
 
 class StateDicts(nn.Module):
-    """What ``FullyShardedDataParallel`` does about state dicts."""
+    """The methods of ``FullyShardedDataParallel`` for state dicts of models."""
 
     _precision: Precision
 
     def __init__(self) -> None:
         super().__init__()
         self._settings = _default_settings()
-        self._loads_itself = False  # what comes next is what it has already
+        self._loads_itself = False  # skip the next load: the outer wrapper already loaded us
 
-    # which kind
+    # the kind of state dict
 
     @staticmethod
     def set_state_dict_type(
@@ -64,11 +64,11 @@ class StateDicts(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings | None:
-        """Choose the kind of state dicts of all wrappers in ``module``; returns what it was.
+        """Set the state dict settings of all wrappers in ``module``; return the old settings.
 
         Raises:
-            ProtocolError: a configuration of another kind.
-            UnsupportedError: ``LOCAL_STATE_DICT``, which is historical.
+            ProtocolError: if a configuration is of another kind than ``state_dict_type``.
+            UnsupportedError: for ``LOCAL_STATE_DICT``, which is obsolete.
         """
         chosen = _checked_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateDicts.get_state_dict_type(module)
@@ -78,10 +78,10 @@ class StateDicts(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """The settings of all wrappers in ``module``; None if there are none.
+        """Return the settings of all wrappers in ``module``; None if there are no wrappers.
 
         Raises:
-            AssertedConfigError: they differ.
+            AssertedConfigError: if wrappers have different settings.
         """
         found = [wrapper._settings for wrapper in _wrappers(module)]
         if any(one != found[0] for one in found[1:]):
@@ -100,7 +100,7 @@ class StateDicts(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type`` for the time of a ``with`` block, however that ends."""
+        """Change settings as ``set_state_dict_type`` does, and restore them after the block."""
         chosen = _checked_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = [(wrapper, wrapper._settings) for wrapper in _wrappers(module)]
         for wrapper, _ in before:
@@ -114,10 +114,10 @@ class StateDicts(nn.Module):
     # models
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Full or sharded, see ``set_state_dict_type``; names are those of the module inside.
+        """Return a full or sharded state dict, as set by ``set_state_dict_type``; a collective.
 
-        A collective, unless sharded. Whole parameters are copies, and all else is the module's
-        own, as in any state dict; on ranks that get none of a full one the dictionary is empty.
+        Names are those of the wrapped module. A full state dict has copies of parameters, and is
+        empty on ranks that get none; all other values may share memory with the module.
         """
         if is_taken_as_it_is():
             return super().state_dict(*args, **kwargs)
@@ -144,15 +144,15 @@ class StateDicts(nn.Module):
         return state
 
     def _fqn_modifiers(self) -> Mapping[str, str]:
-        """Return what ``torch.distributed.checkpoint.state_dict`` asks of modules it does not know.
+        """Return a mapping that makes ``torch.distributed.checkpoint.state_dict`` fail.
 
-        Without ``patch_torch`` it takes a wrapper for one, keeps its prefix in names and takes
-        pieces of parameters and of optimizer state for whole tensors.
+        Without ``patch_torch``, PyTorch does not know the wrapper: names would keep its prefix, and
+        pieces of parameters and of optimizer state would be taken for whole tensors.
         """
         return _NotKnown()
 
     def _own_dtypes(self) -> dict[str, torch.dtype]:
-        """Of buffers that are cast by now."""
+        """Return the original dtypes of cast buffers, by clean name."""
         found = {}
         for prefix, module in self.named_modules():
             for name in module._buffers:
@@ -172,13 +172,13 @@ class StateDicts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load what belongs to the wrapper, all at once; what is inside then finds its own.
+        """Load everything inside at once, then put the loaded values into ``state_dict``.
 
-        The signature is that of ``nn.Module``, which calls it by position.
+        ``nn.Module`` calls this by position; next, inner modules load their own values once more.
         """
         own, self._loads_itself = self._loads_itself, False
         if own or is_taken_as_it_is():
-            return  # it has no parameters itself, and what is inside finds its own
+            return  # the wrapper has no parameters itself, and inner modules load theirs
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         by_name = {clean_name(name): value for name, value in given.items()}
         rows = list(Tree(self, "load_state_dict").rows())
@@ -200,13 +200,13 @@ class StateDicts(nn.Module):
 
 
 class _NotKnown(dict[str, str]):
-    """Changes no name, and refuses to be asked for that of the wrapped module."""
+    """A mapping that changes no name, and raises if a name contains a wrapper's prefix."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return None; PyTorch calls this for each part of a parameter's name.
+        """Return ``default``; PyTorch calls this for each part of a parameter's name.
 
         Raises:
-            UnsupportedError: the part is what a wrapper adds.
+            UnsupportedError: if the part is the prefix that a wrapper adds.
         """
         if name != WRAPPED:
             return default
@@ -220,7 +220,7 @@ class _NotKnown(dict[str, str]):
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """Those of the wrappers in ``module``, or what is usual."""
+    """Return the settings of the wrappers in ``module``, or the default settings."""
     return StateDicts.get_state_dict_type(module) or _default_settings()
 
 
@@ -241,7 +241,7 @@ def _checked_settings(kind: Any, config: Any, optim_config: Any) -> StateDictSet
     for cls, (one, name) in zip(_CONFIGS[kind], given, strict=True):
         if one is None:
             one = cls()
-        elif type(one).__name__ != cls.__name__:  # PyTorch's own is as good
+        elif type(one).__name__ != cls.__name__:  # PyTorch's own class is accepted too
             raise ProtocolError(
                 f"Expected {name} of type {cls.__name__} with {kind.name}, got {type(one).__name__}"
             )

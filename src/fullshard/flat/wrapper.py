@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: a module around another one, whose parameters it shards."""
+"""``FullyShardedDataParallel``: a wrapper that shards the parameters of a module."""
 
 from __future__ import annotations
 
@@ -56,43 +56,41 @@ from fullshard.wrap.units import Ignored
 
 
 class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateDicts):
-    """Shards the parameters of ``module`` and runs it; the interface is PyTorch's FSDP1.
+    """A wrapper that shards the parameters of a module; the interface is that of PyTorch's FSDP1.
 
-    Between steps a rank has a part of every unit: its own elements of the unit's parameters, laid
-    end to end. Each wrapper is a unit, gathered before its forward and backward as a whole.
+    Each wrapper is a unit: its parameters are gathered together before forward and backward.
+    Between steps a rank holds one shard of each unit: its elements of all parameters, end to end.
 
     Args:
-        module: what to wrap; reachable as ``.module``, and for its attributes without it.
-        process_group: the ranks; with a hybrid strategy the pair of the ranks that share a copy
-            and those that hold the same. None: all ranks.
-        sharding_strategy: see ``ShardingStrategy``; None: ``FULL_SHARD``. One rank alone
-            replicates.
+        module: the module to wrap, later ``.module``. The wrapper also has the module's attributes.
+        process_group: the ranks to shard over; with a hybrid strategy a pair of groups: the ranks
+            that shard one copy, and the ranks that hold the same shard. None: all ranks.
+        sharding_strategy: see ``ShardingStrategy``; None: ``FULL_SHARD``. A rank alone replicates.
         cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards and gradients on the CPU.
-        auto_wrap_policy: which modules inside become units of their own, see ``fullshard.wrap``.
-        backward_prefetch: when the backward of a unit gathers the next; None: it does not.
+        auto_wrap_policy: chooses inner modules to wrap as separate units, see ``fullshard.wrap``.
+        backward_prefetch: when backward gathers the next unit; None: not ahead of time.
         mixed_precision: dtypes, see ``MixedPrecision``.
-        ignored_modules: modules to leave alone.
-        param_init_fn: called with each module that has meta parameters or buffers; None:
-            ``to_empty`` and ``reset_parameters``.
-        device_id: the device to compute on, and to move what is on the CPU to.
-        sync_module_states: give all ranks rank 0's parameters and buffers before sharding.
-        forward_prefetch: accepted; forward gathers one unit ahead in the order of the last one.
+        ignored_modules: modules that are not sharded.
+        param_init_fn: if any parameter or buffer of the unit is on the meta device, called with
+            each module of the unit; None: ``to_empty`` and ``reset_parameters``.
+        device_id: the device to compute on; parameters and buffers on the CPU are moved there.
+        sync_module_states: broadcast parameters and buffers from the first rank before sharding.
+        forward_prefetch: no effect: each forward gathers one unit ahead, in the previous order.
         limit_all_gathers: False: gather ahead without a limit.
-        use_orig_params: True: users see their own Parameter objects, each over this rank's piece
-            of it, so that an optimizer built before works; False: one flat parameter for each
-            unit.
-        ignored_states: parameters, or modules, to leave alone.
-        device_mesh: the ranks as a mesh; with a hybrid strategy a 2-D one, of which the first dim
-            holds copies.
+        use_orig_params: True: modules show the original Parameter objects over this rank's pieces,
+            so that an optimizer built earlier works; False: one flat parameter per unit.
+        ignored_states: parameters, or modules, that are not sharded.
+        device_mesh: the ranks as a mesh; with a hybrid strategy 2-D, with copies along dim 0.
 
     Raises:
-        ConfigError, ArgumentTypeError: arguments that cannot work (``ValueError`` s).
-        AlreadyShardedError: ``module`` holds a unit already, and there is a policy.
+        ConfigError, ArgumentTypeError: for arguments that cannot work, such as a policy for a
+            module with a wrapper inside (both are a ``ValueError``).
+        AlreadyShardedError: if a parameter of ``module`` belongs to an outer unit already.
 
     Source: "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
     """
 
-    def __init__(  # by position too, in PyTorch's order
+    def __init__(  # arguments in PyTorch's order, because callers may pass them by position
         self,
         module: nn.Module,
         process_group: Any = None,
@@ -156,7 +154,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         self._given = Given.of(mesh, given)
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
-        check_not_sharded(collect([self], params))  # ranks have other sizes of what is sharded
+        check_not_sharded(collect([self], params))  # shards differ in size between ranks
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
             move(module, params, modules, device)
@@ -176,7 +174,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         offload: Offload | None,
         shown: Shown,
     ) -> None:
-        """Make a unit of what no wrapper inside has."""
+        """Make a unit of the parameters that are in no inner wrapper."""
         keeps = self._given.strategy.keeps or mesh.shard_dim is None
         choices = Choices(
             mesh=mesh,
@@ -191,11 +189,11 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         )
         self._precision.keep_reduced(shard_modules([self], choices))
 
-    # the module inside
+    # the wrapped module
 
     @property
     def module(self) -> nn.Module:
-        """What was wrapped, without wrappers of activation checkpoints around it."""
+        """The wrapped module, without activation-checkpoint wrappers around it."""
         return innermost(getattr(self, WRAPPED))
 
     @property
@@ -203,18 +201,18 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         return self.module._parameters.get(FLAT_PARAM)
 
     def __getattr__(self, name: str) -> Any:
-        """What this module has, or else the one inside."""
+        """Return an attribute of the wrapper or, if it has none, of the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: int) -> Any:
-        """An element of a container inside."""
+        """Return an element of a wrapped container."""
         return getattr(self, WRAPPED)[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module inside; its parameters are whole."""
+        """Run the wrapped module, whose parameters are whole at this time."""
         unit = self._unit
         if self._precision.casts_inputs(is_root=engine_of(unit).scheduler.depth == 1):
             args, kwargs = self._precision.cast(args), self._precision.cast(kwargs)
@@ -223,7 +221,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         return getattr(self, WRAPPED)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; whatever ends that, the engine learns of it."""
+        """Run the wrapped module, and tell the engine when the call ends, even by an exception."""
         unit = self._unit
         if self.training:
             follow_order(unit)
@@ -233,13 +231,13 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         return super().__call__(*args, **kwargs)
 
     def _follow_modes(self) -> None:
-        """Let wrappers be in full precision that are in eval: on the way in, all; then each."""
+        """Switch wrappers in eval to full precision: all in an outermost call, else only this."""
         engine = engine_of(self._unit)
         for one in self.fsdp_modules(self) if engine.scheduler.idle else [self]:
             one._precision.follow(one._unit, engine, training=one.training)
 
     def _own_modules(self) -> Iterator[nn.Module]:
-        """Modules inside that no inner wrapper has."""
+        """Return the modules inside this wrapper that are in no inner wrapper."""
         seen: set[nn.Module] = set()
 
         def visit(module: nn.Module) -> Iterator[nn.Module]:
@@ -252,7 +250,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         return visit(self)
 
     def extra_repr(self) -> str:
-        """What ``print`` adds."""
+        """Return a description of the unit, for ``print``."""
         return self._unit.describe()
 
     # units and their parameters
@@ -265,16 +263,16 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
 
     @property
     def _is_root(self) -> bool:
-        """Whether no other wrapper encloses this one; the last call made the root's unit."""
+        """Return whether no other wrapper encloses this one; the root's unit is made last."""
         return engine_of(self._unit).units[-1] is self._unit
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper encloses this one."""
+        """Return whether no other wrapper encloses this one."""
         return self._is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in ``module``, itself included, each once, outermost first."""
+        """Return the wrappers in ``module``, perhaps with itself; once each, outermost first."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [one for one in found if one._is_root] if root_only else found
 
@@ -287,7 +285,10 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """``fullshard.unshard_params`` by its former name; where nothing is sharded edits stay."""
+        """Show full parameters in a ``with`` block, as ``fullshard.unshard_params`` does.
+
+        If nothing is sharded or offloaded, edits persist even with ``writeback=False``.
+        """
         return summon(
             module,
             recurse=recurse,
@@ -298,7 +299,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Apply ``fn`` to all modules, each while the parameters of its unit are whole."""
+        """Apply ``fn`` to all modules, each while the parameters of its unit are full."""
         for unit in units_below([self]):
             unit.check_not_lent("apply()")
         with unshard_params(self, recurse=False):
@@ -314,10 +315,10 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients whole and unreduced, in all units, until a backward outside of it.
+        """Keep gradients whole and unreduced in a ``with`` block; a later backward reduces them.
 
         Raises:
-            ProtocolError: another wrapper encloses this one, or a forward or backward is running.
+            ProtocolError: if another wrapper encloses this one, or a forward or backward runs.
         """
         self._check_root("no_sync()")
         engine = engine_of(self._unit)
@@ -333,34 +334,34 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before.
+        """Scale all gradients to a norm of at most ``max_norm``; return the norm before scaling.
 
         Raises:
-            ProtocolError: another wrapper encloses this one, or a forward or backward is running.
+            ProtocolError: if another wrapper encloses this one, or a forward or backward runs.
         """
         self._check_root("clip_grad_norm_()")
-        engine_of(self._unit).reshard_all()  # no_sync() may keep whole ones, without gradients
+        engine_of(self._unit).reshard_all()  # no_sync() may leave whole parameters, without grads
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; what ``no_sync`` accumulated is dropped as well.
+        """Clear all gradients, including those that ``no_sync`` accumulated.
 
-        An optimizer's ``zero_grad`` does not see that, which is no parameter's ``grad`` here.
+        The latter are not in any parameter's ``grad``, so an optimizer's ``zero_grad`` keeps them.
         """
         super().zero_grad(set_to_none)
         for unit in units_below([self]):
             engine_of(unit).trigger(when.Forget(unit.key))
 
     def register_comm_hook(self, state: Any, hook: Callable[..., object]) -> None:
-        """Let ``hook`` reduce the gradients of all units, instead of the mean over ranks.
+        """Reduce the gradients of all units by ``hook`` instead of taking the mean over ranks.
 
-        Called as ``hook(state, gradients, own)`` with the gradients of a unit, 1-D, rank after
-        rank, of which it writes this rank's part, reduced; where nothing is sharded as
-        ``hook(state, gradients)``, which it changes in place. Nothing is divided.
+        ``hook(state, gradients, own)`` gets a unit's 1-D gradients, in the order of ranks, and must
+        write this rank's reduced shard into ``own``. If nothing is sharded, ``hook(state, grads)``
+        reduces in place. The engine does not divide by the number of ranks.
 
         Raises:
-            ConfigError: it cannot be called, or a strategy is hybrid.
-            ProtocolError: another wrapper encloses this one, or there is a hook already.
+            ConfigError: if ``hook`` is not callable, or a strategy is hybrid.
+            ProtocolError: if another wrapper encloses this one, or there is a hook already.
         """
         if not self._is_root:
             raise AssertedProtocolError(
@@ -372,12 +373,12 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         return unshard_unit(self._unit, async_op=async_op)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names are without our prefix while parameters are lent by ``summon_full_params``."""
+        """Yield names and parameters; within ``summon_full_params`` names lack our prefix."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._clean(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Names are without our prefix while parameters are lent by ``summon_full_params``."""
+        """Yield names and buffers; within ``summon_full_params`` names lack our prefix."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield self._clean(name), buffer
 
