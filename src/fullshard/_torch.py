@@ -394,9 +394,29 @@ def _step(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+class _Unread(TorchDispatchMode):
+    """Answers operations with tensors that have no memory, and reads none of their inputs."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Tensor:
+        return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+
+
 def gradient_node(tensor: Tensor) -> Node:
-    """The node that receives the gradient of ``tensor``; of a leaf, the one that accumulates it."""
-    return get_gradient_edge(tensor).node
+    """Return the node that receives the gradient of ``tensor``, for a leaf its AccumulateGrad.
+
+    PyTorch asks a view for it, which wrapper subclasses may compute; their memory may be in flight.
+    """
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, DTensor):
+        return get_gradient_edge(tensor).node
+    unread = _Unread()  # type: ignore[no-untyped-call]
+    with unread, torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        computed = torch.neg(tensor).grad_fn
+    assert computed is not None
+    node = computed.next_functions[0][0]
+    assert node is not None
+    return node
 
 
 def set_grad(param: Tensor, grad: Tensor | None) -> None:

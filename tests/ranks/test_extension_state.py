@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from fullshard.errors import ExtensionError
 from fullshard.tensors import local_part
 from tests.ranks.net import Net, batch, make, optimizer_of, shard, step
@@ -137,6 +137,18 @@ def sees_new_scales(how: str) -> float:
 
 def _checkpointed(forward: Any) -> Any:
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+class Unread(Scaled):
+    @property
+    def values(self) -> Tensor:
+        raise AssertionError("its memory was read, which may be in flight")
+
+
+def test_the_node_of_a_gradient_is_found_without_reading() -> None:
+    param = nn.Parameter(Unread(torch.ones(2)))
+    node: Any = _torch.gradient_node(param)
+    assert node.variable is param
 
 
 @worlds
