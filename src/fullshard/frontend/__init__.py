@@ -1,12 +1,12 @@
-"""torch.nn faces of the engine.
+"""The ``torch.nn`` interfaces of the engine.
 
-``ownership`` says which parameters a call owns, ``places`` where they stand, ``checks`` what it
-refuses, ``meshes`` and ``placement`` over which ranks they are cut, ``buckets`` how they lie
-together; ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine;
-``sharded`` is what every sharded module does, ``module`` what users call after ``fully_shard``,
-with ``controls`` of how it communicates and ``finalization`` of backwards; ``copying`` makes deep
+``ownership`` finds the parameters of a call and ``places`` their places in modules, ``checks``
+refuses wrong arguments, ``meshes`` and ``placement`` choose the ranks of each cut, ``buckets``
+groups parameters; ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine;
+``sharded`` is the base class of sharded modules, ``module`` adds the methods for users, with
+``controls`` for communication and ``finalization`` for the end of backwards; ``copying`` makes deep
 copies, ``contexts`` lends full parameters, ``pending`` shows gradients that wait, ``flat_param``
-one parameter for a whole unit; ``explain`` puts torch's errors into our words.
+shows one parameter for a whole unit; ``explain`` rewords torch's errors.
 """
 
 from __future__ import annotations

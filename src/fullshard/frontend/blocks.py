@@ -1,4 +1,4 @@
-"""``shard_blocks``: choose the units of a model, and shard it, in one call."""
+"""``shard_blocks``: choose the units of a model and shard the model, in one call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fullshard.wrap.unity import check_read_together, check_tied_together
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# Their forward reads parameters of their children, whose own forward does not run.
+# The forward of these classes reads parameters of child modules without calling the children.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention,)
 
 
 class Why(enum.StrEnum):
-    """Why a module is a unit."""
+    """The reason why a module is a unit."""
 
     BLOCK = "repeated block"
     EMBEDDING = "large embedding"
@@ -40,20 +40,20 @@ class Why(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ChosenUnit:
-    """One unit, and why it is one."""
+    """A unit that ``shard_blocks`` made, with the reason."""
 
     name: str
     """Fully qualified name of the module; empty for the model itself."""
     kind: str
-    """Name of its class before it was sharded."""
+    """Name of the module's class before sharding."""
     numel: int
-    """Elements of its own, those of units inside of it left out."""
+    """Number of elements in the unit's parameters, without those of inner units."""
     why: Why
 
 
 @dataclass(frozen=True)
 class ChosenUnits:
-    """What ``shard_blocks`` did; prints as a table."""
+    """The units that ``shard_blocks`` made; prints as a table."""
 
     units: tuple[ChosenUnit, ...]
 
@@ -81,33 +81,33 @@ def shard_blocks(
     ignored_params: set[nn.Parameter] | None = None,
     **options: Any,
 ) -> ChosenUnits:
-    """Shard ``model`` over the ranks of ``mesh``: its repeated blocks, the large ends, the rest.
+    """Shard the repeated blocks, the large ends and the rest of ``model`` over ``mesh``.
 
-    Or what ``policy`` chooses, and the rest.
+    With ``policy``, the units are the modules that the policy chooses, and the rest.
 
-    Units are the members of a list that holds several modules of a class (a transformer's layers,
-    and not what is repeated inside of them); then embeddings and linear layers outside of them
-    that are more than half as large as the largest block; then the model itself, with all that is
-    left. What is tied to a parameter outside of it is left to the model. Build the optimizer
-    afterwards.
+    Without a policy, the units are the members of each list that holds several modules of one
+    class (a transformer's layers, but not modules that repeat inside a layer); embeddings and
+    linear layers outside these blocks that are more than half as large as the largest block; and
+    the model itself, with all other parameters. A module with a parameter that is tied to one
+    outside the module does not become a unit. Build the optimizer afterwards.
 
     Args:
-        model: the whole model, not sharded yet.
+        model: the whole model, with nothing sharded yet.
         mesh: as for ``fully_shard``.
-        policy: says which modules are units, one of ``fullshard.wrap``; a ``CustomPolicy`` also
-            with which options of ``fully_shard``. None: we choose.
-        reshard_after_forward: as for ``fully_shard``; with None and no policy a large linear
-            layer outside of the blocks, which is the head in most models, is kept until its
-            backward, which comes at once.
+        policy: one of ``fullshard.wrap``, which chooses the units; a ``CustomPolicy`` also chooses
+            options of ``fully_shard`` for each unit. None: the choice described above.
+        reshard_after_forward: as for ``fully_shard``. If this and ``policy`` are None, a large
+            linear layer outside the blocks, which is the head in most models, stays unsharded
+            until its backward, which follows at once.
         ignored_params: as for ``fully_shard``.
-        **options: the other options of ``fully_shard``, for each unit alike.
+        **options: other options of ``fully_shard``, the same for each unit.
 
     Returns:
-        The units in the order in which they were made, the model last; print it to see them.
+        The units in the order in which they were made, the model last; print the result to see it.
 
     Raises:
-        AlreadyShardedError, ConfigError, UnsupportedError, NotBuiltError: as ``fully_shard``;
-            nothing was changed then.
+        AlreadyShardedError, ConfigError, UnsupportedError, NotBuiltError: as for ``fully_shard``;
+            nothing was changed.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"shard_blocks: got {type(model).__name__}, expected an nn.Module")
@@ -135,7 +135,7 @@ def shard_blocks(
 
 @dataclass(frozen=True)
 class _Decided:
-    """A unit, checked and ready to be made."""
+    """A unit that passed all checks and can be made."""
 
     unit: ChosenUnit
     module: nn.Module
@@ -143,7 +143,7 @@ class _Decided:
 
 
 def _by_shape(model: nn.Module, choices: Choices) -> list[_Decided]:
-    plan_unit(as_modules(model), choices)  # what it refuses, it refuses before anything is changed
+    plan_unit(as_modules(model), choices)  # raises before anything is changed
     kept = replace(choices, after_forward=AfterForward.KEEP)
     is_auto = choices.after_forward is AfterForward.AUTO
     return [
@@ -159,7 +159,7 @@ def _by_shape(model: nn.Module, choices: Choices) -> list[_Decided]:
 def _by_policy(
     model: nn.Module, policy: PolicyLike, choices: Choices, given: dict[str, Any]
 ) -> list[_Decided]:
-    """``given`` are the options of which ``choices`` were made."""
+    """Check the units that ``policy`` chooses; ``choices`` were made from the options ``given``."""
     ignored = Ignored.of(params=choices.ignored)
     wanted = units_of(model, policy, ignored)
     check_read_together(model, wanted)
@@ -168,7 +168,7 @@ def _by_policy(
     taken: set[nn.Parameter] = set()
     for one in (*wanted, Wanted("", model)):
         own = checked_choices(**{**given, **one.options}) if one.options else choices
-        # Planned as if the units inside of it were made already.
+        # Plan the unit as if its inner units had already been made.
         plan_unit(as_modules(one.module), replace(own, ignored=own.ignored | taken))
         params = set(one.module.parameters()) - own.ignored - taken
         taken |= params
@@ -179,7 +179,7 @@ def _by_policy(
 
 
 def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
-    """The units for ``model``; changes nothing."""
+    """Return the units for ``model``, which is not changed."""
     names = {module: name for name, module in model.named_modules()}
     places = _places(model)
 
@@ -187,7 +187,7 @@ def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
         return sum(param.numel() for param in _places(module) if param not in ignored)
 
     def fits(module: nn.Module) -> bool:
-        """Whether it has something to shard, and nothing in it stands outside of it too."""
+        """Return whether ``module`` has elements to shard, and no parameter shared with outside."""
         own = _places(module)
         return numel(module) > 0 and all(places[param] == count for param, count in own.items())
 
@@ -212,7 +212,7 @@ def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:
 
 
 def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Iterator[nn.Module]:
-    """The outermost modules that are repeated in a list, or of one of these ``kinds``."""
+    """Yield the outermost modules of ``kinds``, or of a list in which a class repeats."""
     children = list(module.children())
     repeated: set[type[nn.Module]] = set()
     if isinstance(module, _CONTAINERS):
@@ -227,13 +227,13 @@ def _repeated(module: nn.Module, kinds: Collection[type[nn.Module]] = ()) -> Ite
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it can be a unit, and has more to shard than a norm has."""
+    """Return whether ``module`` has a forward and, unlike norms, a parameter of 2 or more dims."""
     has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
     return has_forward and any(param.dim() > 1 for param in module.parameters())
 
 
 def _places(module: nn.Module) -> Counter[nn.Parameter]:
-    """In how many places below ``module`` each parameter stands."""
+    """Count the places of each parameter below ``module``."""
     return Counter(
         param
         for inner in module.modules()

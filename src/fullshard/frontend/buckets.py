@@ -1,4 +1,4 @@
-"""Which parameters of a unit share a bucket, and how they lie in it; nothing is changed here."""
+"""Plans of buckets: the grouping and the layout of a unit's parameters; changes nothing."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ Decided = TypeVar("Decided")
 
 
 class Shown(enum.Enum):
-    """What users see of their parameters between steps."""
+    """The form in which users see their parameters between steps."""
 
     DTENSORS = "DTensors"
-    """New ones in their place: ``fully_shard``."""
+    """New DTensors replace the parameters: ``fully_shard``."""
     ORIGINALS = "originals"
-    """Their own Parameter objects, over this rank's plain piece:
+    """The user's own Parameter objects, over this rank's plain piece:
     ``FullyShardedDataParallel(use_orig_params=True)``."""
     FLAT = "flat"
     """One plain Parameter over the whole shard; the pieces are hidden:
@@ -53,12 +53,12 @@ class Shown(enum.Enum):
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user chose in a call, checked."""
+    """The options of one call, checked."""
 
     mesh: DataMesh
     after_forward: AfterForward
     secondary: int | None
-    """Ranks that gather again in backward, if fewer than all."""
+    """Size of the groups that gather again in backward, if smaller than all ranks."""
     policy: MixedPrecisionPolicy
     ignored: set[nn.Parameter]
     placement_fn: PlacementFn | None
@@ -67,13 +67,13 @@ class Choices:
     shown: Shown = Shown.DTENSORS
 
     def layout_on(self, mesh: DataMesh) -> LayoutStrategy:
-        """The layout; where nothing is cut, layouts differ in nothing but the shapes of pieces."""
+        """Return the layout on ``mesh``; ``PerParameter`` if nothing is cut, as it keeps shapes."""
         if mesh.shard_dim is None and self.shown is not Shown.FLAT:
             return PerParameter()
         return self.layout
 
     def alignment(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> int:
-        """Elements that each parameter starts at a multiple of; one tensor has no gaps."""
+        """Return the alignment of parameters in elements; 1 if flat, so that there are no gaps."""
         if self.shown is Shown.FLAT:
             return 1
         narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
@@ -82,14 +82,14 @@ class Choices:
 
 @dataclass(frozen=True)
 class Plan:
-    """The buckets of a unit, before anything is made."""
+    """The planned buckets of a unit; nothing is allocated yet."""
 
     specs: list[BucketSpec]
     params: list[list[OwnedParam]]
 
 
 class _Member(NamedTuple):
-    """A parameter on its way into a bucket; ``spec`` is what data-parallel ranks share of it."""
+    """A parameter to put in a bucket; ``spec`` is of the tensor that data-parallel ranks cut."""
 
     owned: OwnedParam
     spec: ParamSpec
@@ -104,10 +104,10 @@ class _Member(NamedTuple):
 
 
 def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
-    """Parameters of one mesh, trainability, kind of tensor and of the same dtypes share a bucket.
+    """Group parameters into buckets by mesh, dtypes, trainability and tensor class.
 
     Raises:
-        ConfigError, UnsupportedError: a parameter cannot lie where it was sent.
+        ConfigError, UnsupportedError: if a parameter does not fit the chosen mesh or dim.
     """
     groups: dict[tuple[DataMesh, torch.dtype, torch.dtype, bool, type], list[_Member]] = {}
     for one in owned:
@@ -136,7 +136,7 @@ def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
 
 
 def device_of(mesh: DataMesh) -> torch.device:
-    """This rank's device."""
+    """Return this rank's device of the type of ``mesh``."""
     kind = mesh.mesh.device_type
     if kind == "cpu":
         return torch.device("cpu")
@@ -185,7 +185,7 @@ def _bucket_spec(
 def _hook_arguments(
     members: Sequence[_Member], strategy: LayoutStrategy, mesh: DataMesh, choices: Choices
 ) -> HookArguments | None:
-    """What tensors with hooks are told; None where these could not know what they have."""
+    """Return arguments for all-gather hooks; None for layouts whose pieces hooks cannot read."""
     if not isinstance(strategy, PerParameter):
         return None
     modules = [weakref.ref(member.owned.places[0].module) for member in members]
@@ -195,7 +195,7 @@ def _hook_arguments(
 def _form(
     members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: Choices
 ) -> ShardForm:
-    """How users see the pieces."""
+    """Return the form in which users see the pieces."""
     ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
     cuts = [_ragged_cut(layout, i) if ragged else m.spec.shard_dim for i, m in enumerate(members)]
     form = DTensorForm(
@@ -210,7 +210,7 @@ def _form(
 
 
 def _named(owned: OwnedParam, decide: Callable[[], Decided]) -> Decided:
-    """What ``decide`` returns, or its error with the name of the parameter."""
+    """Return the result of ``decide``; add the name of the parameter to errors."""
     try:
         return decide()
     except (ConfigError, UnsupportedError) as error:

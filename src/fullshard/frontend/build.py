@@ -1,4 +1,4 @@
-"""From modules and choices to a unit: decide everything, then change the modules at once."""
+"""Construction of a unit: first decide everything, then change all modules at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("fullshard")
 
 
 def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
-    """What ``shard_modules`` would make of ``modules``; raises whatever is wrong with them."""
+    """Return the plan for ``shard_modules``; raise if ``modules`` cannot be sharded."""
     for unit in units_below(modules):
         engine_of(unit).check_idle("fully_shard")
         check_ends_by_itself(unit)
@@ -41,8 +41,8 @@ def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
 def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make ``modules`` one unit.
 
-    Of modules that are to show DTensors the class becomes ``FSDP<Name>``; others are wrappers that
-    know what to do.
+    If users see DTensors, the class of each module becomes ``FSDP<Name>``; otherwise ``modules`` is
+    one of our wrappers, which already has the methods.
     """
     plan = plan_unit(modules, choices)
     below = units_below(modules)
@@ -73,7 +73,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
             module.__class__ = sharded_class(type(module))
             _torch.mark_sharded(module)
     for module in managed(modules):
-        # What Dynamo looks at to treat a module as sharded.
+        # Dynamo treats modules with these attributes as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = choices.shown is not Shown.FLAT  # type: ignore[assignment]
     check_optimizers_again()
@@ -86,7 +86,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
 def _places(
     modules: Sequence[nn.Module], plan: Plan, choices: Choices, buckets: Sequence[Bucket]
 ) -> Places:
-    """Where the parameters stand, and what stands there between steps."""
+    """Return the places of the parameters, with a flat parameter if users see one."""
     where = [[owned.places for owned in params] for params in plan.params]
     if choices.shown is not Shown.FLAT:
         return Places(where)
@@ -104,7 +104,7 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def _name_units(modules: Sequence[nn.Module], unit: Unit) -> None:
-    """Name all units of the tree relative to its new top."""
+    """Name all units of the tree relative to the new top module."""
     for root in modules:
         for name, module in root.named_modules():
             inner = unit_of(module)

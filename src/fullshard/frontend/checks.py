@@ -1,4 +1,4 @@
-"""What a call of ``fully_shard`` refuses, before anything is changed."""
+"""Checks of the arguments of ``fully_shard``, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fullshard.schedule import AfterForward
 
 
 def as_modules(module: Any) -> list[nn.Module]:
-    """The modules that a call is about: those that lie in no other of them."""
+    """Check the modules of a call; return those that are not inside another one."""
     given = list(module) if isinstance(module, (list, tuple)) else [module]
     if not given:
         raise ConfigError("fully_shard: got an empty list, expected at least one module")
@@ -47,7 +47,7 @@ def _check_module(module: nn.Module) -> None:
             f"fully_shard was applied to this {name} before; apply it once to each module"
         )
     own_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
-    # Others may have methods that are registered as forwards later.
+    # Other modules may have methods that users register as forward methods later.
     if not own_forward and isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ConfigError(
             f"fully_shard: {name} has no forward of its own, so nothing would tell when to gather "
@@ -77,7 +77,7 @@ def _check_kind(module: nn.Module, inner: nn.Module) -> None:
 
 
 def checked_after_forward(value: Any, num_shards: int) -> tuple[AfterForward, int | None]:
-    """``reshard_after_forward`` as a value of the schedule, and the size of a smaller group."""
+    """Return ``reshard_after_forward`` for the scheduler, and the size of secondary groups."""
     if value is None:
         return AfterForward.AUTO, None
     if isinstance(value, bool):
@@ -100,7 +100,7 @@ def checked_after_forward(value: Any, num_shards: int) -> tuple[AfterForward, in
 
 
 def checked_policy(policy: Any) -> MixedPrecisionPolicy:
-    """The policy, from any object that has its fields."""
+    """Check ``policy``, any object with the right fields, and return it in our class."""
     fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     missing = [name for name in fields if not hasattr(policy, name)]
     if missing:
@@ -115,7 +115,7 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
                 f"MixedPrecisionPolicy({name}={dtype!r}): expected None or a floating-point "
                 "torch.dtype"
             )
-    override = getattr(policy, "param_dtype_override_fn", None)  # PyTorch's has it since 2.15
+    override = getattr(policy, "param_dtype_override_fn", None)  # PyTorch has this field since 2.15
     if override is not None and not callable(override):
         raise ArgumentTypeError(
             f"MixedPrecisionPolicy(param_dtype_override_fn={override!r}): expected None or a "
@@ -128,7 +128,7 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
 
 
 def _asked_once(override: Callable[[nn.Parameter], Any]) -> Callable[[nn.Parameter], Any]:
-    """The same, but it is called once for each parameter, however often units are planned."""
+    """Wrap ``override`` to call it once per parameter, however often units are planned."""
     answers: dict[nn.Parameter, Any] = {}
 
     def ask(param: nn.Parameter) -> Any:
@@ -140,7 +140,7 @@ def _asked_once(override: Callable[[nn.Parameter], Any]) -> Callable[[nn.Paramet
 
 
 def checked_offload(policy: Any, device_type: str) -> Offload | None:
-    """What the policy means for shards of a mesh on devices of this type."""
+    """Return the offload options for shards on ``device_type``; None if nothing is offloaded."""
     known = {cls.__name__ for cls in type(policy).__mro__}
     if "CPUOffloadPolicy" in known:
         pinned = policy.pin_memory
@@ -156,7 +156,7 @@ def checked_offload(policy: Any, device_type: str) -> Offload | None:
 
 
 def checked_ignored(params: Any) -> set[nn.Parameter]:
-    """The parameters to leave alone."""
+    """Check the parameters to ignore, and return them as a set."""
     ignored = set(params or ())
     for param in ignored:
         if not isinstance(param, nn.Parameter):
@@ -167,7 +167,7 @@ def checked_ignored(params: Any) -> set[nn.Parameter]:
 
 
 def checked_layout(layout: Any) -> LayoutStrategy:
-    """The layout, which must be one."""
+    """Check that ``layout`` is a layout, and return it."""
     if not callable(getattr(layout, "build", None)) or isinstance(layout, type):
         hint = f"{layout.__name__}()" if isinstance(layout, type) else "PerParameter() or Ragged()"
         raise ArgumentTypeError(
@@ -177,7 +177,7 @@ def checked_layout(layout: Any) -> LayoutStrategy:
 
 
 def check_not_sharded(params: Iterable[OwnedParam]) -> None:
-    """Refuse parameters that another unit has already, or that are tied to such ones."""
+    """Refuse parameters that another unit owns, or that are tied to a parameter of another unit."""
     for owned in params:
         param, name = owned.param, owned.name
         owner = next(filter(None, map(owner_of, owned.places)), None)
@@ -197,7 +197,7 @@ def check_not_sharded(params: Iterable[OwnedParam]) -> None:
 
 
 def check_params(params: Sequence[OwnedParam], layout: LayoutStrategy) -> None:
-    """Refuse parameters that cannot be cut."""
+    """Refuse parameters that cannot be sharded."""
     check_not_sharded(params)
     for owned in params:
         param, name = owned.param, owned.name

@@ -1,4 +1,4 @@
-"""Full parameters on demand: lent for the time of a ``with`` block, or one after the other."""
+"""Full parameters on demand: lent for a ``with`` block, or gathered one after another."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ def unshard_params(
     on_error: Literal["keep", "discard"] = "keep",
     check: bool = False,
 ) -> Iterator[None]:
-    """Within the ``with`` block the modules show full parameters, to be read and edited.
+    """Show full parameters in ``module`` during the ``with`` block, to read and edit them.
 
-    They are ordinary ``nn.Parameter`` s under their original names, in the dtype of the shards,
-    tied ones one object; tensor-parallel ones are DTensors on the tensor-parallel mesh. They are
-    tensors of their own: one that is kept beyond the block stays valid, and keeps its memory (in
-    general that of its unit). All ranks must enter and leave the block. On exit the modules show
-    what they showed before; units that were unsharded stay so.
+    They are ordinary ``nn.Parameter`` s with their original names, in the dtype of the shards. Tied
+    parameters are one object; tensor-parallel parameters are DTensors on the tensor-parallel mesh.
+    They share no memory with the shards: a full parameter stays valid after the block, and keeps
+    its memory allocated (in general that of its whole unit). All ranks must enter and leave the
+    block. On exit the modules show what they showed before; unsharded units stay unsharded.
 
     Args:
-        module: whatever is in it. Units are lent as a whole, also where ``module`` is a part of
-            one.
-        recurse: False leaves units inside of ``module`` alone.
-        writeback: bring edits of the parameters, and of ``requires_grad``, into the shards: each
-            rank its own elements. False: they are lost.
-        rank0_only: only rank 0 of the data-parallel mesh gets full parameters, the others see
-            their shards; with ``writeback`` rank 0's edits reach all of them.
-        offload_to_cpu: the full parameters are on the CPU; the device holds one unit at a time.
-        with_grads: their ``grad`` s are full too, and edits of them are written back: None where no
-            rank has one, zeros for the part of a rank that has none.
-        on_error: what becomes of the edits if an exception leaves the block, on this rank, or with
-            ``rank0_only`` on rank 0: "keep" writes them back, "discard" does not.
-        check: compare what ranks wrote, bit by bit, and raise on all of them if it differs.
+        module: a module that is sharded, contains sharded modules, or is a part of one. Units are
+            always lent as a whole.
+        recurse: whether to lend units inside ``module``, too.
+        writeback: whether to write edits of parameters, and of their ``requires_grad``, into the
+            shards, where each rank writes its own elements. If False, edits are lost.
+        rank0_only: only rank 0 of the data-parallel mesh gets full parameters, other ranks see
+            their shards; with ``writeback`` the edits of rank 0 reach all ranks.
+        offload_to_cpu: put full parameters on the CPU; the device holds one unit at a time.
+        with_grads: make ``grad`` full too, and write its edits back. A full ``grad`` is None if no
+            rank has a gradient, and zero in the part of a rank that has none.
+        on_error: what to do with edits if an exception leaves the block on this rank (with
+            ``rank0_only``, on rank 0): "keep" writes them back, "discard" does not.
+        check: compare bit by bit what ranks wrote, and raise on all ranks if it differs.
 
     Raises:
-        ConfigError, ArgumentTypeError: arguments that cannot work, ``recurse=False`` where that
-            leaves nothing to lend, or, on exit, something else in the place of a parameter.
-        ProtocolError: inside of a forward or backward; a unit is lent already, or on the meta
-            device; or, on exit, ``check`` found differences.
+        ConfigError, ArgumentTypeError: if arguments cannot work, if ``recurse=False`` leaves no
+            unit to lend, or, on exit, if a parameter was replaced by something unusable.
+        ProtocolError: during a forward or backward, if a unit is already lent or on the meta
+            device, or, on exit, if ``check`` found differences.
 
-        Whatever is raised, the units are as usable as before.
+        Whatever is raised, the units stay as usable as before.
     """
     terms = _checked_terms(
         writeback=writeback,
@@ -91,7 +91,7 @@ def unshard_params(
 
 
 def _take_back(loans: Sequence[Loan], *, keep: bool) -> None:
-    """First restore all, then write all or nothing, then raise."""
+    """Restore the modules of all units, then write all or nothing, then raise the first problem."""
     problems = [loan.take_back(keep=keep) for loan in loans]
     for loan in loans:
         loan.write(keep=keep and not any(problems))
@@ -118,11 +118,11 @@ def _checked_terms(*, check: bool, on_error: str, **flags: bool) -> Terms:
 
 
 def _units_to_lend(module: nn.Module, *, recurse: bool) -> list[Unit]:
-    """The units that own parameters in ``module``; those of inner units only with ``recurse``.
+    """Return the units that own parameters in ``module``; inner units only with ``recurse``.
 
     Raises:
-        ArgumentTypeError: it is no module.
-        ConfigError: without ``recurse`` there is none, but there are inner units.
+        ArgumentTypeError: if ``module`` is not a module.
+        ConfigError: without ``recurse``, if there are only inner units.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
@@ -147,7 +147,7 @@ def _units_to_lend(module: nn.Module, *, recurse: bool) -> list[Unit]:
 
 
 def _owners_in(modules: Sequence[nn.Module]) -> list[Unit]:
-    """Units of which one of ``modules`` is a member, or holds a parameter; outermost first."""
+    """Return the units that have a member or a parameter in ``modules``, outermost first."""
     found: dict[Unit, None] = {}
     for module in modules:
         places = (Place(module, name) for name in module._parameters)
@@ -158,11 +158,11 @@ def _owners_in(modules: Sequence[nn.Module]) -> list[Unit]:
 
 
 def units_at_rest(module: nn.Module, what: str) -> list[Unit]:
-    """The units that own parameters in ``module``, with values that can be read and written.
+    """Return the units that own parameters in ``module``, if values can be read and written.
 
     Raises:
-        ArgumentTypeError: it is no module.
-        ProtocolError: inside of a forward or backward, lent, or on the meta device.
+        ArgumentTypeError: if ``module`` is not a module.
+        ProtocolError: during a forward or backward, or if a unit is lent or on the meta device.
     """
     units = _units_to_lend(module, recurse=True)
     _check_lendable(units, what)
@@ -170,7 +170,7 @@ def units_at_rest(module: nn.Module, what: str) -> list[Unit]:
 
 
 def _check_lendable(units: Sequence[Unit], what: str) -> None:
-    """Raises before anything is changed."""
+    """Raise if a unit is in use, lent or on the meta device, before anything is changed."""
     for unit in units:
         engine_of(unit).check_not_running(what)
         unit.check_not_lent(what)
@@ -181,23 +181,23 @@ def _check_lendable(units: Sequence[Unit], what: str) -> None:
 def iter_full_params(
     module: nn.Module, *, rank0_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and full values of the parameters of ``module``, one after the other.
+    """Yield names and full values of the parameters of ``module``, one after another.
 
-    Names and order are those of ``named_parameters()`` of the unsharded model. Each tensor is
-    gathered when it is asked for, and is the caller's: at most two parameters exist at a time for
-    this (the one at hand, and what it is made from). Tensor-parallel parameters are full as well.
-    What is not sharded is given as it is, detached.
+    Names and order are those of ``named_parameters()`` on the unsharded model. Each tensor is
+    gathered when the iterator reaches it, and belongs to the caller. Memory is needed for at most
+    two parameters at a time: the yielded one and the tensor that it is made from. Tensor-parallel
+    parameters are full as well. Plain parameters that are not sharded are only detached.
 
-    All ranks must go through it to the end, each at its own pace within the process group's
-    time-out, and not change parameters meanwhile.
+    All ranks must iterate to the end, each at its own pace within the process group's time-out, and
+    must not change parameters meanwhile.
 
     Args:
-        module: a sharded module, one with sharded modules inside, or a part of one.
-        rank0_only: other ranks take part, but get nothing: their loop has no turns. Rank 0 is the
-            first of all that the parameters lie on, tensor-parallel ranks included.
+        module: a module that is sharded, contains sharded modules, or is a part of one.
+        rank0_only: yield on rank 0 only; other ranks must iterate too, but their loop body never
+            runs. Rank 0 is the first of all ranks that hold parameters, tensor-parallel or not.
 
     Raises:
-        ProtocolError: inside of a forward or backward, while ``unshard_params()`` lends a unit, or
+        ProtocolError: during a forward or backward, while ``unshard_params()`` lends a unit, or if
             parameters are on the meta device.
     """
     units = units_at_rest(module, "iter_full_params")
@@ -222,9 +222,9 @@ def _full_params(
 def named_sharded(
     module: nn.Module, units: Sequence[Unit]
 ) -> Iterator[tuple[str, nn.Parameter, Held | None]]:
-    """``named_parameters()`` as they are sharded, whatever the modules show, tied ones once.
+    """Yield ``named_parameters()`` in sharded form, whatever the modules show; tied ones once.
 
-    Names are clean; None stands with parameters that none of ``units`` owns.
+    Names are those of ``clean_name``. ``Held`` is None for parameters of none of ``units``.
     """
     held_at = held_params(units)
     in_their_place = {place for unit in units for place in places_of(unit).in_their_place()}
@@ -241,10 +241,10 @@ def named_sharded(
 
 
 def full_held(held: Held, *, rank0_only: bool = False) -> Tensor | None:
-    """The full value of a sharded parameter, in memory of its own; a collective.
+    """Return the full value of a sharded parameter, in new memory; a collective.
 
-    With ``rank0_only`` None on all ranks but the first of its mesh, which may be several where a
-    plain parameter stands beside tensor-parallel ones.
+    With ``rank0_only``, return None except on the first rank of the parameter's mesh. A plain
+    parameter beside tensor-parallel ones has several such meshes, and so several first ranks.
     """
     bucket, spec = held.bucket, held.bucket.spec
     if rank0_only and not is_first_copy(spec):
@@ -260,14 +260,14 @@ def full_held(held: Held, *, rank0_only: bool = False) -> Tensor | None:
 
 
 def full_value(value: Tensor) -> Tensor:
-    """A tensor that no unit owns, detached; whole if it is a DTensor, which is a collective."""
+    """Return ``value``, which no unit owns, detached; gather a DTensor, which is a collective."""
     with torch.no_grad():
         detached = value.detach()
         return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def is_first_rank(units: Sequence[Unit]) -> bool:
-    """Whether this rank is the first of all those that ``units`` lie on, or of all there are."""
+    """Return whether this rank is the first that holds ``units``; rank 0 if there are none."""
     held = held_params(units).values()
     if not held:
         return not dist.is_initialized() or dist.get_rank() == 0
@@ -275,13 +275,13 @@ def is_first_rank(units: Sequence[Unit]) -> bool:
 
 
 WRAPPED = "_fsdp_wrapped_module"
-"""What ``FullyShardedDataParallel`` calls the module inside, and so adds to names."""
+"""The attribute of ``FullyShardedDataParallel`` for the module inside, so a part of names."""
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", f"{WRAPPED}.")
 
 
 def clean_name(name: str) -> str:
-    """``name`` without what wrappers add: of activation checkpoints, of the compiler, ours."""
+    """Return ``name`` without what wrappers add: activation checkpoints, the compiler, ours."""
     for prefix in _WRAPPERS:
         name = name.replace(prefix, "")
     return name

@@ -1,4 +1,4 @@
-"""How single units communicate: what can be changed after ``fully_shard``."""
+"""Communication settings of single units, which can be changed after ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from fullshard.frontend.sharded import ShardedModule, unit_and_engine
 
 @dataclass(frozen=True)
 class _State:
-    """What PyTorch's pipelining asks of a sharded module: which streams it has."""
+    """The state of a sharded module that PyTorch's pipelining reads: the module's streams."""
 
     _comm_ctx: Lanes
 
 
 class CommunicationControls(ShardedModule):
-    """Methods of ``FSDPModule`` about reductions and the wire.
+    """The methods of ``FSDPModule`` that control reductions and collectives.
 
-    They may be called at any time between steps, before or after the first. Those that change a
-    wire free what is unsharded.
+    Call them between steps, before or after the first step. Methods that change collectives or
+    process groups free unsharded parameters.
     """
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Make the gradients of this unit the sum over all ranks divided by ``factor``.
 
-        By default that is the number of ranks, replicas included. The choice is this unit's alone.
+        The default is the number of ranks, replicas included. Inner units keep their factors.
 
         Raises:
-            ArgumentTypeError, ConfigError: the factor is no number, or not above 0.
+            ArgumentTypeError, ConfigError: if ``factor`` is not a number, or not above 0.
         """
         if not isinstance(factor, (int, float)):
             raise ArgumentTypeError(
@@ -51,15 +51,15 @@ class CommunicationControls(ShardedModule):
             bucket.change_reduction(divide_by=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of ``set_gradient_divide_factor``."""
+        """Call ``set_gradient_divide_factor``, of which this is the former name."""
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Give parameters that no rank has a gradient for zeros, not None, when they are reduced.
+        """Set whether reductions give zeros, not None, to parameters without a gradient anywhere.
 
-        Reductions have the same size on all ranks in any case.
+        These are parameters for which no rank has a gradient. All ranks reduce equal sizes anyway.
         """
         for bucket in self._buckets(recurse):
             bucket.change_reduction(fill_absent=reduce_scatter_unused_params)
@@ -67,14 +67,13 @@ class CommunicationControls(ShardedModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Let reductions of the whole tree hold what so many of its largest units need.
+        """Allow reductions the memory that the ``max_input_buffers`` largest units need.
 
-        ``set_reduction_budget`` in PyTorch's words: 1, the default, is its None. What counts are
-        bytes, so more units may be under way where they are small. ``recurse`` is there for
-        PyTorch's sake.
+        This is PyTorch's form of ``set_reduction_budget``, for the whole tree; 1, the default, is
+        None. The budget is in bytes, so more small units fit. ``recurse`` has no effect.
 
         Raises:
-            ArgumentTypeError, ConfigError: the number is no int, or less than 1.
+            ArgumentTypeError, ConfigError: if ``max_input_buffers`` is not an int, or below 1.
         """
         what = f"set_reduce_scatter_max_input_buffers: got {max_input_buffers!r}"
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -87,18 +86,19 @@ class CommunicationControls(ShardedModule):
         self._set_machine(reduction_budget=budget)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
-        """Call ``hook`` with the reduced gradients of this unit, 1-D, before they are divided.
+        """Call ``hook`` with the reduced gradients of this unit, 1-D, the mean over all ranks.
 
-        Once for each reduction, after that over replicas; what it writes in place counts. It is
-        how to reduce over further ranks in a way of one's own.
+        The hook runs once per reduction of a bucket, after the reduction over replicas and before a
+        factor of ``set_gradient_divide_factor`` is applied. It may change the gradients in place,
+        for example to reduce over further ranks.
 
         Args:
-            hook: what to call.
-            stream: the stream to call it on; None: that of the reduction.
+            hook: the function to call; its result is ignored.
+            stream: the stream to call ``hook`` on; None: the stream of the reduction.
 
         Raises:
-            ConfigError: the unit has several buckets, of parameters on different meshes; or there
-                are replicas and ``stream`` is given.
+            ConfigError: if the unit's parameters are on several meshes, or if ``stream`` is given
+                and there are replicas.
         """
         bucket = self._single_bucket("set_all_reduce_hook")
         if stream is not None and bucket is not None and bucket.spec.replicas is not None:
@@ -110,9 +110,9 @@ class CommunicationControls(ShardedModule):
             one.change_reduction(hook=hook, hook_stream=stream)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce by sums only, and scale them ourselves: for backends without fast means.
+        """Reduce this unit by sums that we scale ourselves, for backends without fast means.
 
-        Once enabled for a unit it stays.
+        False does nothing: there is no way back once this is enabled.
         """
         if enable:
             self._rewire(recurse=False, change=_by_sums)
@@ -120,10 +120,10 @@ class CommunicationControls(ShardedModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduce by process groups of their own, so that gathers and reductions can overlap.
+        """Reduce over separate process groups, so that gathers and reductions can overlap.
 
-        All ranks must call this: a group is made for each set of ranks that something is sharded
-        over. It returns to the groups of the gathers with ``enable=False``.
+        All ranks must call this: it makes a group for each set of ranks that shards parameters.
+        ``enable=False`` returns to the process groups of the gathers.
         """
         twins: dict[Any, Collectives] = {}
 
@@ -138,10 +138,10 @@ class CommunicationControls(ShardedModule):
         self._rewire(recurse, separate)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this unit by ``comm``, on memory that it allocates; see ``fullshard.Comm``.
+        """Gather this unit with ``comm``, in memory allocated by ``comm``; see ``fullshard.Comm``.
 
         Raises:
-            ConfigError: the unit has several buckets, of parameters on different meshes.
+            ConfigError: if the unit's parameters are on several meshes.
         """
         self._single_bucket("set_custom_all_gather")
         self._rewire(
@@ -153,12 +153,12 @@ class CommunicationControls(ShardedModule):
         )
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit by ``comm``, on memory that it allocates; see ``fullshard.Comm``.
+        """Reduce this unit with ``comm``, in memory allocated by ``comm``; see ``fullshard.Comm``.
 
-        It is told to sum; the division is ours.
+        ``comm`` is asked for the sum; we divide the result.
 
         Raises:
-            ConfigError: the unit has several buckets, of parameters on different meshes.
+            ConfigError: if the unit's parameters are on several meshes.
         """
         self._single_bucket("set_custom_reduce_scatter")
         self._rewire(
@@ -167,25 +167,25 @@ class CommunicationControls(ShardedModule):
         )
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next root forward's gathers wait for ``event``, not for all that was issued.
+        """Make gathers of the next root forward wait for ``event``, not for all issued computation.
 
-        Record it after the optimizer step. It is used once.
+        Record ``event`` after the optimizer step. An ``unshard`` before that forward uses it up.
         """
         unit_and_engine(self)[1].post_optim_event = event
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Has no effect: buffers come from PyTorch's allocator, as where a group has none.
+        """Do nothing: buffers come from PyTorch's allocator, as for groups without an allocator.
 
         Raises:
-            ConfigError: the unit has a custom collective, which allocates by itself.
+            ConfigError: if the unit has a custom collective, which allocates its own memory.
         """
         self._check_no_custom("set_allocate_memory_from_process_group_for_comm", enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not built yet.
+        """Raise an error, since symmetric memory is not built yet.
 
         Raises:
-            ConfigError: the unit has a custom collective, which allocates by itself.
+            ConfigError: if the unit has a custom collective, which allocates its own memory.
             NotBuiltError: otherwise.
         """
         self._check_no_custom("set_symm_mem_for_comm", backend)
@@ -195,7 +195,7 @@ class CommunicationControls(ShardedModule):
         )
 
     def _get_fsdp_state(self) -> _State:
-        """PyTorch's pipelining refuses stages that share streams for some schedules."""
+        """Return the streams: PyTorch's pipelining cannot always use stages that share streams."""
         return _State(unit_and_engine(self)[1].lanes)
 
     def _check_no_custom(self, what: str, value: object) -> None:
@@ -211,7 +211,7 @@ class CommunicationControls(ShardedModule):
         return [bucket for unit in self._units(recurse) for bucket in unit.buckets]
 
     def _single_bucket(self, what: str) -> Bucket | None:
-        """The bucket, if there are not several meshes."""
+        """Return the first bucket, if any; raise if there are several meshes."""
         buckets = self._buckets(recurse=False)
         if len({bucket.spec.comm.group for bucket in buckets}) > 1:
             raise ConfigError(
@@ -223,7 +223,7 @@ class CommunicationControls(ShardedModule):
     def _rewire(
         self, recurse: bool, change: Callable[[Bucket], dict[str, Collectives | None]]
     ) -> None:
-        """Replace wires; between steps."""
+        """Replace collectives of buckets by ``change``, between steps."""
         units = self._units(recurse)
         for engine in dict.fromkeys(map(engine_of, units)):
             engine.reset_wires([unit for unit in units if unit.engine is engine])
@@ -239,17 +239,17 @@ def _by_sums(bucket: Bucket) -> dict[str, Collectives | None]:
 
 
 class _CustomWire(ConfigError, AssertionError):
-    """PyTorch asserts here."""
+    """A conflict with a custom collective, where PyTorch fails an assertion."""
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Let sharded modules issue their communication on the same streams, those of the first.
+    """Make sharded modules communicate on the same streams, those of the first module.
 
-    For models that run in turns, such as the stages of a pipeline on one device. Between steps.
+    Call this between steps, for models that run in turns, such as pipeline stages on one device.
 
     Raises:
-        ConfigError: one is not sharded.
-        ProtocolError: one is in the middle of a forward or backward.
+        ConfigError: if a module is not sharded.
+        ProtocolError: if a module is in a forward or backward.
     """
     for module in modules:
         if unit_of(module) is None:

@@ -1,4 +1,4 @@
-"""Deep copies of sharded modules: shards, units and an engine of their own, on the same mesh."""
+"""Deep copies of sharded modules, with new shards, units and engine on the same mesh."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import enlist_copy, unit_of, units_below
 
 _UNDER_WAY = "fullshard: a sharded module is being copied"
-"""In the memo of ``copy.deepcopy`` while that lasts; all other keys of it are numbers."""
+"""Key in the memo of a running ``copy.deepcopy``; all other keys of the memo are numbers."""
 
 
 def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """What ``copy.deepcopy(module)`` is; gradients are not copied, as of any Parameter.
+    """Return ``copy.deepcopy(module)``; as for any Parameter, gradients are not copied.
 
     Raises:
-        ConfigError: a unit has members outside of ``module``.
-        ProtocolError: in the middle of a forward or backward.
+        ConfigError: if a unit has members outside ``module``.
+        ProtocolError: during a forward or backward.
     """
-    if _UNDER_WAY in memo:  # a sharded module inside of the one that is copied
+    if _UNDER_WAY in memo:  # a sharded module inside the one being copied
         return _copy(module, memo)
     units = units_below([module])
     for unit in units:
@@ -34,7 +34,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         engine_of(unit).reshard(unit)
         engine_of(unit).take_over(unit)
     units.sort(key=lambda unit: unit.key)
-    copies = [unit.copy(memo) for unit in units]  # first, so that modules find the new parameters
+    copies = [unit.copy(memo) for unit in units]  # first: modules find new parameters in memo
     memo[_UNDER_WAY] = True
     try:
         new = _copy(module, memo)
@@ -51,10 +51,10 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """As ``copy.deepcopy`` does it where nothing is sharded."""
+    """Copy ``module`` as ``copy.deepcopy`` copies an unsharded module."""
     new: Any = object.__new__(type(module))
     memo[id(module)] = new
-    if is_parametrized(module):  # whose class refuses to tell its state, and copies its dictionary
+    if is_parametrized(module):  # its class refuses __getstate__ and copies __dict__
         new.__dict__.update(copy.deepcopy(module.__dict__, memo))
         return new  # type: ignore[no-any-return]
     state: Any = module.__getstate__()

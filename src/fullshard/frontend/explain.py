@@ -1,4 +1,4 @@
-"""Errors of the first hour that PyTorch words in its own terms, said in ours."""
+"""Clearer messages for common errors that PyTorch words in its own terms."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fullshard.tensors import RaggedTensor
 
 
 def _used_while_sharded(error: Exception) -> bool:
-    """Whether ``error`` is what comes of computing with a sharded parameter."""
+    """Return whether ``error`` comes from computing with a sharded parameter."""
     mixed = "got mixed torch.Tensor and DTensor" in str(error)
     return mixed or isinstance(error, RaggedOperationError)
 
 
 def explain_forward(module: nn.Module, error: Exception) -> None:
-    """Raise what ``error``, which left the forward of ``module``, means; or return.
+    """Raise a clearer error if ``error``, which left the forward of ``module``, has a known cause.
 
     Raises:
-        ProtocolError: a parameter was used while it was sharded.
+        ProtocolError: if a parameter was used while it was sharded.
     """
     if not _used_while_sharded(error):
         return
@@ -45,10 +45,10 @@ def explain_forward(module: nn.Module, error: Exception) -> None:
 
 
 def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The public methods that ``cls`` adds to ``nn.Module``, explaining how to call them.
+    """Return the public methods that ``cls`` adds to ``nn.Module``, wrapped to explain errors.
 
-    Only forward unshards. What else computes with parameters finds them sharded, and is told
-    what to do about it.
+    Only ``forward`` unshards parameters. Other methods that compute with parameters find them
+    sharded; the error then says what to do.
     """
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     return {
@@ -84,10 +84,10 @@ _LOAD_FULL = (
 
 
 def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: bool) -> None:
-    """What ``load_state_dict`` refuses before it changes anything.
+    """Refuse what ``load_state_dict`` cannot load, before it changes anything.
 
     Raises:
-        ConfigError: plain tensors for sharded parameters that do not know how to take them in.
+        ConfigError: if plain tensors are given for sharded parameters that cannot copy their part.
     """
     own = module.state_dict()
     plain = [
@@ -105,28 +105,28 @@ def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: b
 
 
 class _PlainTensors(ConfigError, RuntimeError):
-    """PyTorch raises a RuntimeError here."""
+    """Plain tensors for sharded parameters, where PyTorch raises a RuntimeError."""
 
 
-# Optimizers that were checked, with the number of parameters that they had: a step costs nothing.
+# Checked optimizers with their number of parameters, so that later steps cost nothing.
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 def check_optimizers_again() -> None:
-    """Parameters were replaced by sharded ones."""
+    """Check all optimizers again, because parameters were replaced by sharded ones."""
     _checked.clear()
 
 
 @_torch.never_compiled
 def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse a step on parameters that were sharded since: it would train nothing."""
+    """Refuse a step on parameters that have been sharded since: it would train nothing."""
     num_params = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == num_params:
         return
     params = {param for group in optimizer.param_groups for param in group["params"]}
     for param in params:
         name, sharded = sharded_twin_of(param)
-        if sharded is not None and sharded not in params:  # else it is tied, and both are trained
+        if sharded is not None and sharded not in params:  # else tied: both are trained
             raise ConfigError(
                 f"this {type(optimizer).__name__} was built before fully_shard: its parameter "
                 f"{name}, for one, was replaced by a sharded one and would not be trained; build "

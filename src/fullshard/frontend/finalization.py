@@ -1,4 +1,4 @@
-"""The end of a step's backwards as a call of its own, which need not wait for the reductions."""
+"""An explicit end of a step's backwards, which need not wait for the reductions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fullshard.schedule import triggers as when
 
 
 class GradientReductionHandle:
-    """The handle of ``finalize_backward(async_op=True)``."""
+    """A handle that ``finalize_backward(async_op=True)`` returns."""
 
     def wait(self) -> None:
-        """Put the reduced gradients where the optimizer looks; more calls do nothing.
+        """Put the reduced gradients where the optimizer reads them; further calls do nothing.
 
         Raises:
-            ProtocolError: ``reset_iter_state`` gave the reductions up, or a backward that failed.
+            ProtocolError: if ``reset_iter_state`` or a failed backward ended the reductions.
         """
 
 
@@ -41,8 +41,8 @@ def check_mode_may_change(unit: Unit, enabled: bool) -> None:
     """Refuse ``set_manual_backward_finalization(enabled)`` where it cannot work.
 
     Raises:
-        ArgumentTypeError: ``enabled`` is no bool.
-        ProtocolError: the module is not the root, or a backward has begun and was not finalized.
+        ArgumentTypeError: if ``enabled`` is not a bool.
+        ProtocolError: if the module is not the root, or a backward began and was not finalized.
     """
     what = f"set_manual_backward_finalization({enabled!r})"
     if not isinstance(enabled, bool):
@@ -58,7 +58,7 @@ def check_mode_may_change(unit: Unit, enabled: bool) -> None:
 
 
 def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
-    """Reduce what is pending in the tree whose root is ``unit``; see ``FSDPModule``."""
+    """Reduce all pending gradients in the tree with root ``unit``; see ``FSDPModule``."""
     engine = engine_of(unit)
     if engine.scheduler.last_use < 0:
         return GradientReductionHandle() if async_op else None
@@ -68,10 +68,10 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
 
 
 def check_ends_by_itself(unit: Unit) -> None:
-    """Refuse to put ``unit`` below another root than that which the user spoke of.
+    """Refuse to put ``unit`` below a new root if the user chose manual finalization.
 
     Raises:
-        ProtocolError: its backward is to end by ``finalize_backward``.
+        ProtocolError: if the backward of ``unit`` ends by ``finalize_backward``.
     """
     if engine_of(unit).scheduler.policy.manual_finalization:
         raise ProtocolError(

@@ -1,7 +1,7 @@
-"""``use_orig_params=False``: one Parameter over the whole shard of a unit, instead of the pieces.
+"""One Parameter over the whole shard of a unit, instead of pieces: ``use_orig_params=False``.
 
-The engine goes on with the pieces, which nobody sees. The flat parameter is another view of their
-memory, and its gradient another view of theirs.
+The engine still works with the pieces, which users do not see. The flat parameter is another view
+of the memory of the pieces, and its gradient another view of the memory of their gradients.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from fullshard.frontend.places import Place, Places
 from fullshard.tensors import PlacedPart, PlainForm, announce_parts, flat_part_of
 
 FLAT_PARAM = "_flat_param"
-"""Its name in the module that was wrapped."""
+"""Name of the flat parameter in the wrapped module."""
 
 
 def innermost(module: nn.Module) -> nn.Module:
-    """``module`` without wrappers of activation checkpoints around it."""
+    """Return ``module`` without the activation checkpoint wrappers around it."""
     while hasattr(module, "_checkpoint_wrapped_module"):
         module = module._checkpoint_wrapped_module  # type: ignore[assignment]
     return module
 
 
 class FlatParameter:
-    """Keeps the flat parameter of a bucket and its pieces in step; an ``engine.Front``."""
+    """A flat parameter, kept in step with the pieces of its bucket; an ``engine.Front``."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         trainable = any(param.requires_grad for param in bucket.sharded_params)
         self.param = nn.Parameter(bucket.shard.data, requires_grad=trainable)
-        self._with_grad: set[int] = set()  # numbers of the pieces that the gradient is of
+        self._with_grad: set[int] = set()  # numbers of the pieces with a gradient
         self.introduce()
 
     def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> FlatParameter:
@@ -51,7 +51,7 @@ class FlatParameter:
         return new
 
     def introduce(self) -> None:
-        """Let it be known where the flat parameter lies; in general all of it alike."""
+        """Announce the mesh and placements of the flat parameter's elements, usually all alike."""
         form, pieces = self.bucket.spec.form, self.bucket.spec.pieces
         assert isinstance(form, PlainForm)
         places = form.dtensors.places
@@ -63,24 +63,24 @@ class FlatParameter:
                 for place, piece in zip(places, pieces, strict=True)
             ]
         announce_parts(self.param, parts)
-        # What torch.distributed.checkpoint.state_dict asks, by PyTorch's private name.
+        # torch.distributed.checkpoint.state_dict reads this private attribute of PyTorch's.
         self.param._fqns = tuple(map(clean_name, self.bucket.names))  # type: ignore[attr-defined]
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters, without padding."""
+        """Number of elements in the parameters, without padding."""
         return sum(param.numel for param in self.bucket.spec.layout.params)
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
-        """The parts of ``flat``, laid out like the shard, that belong to each parameter."""
+        """Return the part of each parameter in ``flat``, which has the layout of the shard."""
         spec = self.bucket.spec
         return [flat.narrow(0, p.offset, p.numel).view(p.shape) for p in spec.pieces]
 
     def follow(self) -> None:
-        """Let the pieces be what the user made of the flat parameter: memory, freezing, gradient.
+        """Give the pieces the memory and ``requires_grad`` that the flat parameter has now.
 
         Raises:
-            ProtocolError: it has another shape.
+            ProtocolError: if the flat parameter has another shape than the shard.
         """
         data = self.param.data
         if data.shape != self.bucket.shard.shape:
@@ -110,7 +110,7 @@ class FlatParameter:
                     _torch.set_grad(self.bucket.sharded_params[number], piece)
 
     def take_gradients(self) -> None:
-        """See ``engine.Front``. The pieces keep none, or ``zero_grad`` would free nothing."""
+        """See ``engine.Front``; the pieces drop theirs, else ``zero_grad`` would free no memory."""
         grads = [param.grad for param in self.bucket.sharded_params]
         self._with_grad = {number for number, grad in enumerate(grads) if grad is not None}
         for param in self.bucket.sharded_params:
@@ -129,7 +129,7 @@ class FlatParameter:
                 own.copy_(grad)
 
     def _one_memory(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The row that they are views of, or a new one."""
+        """Return the 1-D tensor that ``grads`` are views of, or a new one of zeros."""
         numel = self.bucket.spec.layout.shard_numel
         for piece, grad in zip(self.bucket.spec.pieces, grads, strict=True):
             part = None if grad is None else flat_part_of(grad)
@@ -140,7 +140,7 @@ class FlatParameter:
 
 
 class FlatPlaces(Places):
-    """Modules have no parameters while these are sharded; one of them has the flat one."""
+    """Places that are empty while parameters are sharded; one module shows the flat parameter."""
 
     def __init__(self, places: Sequence[Sequence[Sequence[Place]]], holder: nn.Module) -> None:
         super().__init__(places)
@@ -149,11 +149,11 @@ class FlatPlaces(Places):
         self._in_pieces = False
 
     def in_their_place(self) -> Sequence[Place]:
-        """The place of the flat parameter."""
+        """Return the place of the flat parameter."""
         return [Place(self._holder, FLAT_PARAM) for _ in self.fronts]
 
     def front_for(self, buckets: Sequence[Bucket]) -> None:
-        """Make the flat parameter, of the only bucket if there is any."""
+        """Make the flat parameter of the only bucket, if there is a bucket."""
         for bucket in buckets:
             front = FlatParameter(bucket)
             bucket.front = front
@@ -174,7 +174,7 @@ class FlatPlaces(Places):
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """See ``Places``; else modules show the flat parameter, or whole ones."""
+        """See ``Places``; otherwise modules show the flat parameter or whole parameters."""
         for front in self.fronts:
             front.follow()
         showed_sharded = self.shows_sharded

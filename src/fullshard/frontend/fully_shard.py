@@ -1,4 +1,4 @@
-"""``fully_shard``: the per-parameter face."""
+"""The per-parameter interface: ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -40,47 +40,47 @@ def fully_shard(
 ) -> Modules:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
-    Each call makes a *unit*: the parameters below ``module`` that no inner call owns are gathered
-    together before the module's forward and backward, freed after them, and their gradients are
-    reduced together. Call it bottom-up: on the blocks of a model first, on the model last. Build
-    the optimizer after it. The interface is that of ``torch.distributed.fsdp.fully_shard``.
+    Each call makes a *unit* of the parameters below ``module`` that no inner call owns: they are
+    gathered together before the module's forward and backward and freed afterwards, and their
+    gradients are reduced together. Call this bottom-up, on a model's blocks first and on the model
+    last, then build the optimizer. The interface is that of ``torch.distributed.fsdp.fully_shard``.
 
     Args:
-        module: the module, or several that form one unit; parameters must be contiguous, of at
-            least one dimension.
-        mesh: a 1-D mesh of the data-parallel ranks, or a named 2-D one: then ranks along the first
-            dim hold copies, over which gradients are reduced too (HSDP), and parameters are cut
-            along the second. None: all ranks, on the accelerator if the default process group
-            serves it, else on the CPU; without a process group one is made.
-        reshard_after_forward: free the parameters after forward and gather them again in backward
-            (True), or keep them in between (False). None: True, but False for whatever module is
-            the root of a forward. An int k, which divides the number of shards: keep a k-th of
-            them, and gather in backward among groups of k neighbours; k equal to the number of
-            shards is True, 1 is False.
-        mp_policy: dtypes, see ``MixedPrecisionPolicy``.
+        module: the module, or a list or tuple of modules that form one unit. Parameters must be
+            contiguous and, with ``PerParameter()``, have at least one dim.
+        mesh: a 1-D mesh of the data-parallel ranks, or a 2-D mesh with dim names (HSDP): parameters
+            are cut along the second dim, ranks along the first dim hold replicas, and gradients are
+            reduced over both. None: all ranks, on the accelerator if the default process group
+            serves it, else on the CPU; a process group is made if there is none.
+        reshard_after_forward: True frees the parameters after forward and gathers them again in
+            backward; False keeps them unsharded in between. None: False for the module that is the
+            root of a forward, True for others. An int k, which must divide the number of shards:
+            each rank keeps a k-th of the parameters after forward, and backward gathers within
+            groups of k neighboring ranks; k = number of shards means True, 1 means False.
+        mp_policy: dtypes of computation and communication, see ``MixedPrecisionPolicy``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, where the
-            optimizer then runs. On a CPU mesh there is nothing to do.
-        ignored_params: parameters to leave alone.
-        shard_placement_fn: the tensor dim on which a parameter is cut, as ``Shard(dim)``; it need
-            not divide evenly. None, or None returned: dim 0. A ``ShardPlacementResult`` names
-            another mesh as well, such as that of experts.
-        dp_mesh_dims: which dims of ``mesh`` are data-parallel, as ``DataParallelMeshDims``, where
-            ``mesh`` is the one that the parameters lie on already, replicated over those dims.
-        layout: how parameters lie in the shards. ``PerParameter()`` cuts each on one dim, as
-            ``DTensor`` does; ``Ragged()`` lays them end to end and cuts that into equal shards,
-            which gathers without a copy and shows ``RaggedTensor`` s. Give ``shard_placement_fn``
-            to the first only.
+            optimizer then runs. This has no effect on a CPU mesh.
+        ignored_params: parameters that this call leaves alone.
+        shard_placement_fn: called with each parameter; returns the tensor dim to cut, as
+            ``Shard(dim)``, which need not divide evenly, or None for dim 0. It may also return a
+            ``ShardPlacementResult`` to choose another mesh, such as that of experts.
+        dp_mesh_dims: the data-parallel dims of ``mesh``, as ``DataParallelMeshDims``, if parameters
+            are already DTensors on ``mesh``, replicated over these dims.
+        layout: the arrangement of parameters in the shards. ``PerParameter()`` cuts each parameter
+            on one dim, as ``DTensor`` does. ``Ragged()`` concatenates parameters and cuts the
+            result into equal shards, which gathers without a copy and shows ``RaggedTensor`` s;
+            with ``Ragged()``, ``shard_placement_fn`` cannot choose a dim.
 
     Returns:
-        The object passed in. Its class is now ``FSDP<Name>``, a subclass of ``FSDPModule`` and of
-        the class it was; its parameters are ``DTensor`` s, ``RaggedTensor`` s among them.
+        The object passed in. The class of each module is now ``FSDP<Name>``, a subclass of
+        ``FSDPModule`` and of its old class; parameters are ``DTensor`` s or ``RaggedTensor`` s.
 
     Raises:
-        ConfigError: an argument or parameter that cannot work (a ``ValueError``).
-        AlreadyShardedError: the module was sharded before, or inside of a sharded parent.
-        UnsupportedError, NotBuiltError: something that is not supported, or not yet
+        ConfigError: if an argument or parameter cannot work (a ``ValueError``).
+        AlreadyShardedError: if the module or a parent of the module was sharded before.
+        UnsupportedError, NotBuiltError: if something is not supported, or not built yet
             (``NotImplementedError`` s).
-        ProtocolError: called in the middle of a forward or backward.
+        ProtocolError: if called during a forward or backward.
 
         Whatever is raised, nothing was changed.
     """
@@ -109,11 +109,11 @@ def checked_choices(
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
 ) -> Choices:
-    """The options of a call, or the error that one of them deserves."""
+    """Check the options of a call and return them; raise for the first wrong one."""
     data_mesh = checked_mesh(mesh, dp_mesh_dims)
     after_forward, secondary = checked_after_forward(reshard_after_forward, data_mesh.num_shards)
     if data_mesh.shard_dim is None and after_forward is AfterForward.AUTO:
-        after_forward = AfterForward.KEEP  # nothing to gather, at most casts to make again
+        after_forward = AfterForward.KEEP  # nothing to gather, only casts to repeat
     return Choices(
         after_forward=after_forward,
         secondary=secondary,

@@ -1,4 +1,4 @@
-"""Module hooks: how ``torch.nn`` tells us that a forward runs or a state dict is made."""
+"""Module hooks, through which ``torch.nn`` reports forwards and state dicts to the engine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fullshard.tensors import find_tensors, map_tensors
 def install_forward_hooks(
     unit: Unit, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
 ) -> None:
-    """Let the engine know when a member of ``unit`` runs.
+    """Install hooks that report to the engine when a member of ``unit`` runs.
 
-    Ours is the first pre-hook, so that all others see unsharded parameters.
+    Our pre-hook comes first, so that all other pre-hooks see unsharded parameters.
     """
     for member, module in enumerate(modules):
         hooks = _ForwardHooks(unit, member, policy)
@@ -32,17 +32,17 @@ def install_forward_hooks(
 
 @dataclass
 class _ForwardHooks:
-    """The two hooks of one member."""
+    """The two forward hooks of one member."""
 
     unit: Unit
     member: int
     policy: MixedPrecisionPolicy
     _handled: list[BaseException | None] = field(default_factory=list)
-    """For each running call, innermost last: the exception that was being handled when it began."""
+    """The exception being handled when each running call began; the innermost call is last."""
 
     @_torch.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Unshard, and cast the inputs."""
+        """Unshard the unit; move the inputs of a root, and cast inputs."""
         engine = engine_of(self.unit)
         self._handled.append(sys.exception())
         if self.unit.device.type != "cpu" and engine.scheduler.idle:
@@ -55,7 +55,7 @@ class _ForwardHooks:
 
     @_torch.never_compiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Reshard if the unit is done, and cast the outputs; called for exceptions too."""
+        """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
         if not self._handled:
             return None
         handled = self._handled.pop()
@@ -65,20 +65,20 @@ class _ForwardHooks:
         return None if dtype is None or failed else map_tensors(_Cast(dtype), output)
 
     def _move(self, tensor: Tensor) -> Tensor:
-        # Blocking: a loader may refill a pinned batch as soon as the call is over.
+        # Blocking, because a loader may refill a pinned batch as soon as the call returns.
         return tensor.to(self.unit.device)
 
 
 def forward_interrupted(module: nn.Module) -> None:
-    """An exception that torch tells no hook of, such as the KeyboardInterrupt of ^C, left it.
+    """Report that an exception for which torch calls no hook, such as ^C, left the forward.
 
-    To be called while that exception is handled.
+    Call this while the exception is being handled.
     """
     _hooks_of(module).after(module, (), {}, None)
 
 
 def run_as_forward(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``method``, bound to ``module``, a member of a unit, as if it were its forward."""
+    """Call ``method``, bound to ``module`` (a member of a unit), as if it were the forward."""
     hooks = _hooks_of(module)
     try:
         args, kwargs = hooks.before(module, args, kwargs)
@@ -91,14 +91,14 @@ def run_as_forward(module: nn.Module, method: Callable[..., Any], *args: Any, **
 
 
 def _hooks_of(module: nn.Module) -> _ForwardHooks:
-    """Our hooks, found among those of ``module``."""
+    """Return our hooks, found among the hooks of ``module``."""
     found = (getattr(hook, "__self__", None) for hook in module._forward_hooks.values())
     return next(hooks for hooks in found if isinstance(hooks, _ForwardHooks))
 
 
 @dataclass(frozen=True)
 class _Cast:
-    """Casts floating-point tensors."""
+    """A cast of floating-point tensors to ``dtype``."""
 
     dtype: torch.dtype
 
@@ -107,14 +107,14 @@ class _Cast:
 
 
 def install_state_dict_hooks(unit: Unit, places: Places) -> None:
-    """State dicts hold sharded parameters, also in the middle of a forward.
+    """Make state dicts hold sharded parameters, even during a forward.
 
-    Only what the modules show is exchanged for the moment; nothing is moved or freed.
+    The hooks only exchange for a moment what the modules show; nothing is moved or freed.
     """
     hooks = _StateDictHooks(unit, places)
     for module in places.modules():
         module.register_state_dict_pre_hook(hooks.before_save)
-        # torch sets an attribute on this one, which a bound method refuses
+        # torch sets an attribute on this hook, which a bound method refuses
         module.register_state_dict_post_hook(partial(hooks.after_save))
         module.register_load_state_dict_pre_hook(hooks.before_load)
         module.register_load_state_dict_post_hook(hooks.after_load)
@@ -122,7 +122,7 @@ def install_state_dict_hooks(unit: Unit, places: Places) -> None:
 
 @dataclass
 class _StateDictHooks:
-    """Modules of a unit may lie in each other, and so do their calls of these hooks."""
+    """The state dict hooks of a unit; calls nest, as its modules may contain each other."""
 
     unit: Unit
     places: Places
@@ -139,7 +139,7 @@ class _StateDictHooks:
         self._enter()
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # Only noted: with assign=True the unit's other parameters may still have to come.
+        # Only record: with assign=True other parameters of the unit may not be loaded yet.
         self.places.take_over(self.unit)
         self._exit()
         engine_of(self.unit).weights_changed()
@@ -159,7 +159,7 @@ class _StateDictHooks:
 
 
 def engine_of(unit: Unit) -> Engine:
-    """The engine that runs ``unit``; every unit of a sharded module has one."""
+    """Return the engine that runs ``unit``; every unit of a sharded module has an engine."""
     engine = unit.engine
     assert engine is not None
     return engine

@@ -1,4 +1,4 @@
-"""Meshes of data-parallel ranks: which dim shards, which one replicates."""
+"""Meshes of data-parallel ranks, with the dims that shard and that replicate."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from fullshard.tensors import (
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Names of the data-parallel dims of a mesh that parameters lie on, with others, already.
+    """The names of the data-parallel dims in a mesh on which parameters already are DTensors.
 
-    Each is one name, or several, which are taken as one flattened dim.
+    Each field is one name, or a tuple of names, which are flattened to one dim.
 
     Raises:
-        ConfigError: neither is given.
+        ArgumentTypeError, ConfigError: if a field does not hold names, or both fields are None.
     """
 
     shard: str | tuple[str, ...] | None = None
-    """Parameters are cut over these; None: they are only replicated, as by DDP."""
+    """Parameters are cut over these dims; None: parameters are only replicated, as by DDP."""
     replicate: str | tuple[str, ...] | None = None
-    """Ranks along these hold copies."""
+    """Ranks along these dims hold replicas."""
 
     def __post_init__(self) -> None:
         for names in (self.shard, self.replicate):
@@ -64,73 +64,73 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The names to shard over, perhaps none."""
+        """Names of the dims to shard over; may be empty."""
         return names_of(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The names to replicate over, perhaps none."""
+        """Names of the dims to replicate over; may be empty."""
         return names_of(self.replicate)
 
 
 @dataclass(frozen=True)
 class DataMesh:
-    """A mesh of data-parallel ranks, and what its dims are for; at least one is for something."""
+    """A mesh of data-parallel ranks, with the roles of its dims; at least one dim has a role."""
 
     mesh: DeviceMesh
     shard_dim: int | None = 0
-    """Parameters are cut over the ranks along it; None: every rank keeps all of them."""
+    """Parameters are cut over the ranks along this dim; None: every rank keeps whole parameters."""
     replicate_dim: int | None = None
-    """Ranks along it hold the same; None: there is one copy."""
+    """Ranks along this dim hold replicas; None: there is one copy."""
     spmd: SpmdMesh | None = None
-    """The full mesh that parameters lie on already, with dims that are not data-parallel."""
+    """The full mesh on which parameters are DTensors already; other dims are not data-parallel."""
 
     @property
     def shards(self) -> Collectives:
-        """The ranks that share a copy."""
+        """The collectives of the ranks that share one copy."""
         return Alone() if self.shard_dim is None else collectives_of(self.mesh, self.shard_dim)
 
     @property
     def replicas(self) -> Collectives | None:
-        """The ranks that hold the same, if there are several."""
+        """The collectives of the ranks with equal shards; None if there is only one copy."""
         if self.replicate_dim is None or self.mesh.size(self.replicate_dim) == 1:
             return None
         return collectives_of(self.mesh, self.replicate_dim)
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share a copy."""
+        """Number of ranks that share one copy."""
         return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
 
     @property
     def one_dim(self) -> DeviceMesh:
-        """The dim along which parameters are cut, or, if none is, copied."""
+        """The 1-D mesh along which parameters are cut or, without a shard dim, replicated."""
         dim = self.shard_dim if self.shard_dim is not None else self.replicate_dim
         return mesh_of_dim(self.mesh, dim or 0)
 
     def secondary(self, size: int) -> Collectives | None:
-        """Groups of ``size`` neighbours among those that share a copy, if it falls into such."""
+        """Return collectives of ``size`` neighbors that share one copy; None if not possible."""
         num_shards = self.num_shards
         if self.shard_dim is None or size >= num_shards or num_shards % size:
             return None
         return collectives_of_part(self.mesh, self.shard_dim, size)
 
     def parallel_spec(self, param: Tensor, name: str) -> ParallelSpec | None:
-        """How ``param`` lies over other than data-parallel ranks; None if it does not.
+        """Return the placement of ``param`` before it is sharded here; None for a plain tensor.
 
         Raises:
-            ConfigError: it does not lie on the full mesh as it must.
+            ConfigError: if ``param`` is not on the full mesh as required.
         """
         spmd = self.spmd
         if spmd is not None and len(spmd.dp_dims) == spmd.full.ndim:
-            spmd = spmd if isinstance(param, DTensor) else None  # a plain one can lie in one way
+            spmd = spmd if isinstance(param, DTensor) else None  # a plain tensor is replicated
         return parallel_spec_of(param, name=name, spmd=spmd)
 
     def place(self, spec: ParallelSpec | None, cut: int | RaggedShard) -> ShardPlace:
-        """Where a parameter lies that is cut on a tensor dim, or into intervals.
+        """Return the mesh and placements of a parameter cut on a tensor dim or into intervals.
 
         Raises:
-            ConfigError, UnsupportedError: its mesh does not fit to ours.
+            ConfigError, UnsupportedError: if the parameter's mesh does not fit ours.
         """
         if spec is None:
             placement = cut if isinstance(cut, RaggedShard) else Shard(cut)
@@ -148,7 +148,7 @@ class DataMesh:
         return place_in_order_of_cuts(spec, replicate, mesh_of_dim(self.mesh, self.shard_dim), cut)
 
     def _place_ragged(self, spec: ParallelSpec, cut: RaggedShard) -> ShardPlace:
-        """Intervals are cut from the local tensors, so their dim stands left of the others."""
+        """Return the place of intervals of local tensors; their mesh dim is left of the others."""
         own = self._placements(cut)
         if len(spec.dp_dims) == spec.mesh.ndim:
             return ShardPlace(self.mesh, own)
@@ -161,12 +161,12 @@ class DataMesh:
 
 
 def checked_mesh(mesh: Any, dp_mesh_dims: Any = None) -> DataMesh:
-    """What the user gave, or the default: shard, or, with two dims, replicate and shard.
+    """Check the user's mesh, or make the default one; two dims replicate and shard.
 
     Raises:
-        ArgumentTypeError: it is no mesh.
-        ConfigError: it has more dims, or two without names, or cannot communicate; or names in
-            ``dp_mesh_dims`` are not its own.
+        ArgumentTypeError: if ``mesh`` is not a mesh.
+        ConfigError: if ``mesh`` has more than two dims, or two without names, cannot communicate,
+            or lacks a name in ``dp_mesh_dims``.
     """
     if mesh is None and dp_mesh_dims is None:
         mesh = default_mesh()
@@ -191,10 +191,10 @@ def checked_mesh(mesh: Any, dp_mesh_dims: Any = None) -> DataMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DataMesh:
-    """A mesh that has none but data-parallel dims.
+    """Return ``mesh`` as one with data-parallel dims only.
 
     Raises:
-        ConfigError: it has more than two dims, or two without names.
+        ConfigError: if ``mesh`` has more than two dims, or two without names.
     """
     if mesh.ndim not in (1, 2):
         raise ConfigError(f"fully_shard(mesh=...): got {mesh.ndim} mesh dims, expected 1 or 2")
@@ -224,4 +224,4 @@ def _named(mesh: DeviceMesh, dims: Any) -> DataMesh:
 
 
 class _Unnamed(ConfigError, AssertionError):
-    """PyTorch asserts here."""
+    """A mesh without dim names, where PyTorch fails an assertion."""

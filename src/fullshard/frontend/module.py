@@ -1,4 +1,4 @@
-"""``FSDPModule``: what a sharded module can do besides being itself."""
+"""``FSDPModule``: the methods that sharding adds to a module."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from fullshard.schedule import triggers as when
 
 
 class UnshardHandle:
-    """The handle of ``unshard(async_op=True)``."""
+    """A handle that ``unshard(async_op=True)`` returns."""
 
     def wait(self) -> None:
-        """Make the unsharded parameters usable and show them; more calls do nothing."""
+        """Make the unsharded parameters usable and show them; further calls do nothing."""
 
 
 class _UnshardHandle(UnshardHandle):
@@ -44,7 +44,7 @@ class _UnshardHandle(UnshardHandle):
 
 
 def unshard_unit(unit: Unit, *, async_op: bool) -> UnshardHandle | None:
-    """Start to gather ``unit``, and without ``async_op`` wait for that."""
+    """Start to gather ``unit`` and, without ``async_op``, wait for the gather."""
     engine = engine_of(unit)
     unit.check_not_lent("unshard()")
     if engine.scheduler.idle:
@@ -58,31 +58,31 @@ def unshard_unit(unit: Unit, *, async_op: bool) -> UnshardHandle | None:
 
 
 class FSDPModule(CommunicationControls):
-    """Mixed into the class of every module given to ``fully_shard``.
+    """A mixin for the class of every module given to ``fully_shard``.
 
-    The methods are those of ``torch.distributed.fsdp.FSDPModule``.
+    The methods are those of ``torch.distributed.fsdp.FSDPModule``, and some more. With ``recurse``,
+    a method also applies to the units inside the module.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the original class: slices and ``type(module)(...)`` are not sharded."""
+        """Build the original class, so that slices and ``type(module)(...)`` are not sharded."""
         original = cls.__bases__[1]  # after FSDPModule
         return original(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the unit's parameters, until its forward, its backward or ``reshard``.
+        """Gather this unit's parameters, until its forward, its backward or ``reshard`` frees them.
 
-        With ``async_op`` the gather is only started; wait for it by the handle, or by the
-        module's own forward.
+        With ``async_op`` this only starts the gather; the handle or the module's forward waits.
 
         Raises:
-            ProtocolError: parameters are on the meta device.
+            ProtocolError: if parameters are on the meta device, or lent by ``unshard_params``.
         """
         return unshard_unit(unit_and_engine(self)[0], async_op=async_op)
 
     def reshard(self) -> None:
         """Free the unsharded parameters, unless a forward or backward is using them.
 
-        What was written into them is lost.
+        Values written into the unsharded parameters are lost.
         """
         unit, engine = unit_and_engine(self)
         engine.trigger(when.UserReshard(unit.key))
@@ -90,9 +90,9 @@ class FSDPModule(CommunicationControls):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; if not, they add up unsharded until one does.
+        """Set whether backward reduces gradients; if not, they add up whole until a backward does.
 
-        On a mesh with replicas this also sets what ``set_requires_all_reduce`` does.
+        On a mesh with replicas this also calls ``set_requires_all_reduce`` with the same value.
         """
         self._set(
             recurse,
@@ -101,35 +101,35 @@ class FSDPModule(CommunicationControls):
         )
 
     def get_pending_gradients(self) -> dict[nn.Parameter, PendingGradient]:
-        """Gradients of this module and those inside of it that wait for a backward that reduces.
+        """Return the gradients in this module that wait for a backward that reduces.
 
-        By sharded parameter; ``PendingGradient`` says how far each has come. They are the engine's
-        own: what is written into them in place counts. Tensor-parallel ones come as this rank's
-        local tensors. No PyTorch counterpart.
+        The keys are sharded parameters, also of units inside; each ``PendingGradient`` tells how
+        far the reduction has come. The tensors are the engine's own: in-place writes take effect.
+        Tensor-parallel gradients are this rank's local tensors. No PyTorch counterpart.
         """
         return pending_of(self._units(recurse=True))
 
     def clear_pending_gradients(self) -> None:
-        """Drop what ``get_pending_gradients`` shows; ``zero_grad`` does not reach it.
+        """Drop the gradients of ``get_pending_gradients``, which ``zero_grad`` does not clear.
 
         Raises:
-            ProtocolError: in the middle of a forward or a backward.
+            ProtocolError: during a forward or backward.
         """
         drop_pending(self._units(recurse=True))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over replicas, too.
+        """Set whether backward also reduces gradients over replicas.
 
-        If not, they are reduced over the shards, and that adds up out of sight, ``grad`` staying
-        as it was, until a backward that reduces over both. Without replicas it has no effect.
+        If not, gradients are reduced over the shards only and add up inside the engine, with
+        ``grad`` unchanged, until a backward that reduces over both. No effect without replicas.
         """
         self._set(recurse, requires_all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward``, also for a root that had it chosen by default.
+        """Change ``reshard_after_forward``, even for a root that uses the default.
 
         Raises:
-            ConfigError: the value is no bool.
+            ConfigError: if the value is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(
@@ -141,46 +141,46 @@ class FSDPModule(CommunicationControls):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward frees the unsharded parameters; if not, the next forward finds them.
+        """Set whether backward frees unsharded parameters; if not, the next forward reuses them.
 
-        Between optimizer steps that saves its all-gather; after a step it gathers anyway.
+        This saves all-gathers between optimizer steps; a forward after a step gathers anyway.
         """
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether resharding keeps the memory, so that addresses stay, as CUDA graphs need them.
+        """Set whether resharding keeps the memory, for stable addresses as CUDA graphs need them.
 
-        Modules show sharded parameters all the same, and what comes next gathers again, into the
-        same memory. Give it up by ``keep=False``; moving or casting the module gives it up once.
+        Modules still show sharded parameters, and the next use gathers again, into the same memory.
+        ``keep=False`` frees the memory; moving or casting the module frees it once.
         """
         for unit in self._units(recurse):
             engine_of(unit).keep_memory(unit, keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this module's own unit; not those inside of it.
+        """Set whether backward gathers this module's own unit; units inside it are not affected.
 
-        False promises that no backward reads its parameters, as for an embedding, and saves the
-        gather; a backward that does read them kills the process.
+        False promises that no backward reads the unit's parameters, as for an embedding, and saves
+        the gather; a backward that does read them crashes the process.
         """
         self._set(False, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these modules' units when this one's forward begins, in this order.
+        """Gather the units of ``modules``, in this order, when this module's forward begins.
 
-        Instead of what the order of the last forward says; an empty list goes back to that.
+        This replaces prefetch in the order of the last forward; an empty list restores that.
 
         Raises:
-            ConfigError: something that is not sharded, or not together with this module.
+            ConfigError: if a module is not sharded, or not part of the same sharded model.
         """
         self._set(False, forward_prefetch=self._keys_of(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these modules' units when this one's backward begins, in this order.
+        """Gather the units of ``modules``, in this order, when this module's backward begins.
 
-        Instead of what the order of the last forward says; an empty list goes back to that.
+        This replaces prefetch in reverse order of the last forward; an empty list restores that.
 
         Raises:
-            ConfigError: something that is not sharded, or not together with this module.
+            ConfigError: if a module is not sharded, or not part of the same sharded model.
         """
         keys = self._keys_of(modules, "set_modules_to_backward_prefetch")
         self._set(False, backward_prefetch=keys)
@@ -204,22 +204,22 @@ class FSDPModule(CommunicationControls):
         return tuple(unit.key for unit in units)
 
     def extra_repr(self) -> str:
-        """What ``print`` adds: the unit, its layout and its bytes."""
+        """Return what ``print`` adds for this module: the unit, its layout and its bytes."""
         own: str = super().extra_repr()  # type: ignore[misc]
         unit = unit_of(self)  # type: ignore[arg-type]
         return ", ".join(part for part in (own, unit and unit.describe()) if part)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the end of a backward ends the reductions; holds for the whole tree."""
+        """Set whether the end of a backward also ends the reductions, for the whole tree."""
         self._set_machine(is_last_backward=is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether backwards end by ``finalize_backward``, whatever ``set_is_last_backward`` said.
+        """Set whether ``finalize_backward`` ends backwards, whatever ``set_is_last_backward`` set.
 
-        For schedules in which the reduction of gradients is an action of its own. Only on the root.
+        Call this on the root, for schedules in which a separate action reduces gradients.
 
         Raises:
-            ProtocolError: on another module, or a backward has begun that was not finalized.
+            ProtocolError: if this is not the root, or if a backward began and was not finalized.
         """
         check_mode_may_change(unit_and_engine(self)[0], enabled)
         self._set_machine(manual_finalization=enabled)
@@ -234,93 +234,93 @@ class FSDPModule(CommunicationControls):
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """End the backwards of a step: reduce the gradients that are pending, and reshard.
+        """End the backwards of a step: reduce all pending gradients, and reshard.
 
-        For ``set_manual_backward_finalization(True)``, on the root. Reductions and resharding go by
-        what is set now: before several backwards that are ended together call
-        ``set_requires_gradient_sync(False)``, and ``True`` before this. Gradients that the caller
-        put on unsharded parameters himself are reduced, too. Before the first forward it does
-        nothing.
+        Call this on the root after ``set_manual_backward_finalization(True)``. Reductions and
+        resharding follow the current settings: to end several backwards at once, switch
+        ``set_requires_gradient_sync`` to False before the backwards and to True before this call.
+        Gradients that the caller put on unsharded parameters are reduced, too. Before the first
+        forward this does nothing.
 
-        With ``async_op`` the last reductions go on; the handle's ``wait`` ends them, which has to
-        come before the next forward.
+        With ``async_op`` the last reductions may still run; ``wait`` of the returned handle ends
+        them. Call ``wait`` before the next forward.
 
         Raises:
-            ProtocolError: backwards end by themselves, the module is not the root, a forward or a
-                backward is running, an earlier handle was not waited for, or gradients are not to
-                be reduced over replicas.
+            ProtocolError: if backwards end automatically, this is not the root, a forward or
+                backward is running, ``wait`` of an earlier handle was not called, or gradients
+                would not be reduced over replicas.
         """
         return finalize(unit_and_engine(self)[0], async_op=async_op)
 
     def set_prefetch_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
-        """Gather ahead while unsharded bytes (the root's apart) stay within ``nbytes``.
+        """Prefetch units while unsharded bytes, without the root's, stay within ``nbytes``.
 
-        None, the default, gathers one unit ahead. Holds for the whole tree, so ``recurse`` has to
-        be True. No PyTorch counterpart.
+        None, the default, gathers one unit ahead. The budget is for the whole tree, so ``recurse``
+        must be True. No PyTorch counterpart.
 
         Raises:
-            ConfigError: a negative number, or ``recurse=False``.
+            ConfigError: if ``nbytes`` is not a number of bytes, or with ``recurse=False``.
         """
         _check_budget("set_prefetch_budget", nbytes, recurse)
         self._set_machine(prefetch_budget=nbytes)
 
     def set_reduction_budget(self, nbytes: int | None, *, recurse: bool = True) -> None:
-        """Reduce several units at a time while what this takes stays within ``nbytes``.
+        """Reduce several units at a time while reductions hold at most ``nbytes``.
 
-        A reduction holds a copy of its unit's gradients, in the dtype of reduction, until it is
-        through with the shards. Before one begins, computation waits for the oldest until there is
-        room; one is always let through. None, the default, ends each before the next begins, as
-        PyTorch does: it has the backward of one unit to finish in. Holds for the whole tree, so
-        ``recurse`` has to be True. PyTorch counts: ``set_reduce_scatter_max_input_buffers``.
+        A reduction holds a copy of its unit's gradients, in the reduce dtype, until the shards are
+        reduced. Before another begins, computation waits for the oldest until there is room; a
+        single one may always run. None, the default, ends each reduction before the next begins, as
+        PyTorch does, so it can overlap with the backward of one unit. The budget is for the whole
+        tree, so ``recurse`` must be True. See also ``set_reduce_scatter_max_input_buffers``.
 
         Raises:
-            ConfigError: a negative number, or ``recurse=False``.
+            ConfigError: if ``nbytes`` is not a number of bytes, or with ``recurse=False``.
         """
         _check_budget("set_reduction_budget", nbytes, recurse)
         self._set_machine(reduction_budget=nbytes)
 
     def waited_s(self) -> float:
-        """Seconds that computation of the whole tree has waited for communication on this rank.
+        """Return the seconds that this rank's computation waited for communication, in all units.
 
-        Take the difference of two calls. On CPU the host waits (and adds up what it received,
-        which is part of a reduction there); on an accelerator the compute stream does, measured
-        from the first call on. What the device has not come to is not in it: synchronize before,
-        or take it as a gauge that is late. No PyTorch counterpart.
+        Use the difference of two calls. On a CPU the host waits; the time includes the sums of
+        received values, a part of reductions there. On an accelerator the compute stream waits,
+        measured from the first call on; waits that the device has not finished are not included,
+        so synchronize before, or accept a reading that lags. No PyTorch counterpart.
         """
         return unit_and_engine(self)[1].lanes.waited_s()
 
     def copied_nbytes(self) -> int:
-        """Bytes that the whole tree's copies and casts wrote so far on this rank.
+        """Return the bytes that copies and casts in the whole tree wrote so far on this rank.
 
-        Counted are those between shards, whole parameters and gradients, beyond what collectives
-        do with their input and output. Take the difference of two calls. No PyTorch counterpart.
+        These are copies between shards, whole parameters and gradients, without what collectives do
+        with their inputs and outputs. Use the difference of two calls. No PyTorch counterpart.
         """
         return unit_and_engine(self)[1].meter.copied_nbytes
 
     def reset_iter_state(self) -> None:
-        """Give up an iteration that an exception ended: everything sharded, nothing pending.
+        """Abandon an iteration that an exception ended: reshard all, drop pending gradients.
 
-        Gradients that were reduced already stay; ``optimizer.zero_grad()`` forgets them.
+        Gradients that were already reduced stay; ``optimizer.zero_grad()`` clears them.
 
         Raises:
-            ProtocolError: a forward or a backward is still running; nothing was changed.
+            ProtocolError: if a forward or backward is still running; nothing was changed.
         """
         engine = unit_and_engine(self)[1]
         check_left("reset_iter_state()", engine)
         engine.trigger(when.Reset())
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Nothing to choose, gathers are asynchronous; there are callers of PyTorch's own."""
+        """Do nothing, as gathers are always asynchronous; callers of PyTorch's method need this."""
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module, with DTensors that lie as the parameters do.
+        """Load as any module does, from DTensors with the placements of the parameters.
 
-        A RaggedTensor takes its part of a whole plain tensor, too, unless that is assigned.
+        A RaggedTensor also copies its part of a whole plain tensor, unless ``assign`` is True.
 
         Raises:
-            ConfigError: plain tensors for other sharded parameters; nothing was changed.
+            ConfigError: if other sharded parameters get plain tensors; nothing was changed.
         """
         module: nn.Module = self  # type: ignore[assignment]
         check_full_tensors(module, state_dict, assign=assign)
@@ -328,13 +328,13 @@ class FSDPModule(CommunicationControls):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` unshard the module as its forward does.
+    """Make ``module.method_name(...)`` unshard the module as its forward does.
 
-    For methods that compute besides ``forward``, such as ``generate_step`` or ``encode``. Modules
-    that are not sharded are left as they are, as in PyTorch.
+    Use this for methods other than ``forward`` that compute, such as ``generate_step`` or
+    ``encode``. Modules that are not sharded are left unchanged, as in PyTorch.
 
     Raises:
-        ConfigError: a sharded module has no such method (an ``AttributeError`` too).
+        ConfigError: if a sharded module has no such method (also an ``AttributeError``).
     """
     if unit_of(module) is None:
         return
@@ -353,7 +353,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _check_budget(method: str, nbytes: int | None, recurse: bool) -> None:
-    """Refuse what is no budget in bytes for a whole tree; raises ``ConfigError``."""
+    """Raise ``ConfigError`` unless ``nbytes`` is a budget, and set for the whole tree."""
     if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 0):
         raise ConfigError(f"{method}: got {nbytes!r}, expected None or a number of bytes")
     if not recurse:
@@ -364,12 +364,12 @@ def _check_budget(method: str, nbytes: int | None, recurse: bool) -> None:
 
 
 class _NoMethod(ConfigError, AttributeError):
-    """PyTorch raises an AttributeError here."""
+    """A missing method, where PyTorch raises an AttributeError."""
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """``FSDP<Name>``: ``cls`` with ``FSDPModule`` mixed in; the same class each time."""
-    key: Any = cls  # a class that defines __eq__ hashes as a class all the same
+    """Return ``FSDP<Name>``, which is ``cls`` with ``FSDPModule`` mixed in; cached."""
+    key: Any = cls  # hashable, even if the class defines __eq__ for its instances
     return _sharded_class(key)
 
 

@@ -1,4 +1,4 @@
-"""Which parameters a call of ``fully_shard`` owns, and where they stand."""
+"""Ownership: the parameters that a call of ``fully_shard`` owns, and their places."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from fullshard.engine import Unit
 from fullshard.frontend.places import Place
 
 # Modules that were given to fully_shard, and the units they are members of.
-# Units are referred to weakly, because they know their modules; the hooks keep them alive.
+# References to units are weak, because units refer to modules; hooks keep the units alive.
 _members: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 # Modules whose own parameters are sharded, and the units those belong to.
 _owners: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Unit]]]
 _owners = weakref.WeakKeyDictionary()
-# Whole parameters that were sharded and live on, because they also stand outside of their unit.
+# Whole parameters that were sharded but stay alive, because something outside refers to them.
 _originals: MutableMapping[Tensor, tuple[str, weakref.ref[Unit]]] = WeakIdKeyDictionary()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that ``module`` is a member of."""
+    """Return the unit that ``module`` is a member of, if any."""
     reference = _members.get(module)
     return None if reference is None else reference()
 
 
 def owner_of(place: Place) -> Unit | None:
-    """The unit that owns the parameter at ``place``."""
+    """Return the unit that owns the parameter at ``place``, if any."""
     reference = _owners.get(place.module, {}).get(place.name)
     return None if reference is None else reference()
 
 
 def twin_of(param: nn.Parameter) -> tuple[str, Unit] | None:
-    """The name and unit under which this very parameter was sharded before."""
+    """Return the name and unit with which ``param`` itself was sharded before, if it was."""
     name, reference = _originals.get(param, ("", None))
     unit = None if reference is None else reference()
     return None if unit is None else (name, unit)
 
 
 def sharded_twin_of(param: nn.Parameter) -> tuple[str, nn.Parameter | None]:
-    """The sharded parameter that took the place of this very one, and its full name."""
+    """Return the FQN of ``param``, and the sharded parameter that replaced it, if any."""
     twin = twin_of(param)
     if twin is None:
         return "", None
@@ -66,7 +66,7 @@ def enlist(modules: Iterable[nn.Module], owned: Iterable[OwnedParam], unit: Unit
 
 
 def enlist_copy(modules: Iterable[nn.Module], memo: Mapping[Any, Any]) -> None:
-    """Let the copies of ``modules``, by ``memo``, be to the copies of units what these are."""
+    """Register the copies of ``modules`` with the copies of their units, all found in ``memo``."""
     for module in modules:
         new = memo[id(module)]
         unit = unit_of(module)
@@ -79,14 +79,14 @@ def enlist_copy(modules: Iterable[nn.Module], memo: Mapping[Any, Any]) -> None:
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
-    """Units that have members inside ``modules``, in the order in which they are met."""
+    """Return the units that have members inside ``modules``, in the order of ``modules()``."""
     found = (unit_of(inner) for module in modules for inner in module.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
 @dataclass
 class OwnedParam:
-    """A parameter, its fully qualified name below the modules of the call, and its places."""
+    """A parameter, its FQN below the modules of the call, and its places."""
 
     param: nn.Parameter
     name: str
@@ -94,11 +94,11 @@ class OwnedParam:
 
 
 def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[OwnedParam]:
-    """Parameters below ``modules`` that no inner unit owns and the call does not ignore.
+    """Return the parameters below ``modules`` that no inner unit owns and the call does not ignore.
 
-    Tied ones come once, with all their places; also with those inside of inner units, whose calls
-    ignored them, even if they stand in several of these only. The order is that of
-    ``named_parameters``.
+    Tied parameters occur once, with all their places. This includes places inside inner units whose
+    calls ignored the parameter, even if all its places are in several inner units. The order is
+    that of ``named_parameters``.
     """
     ignored_ids = {id(param) for param in ignored}
     owned: dict[int, OwnedParam] = {}
@@ -117,7 +117,7 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ow
 
 
 class _Left(NamedTuple):
-    """A place inside of an inner unit that no unit owns."""
+    """A place inside an inner unit that no unit owns."""
 
     unit: Unit
     full_name: str
@@ -127,7 +127,7 @@ class _Left(NamedTuple):
 def _left_by_inner_units(
     modules: Sequence[nn.Module], ignored_ids: set[int]
 ) -> dict[nn.Parameter, list[_Left]]:
-    """Parameters that calls for modules inside of ``modules`` ignored."""
+    """Return the parameters that calls for modules inside ``modules`` ignored, with places."""
     found: dict[nn.Parameter, list[_Left]] = {}
     seen: set[nn.Module] = set()
 
@@ -150,12 +150,12 @@ def _left_by_inner_units(
 
 
 def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules below ``modules``, each once, without those of inner units and of DDP."""
+    """Return the modules below ``modules``, each once, except those of inner units and of DDP."""
     return [module for _, module in _named_managed(modules)]
 
 
 def _named_managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """``managed``, with the prefix of the names of what they hold."""
+    """Yield the modules of ``managed``, each with the prefix of the names of its parameters."""
     seen: set[nn.Module] = set()
 
     def visit(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

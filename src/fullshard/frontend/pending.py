@@ -1,4 +1,4 @@
-"""Gradients that wait for a backward that reduces: what users can see of them, and drop."""
+"""Pending gradients, which wait for a backward that reduces; users can see and drop them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fullshard.schedule import triggers as when
 
 
 class PendingGradient(NamedTuple):
-    """What backwards that did not reduce to the end left of one parameter's gradient."""
+    """The gradient of one parameter after backwards that did not reduce it completely."""
 
     unreduced: Tensor | None
-    """The sum of this rank's own, whole, in the dtype it adds up in."""
+    """The sum of this rank's own whole gradients, in the accumulation dtype."""
     partial: Tensor | None
-    """This rank's piece of what is reduced over the shards, and not yet over the replicas."""
+    """This rank's piece of the gradient reduced over shards, but not yet over replicas."""
 
 
 def pending_of(units: Iterable[Unit]) -> dict[nn.Parameter, PendingGradient]:
-    """What waits, by sharded parameter; those for which nothing does are left out."""
+    """Return pending gradients by sharded parameter, without parameters that have none."""
     return {
         param: gradient
         for unit in units
@@ -32,10 +32,10 @@ def pending_of(units: Iterable[Unit]) -> dict[nn.Parameter, PendingGradient]:
 
 
 def drop_pending(units: Iterable[Unit]) -> None:
-    """Forget what waits, between steps.
+    """Drop pending gradients, between steps.
 
     Raises:
-        ProtocolError: in the middle of a forward or a backward; nothing was dropped.
+        ProtocolError: during a forward or backward; nothing was dropped.
     """
     units = list(units)
     for unit in units:
@@ -56,7 +56,7 @@ def _of_bucket(bucket: Bucket) -> Iterator[tuple[nn.Parameter, PendingGradient]]
 
 
 def _partial_pieces(bucket: Bucket, partial: Partial | None) -> list[Tensor | None]:
-    """The pieces in the row of parameters that some rank had a gradient for."""
+    """Return each parameter's piece of ``partial``; None where no rank had a gradient."""
     found: list[Tensor | None] = [None] * len(bucket.sharded_params)
     if partial is None:
         return found

@@ -1,4 +1,4 @@
-"""``shard_placement_fn``: on which dim, and over which ranks, single parameters are cut."""
+"""``shard_placement_fn``: the tensor dim and the mesh on which single parameters are cut."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from fullshard.frontend.ownership import OwnedParam
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` returns to send a parameter, such as an expert's, elsewhere."""
+    """A result of ``shard_placement_fn`` for a parameter on another mesh, such as an expert's."""
 
     placement: Shard | None
-    """The tensor dim to cut; None: dim 0, or whatever the layout does."""
+    """The tensor dim to cut; None: dim 0, or the choice of the layout."""
     mesh_info: Any
-    """A mesh, 1-D to shard over or 2-D to replicate and shard over. One of PyTorch's own mesh
-    infos, which name the dims of their mesh, is accepted as well."""
+    """A mesh, 1-D to shard over or 2-D to replicate and shard over. PyTorch's own mesh infos, which
+    name the dims of their mesh, are accepted as well."""
 
 
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-"""``shard_placement_fn``: the tensor dim to cut, where, or None for the default."""
+"""The type of ``shard_placement_fn``: returns a dim, a dim and a mesh, or None."""
 
 
 class Placed(NamedTuple):
-    """What was chosen for one parameter."""
+    """The choice for one parameter."""
 
     dim: int | None
-    """Tensor dim to cut, not negative; None: nothing was said."""
+    """Tensor dim to cut, not negative; None if no dim was chosen."""
     mesh: DataMesh
 
 
 def placed(owned: OwnedParam, answer: Any, default: DataMesh) -> Placed:
-    """What ``shard_placement_fn`` means by ``answer``.
+    """Convert ``answer``, a result of ``shard_placement_fn``.
 
     Raises:
-        ConfigError: it is none of what it may be, or a dim that the parameter does not have.
+        ConfigError: if ``answer`` is of a wrong type, or a dim that the parameter does not have.
     """
     mesh = default
     if hasattr(answer, "mesh_info") and hasattr(answer, "placement"):
@@ -95,4 +95,4 @@ def _mesh_of(owned: OwnedParam, info: Any, default: DataMesh) -> DataMesh:
 
 
 class _BadDim(ConfigError, AssertionError):
-    """PyTorch asserts here."""
+    """A dim that the parameter does not have, where PyTorch fails an assertion."""

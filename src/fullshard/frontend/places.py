@@ -1,4 +1,4 @@
-"""The places where a unit's parameters stand, and what stands there at the moment."""
+"""The places of a unit's parameters in modules, and the parameters that modules show there now."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fullshard.errors import ConfigError, ProtocolError
 
 @dataclass(frozen=True)
 class Place:
-    """One place where a parameter stands: an entry of a module's ``_parameters``."""
+    """A place of a parameter: an entry of a module's ``_parameters``."""
 
     module: nn.Module
     name: str
 
 
 class _Slot(NamedTuple):
-    """A place, flattened for the loops that run several times a step."""
+    """A place, flattened for loops that run several times per step."""
 
     params: dict[str, nn.Parameter | None]
-    """The module's own dictionary; written directly, which takes a twentieth of ``setattr``."""
+    """The module's own dictionary; a direct write takes a twentieth of the time of ``setattr``."""
     name: str
     bucket: int
     number: int  # of the parameter in the bucket
@@ -35,17 +35,17 @@ class _Slot(NamedTuple):
 
 
 class Places:
-    """All places of a unit's parameters; what ``engine.Registration`` asks for."""
+    """All places of a unit's parameters; an ``engine.Registration``."""
 
     def __init__(self, places: Sequence[Sequence[Sequence[Place]]]) -> None:
-        """``places[bucket][parameter]`` are where that parameter stands."""
+        """Take ``places[bucket][parameter]``, the places of each parameter."""
         self._slots = [
             _Slot(place.module._parameters, place.name, bucket, number, place)
             for bucket, params in enumerate(places)
             for number, alike in enumerate(params)
             for place in alike
         ]
-        # nn.LSTM, for one, keeps a second list of its parameters, which setattr brings along.
+        # nn.LSTM, for example, keeps a second list of its parameters, which setattr updates.
         self._by_setattr = [
             slot for slot in self._slots if _torch.overrides_setattr(slot.place.module)
         ]
@@ -53,25 +53,25 @@ class Places:
         self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
 
     def modules(self) -> list[nn.Module]:
-        """Modules that hold at least one of the parameters."""
+        """Return the modules that hold at least one of the parameters."""
         return list(dict.fromkeys(place.module for place in self.all()))
 
     def slots(self) -> Sequence[_Slot]:
-        """All places, with what stands there."""
+        """Return all places as slots."""
         return self._slots
 
     def all(self) -> list[Place]:
-        """All places."""
+        """Return all places."""
         return [slot.place for slot in self._slots]
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Within the block modules show the sharded parameters themselves, for a state dict."""
+        """Let state dicts see the sharded parameters in the block; here hooks do so already."""
         yield
 
     @contextmanager
     def showing_sharded(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Within the block modules show what they do between steps; nothing is moved or freed."""
+        """Show in the block what modules show between steps; nothing is moved or freed."""
         shows_sharded = self.shows_sharded
         self.show_sharded(buckets)
         try:
@@ -81,16 +81,16 @@ class Places:
             self._show_again(buckets)
 
     def in_their_place(self) -> Sequence[Place]:
-        """Where modules have something that stands for the parameters while these are sharded."""
+        """Return the places of fronts, which modules show instead of sharded parameters."""
         return ()
 
     def show_sharded(self, buckets: Sequence[Bucket]) -> None:
-        """Let the modules show the sharded parameters."""
+        """Make the modules show the sharded parameters."""
         self.shows_sharded = True
         self._show([bucket.sharded_params for bucket in buckets])
 
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
-        """Let the modules show the unsharded parameters."""
+        """Make the modules show the unsharded parameters."""
         self.shows_sharded = False
         self._show([bucket.whole.params for bucket in buckets])
 
@@ -104,7 +104,7 @@ class Places:
             setattr(slot.place.module, slot.name, params[slot.bucket][slot.number])
 
     def _show_again(self, buckets: Sequence[Bucket]) -> None:
-        """Show what was told last."""
+        """Repeat the last ``show_sharded`` or ``show_unsharded``."""
         if self.shows_sharded:
             self.show_sharded(buckets)
         else:
@@ -134,10 +134,10 @@ class Places:
     def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
         """See ``engine.Registration``."""
         lent, self._lent = self._lent or (), None
-        found: dict[tuple[int, int], dict[int, Any]] = {}  # of each parameter, all that is shown
+        found: dict[tuple[int, int], dict[int, Any]] = {}  # by parameter: all that is shown
         for own, name, bucket, number, place in self._slots:
             if lent[bucket] is not None:
-                # A tensor that is no Parameter stands where it would hide ours.
+                # A tensor that is not a Parameter is an attribute, which would hide ours.
                 now = own.get(name, vars(place.module).pop(name, None))
                 found.setdefault((bucket, number), {})[id(now)] = now
         self._show_again(buckets)
@@ -152,7 +152,7 @@ class Places:
         ]
 
     def _taken(self, bucket: Bucket, number: int, shown: list[Any], lent: nn.Parameter) -> Tensor:
-        """What the user left in the places of ``lent``, if it can stand for it."""
+        """Return what the user left in the places of ``lent``; raise if it is unusable."""
         ours = (type(lent.data), lent.shape)
         left = shown[0] if len(shown) == 1 else None
         if isinstance(left, Tensor) and (type(left.data), left.shape) == ours:
@@ -185,7 +185,7 @@ class Places:
                 unit.buckets[bucket].replace(number, self._checked(unit, place, now))
                 replaced = True
         if replaced:
-            self.show_sharded(unit.buckets)  # the other places of a tied one
+            self.show_sharded(unit.buckets)  # in the other places of a tied one, too
 
     def _check_unsharded(self, unit: Unit) -> None:
         shown = [bucket.whole for bucket in unit.buckets]
@@ -199,7 +199,7 @@ class Places:
                 )
 
     def _checked(self, unit: Unit, place: Place, now: nn.Parameter | None) -> nn.Parameter:
-        """What stands at ``place`` now, if it can stand for the parameter that stood there."""
+        """Return ``now``, found at ``place``; raise if it cannot replace our parameter."""
         (slot,) = (slot for slot in self._slots if slot.place is place)
         ours = unit.buckets[slot.bucket].sharded_params[slot.number]
         if now is not None and type(now) is type(ours) and _alike(now, ours):
@@ -214,14 +214,14 @@ class Places:
 
 
 def places_of(unit: Unit) -> Places:
-    """Where its parameters stand."""
+    """Return the places of the parameters of ``unit``."""
     places = unit.registration
     assert isinstance(places, Places)
     return places
 
 
 class Held(NamedTuple):
-    """A parameter of a unit."""
+    """A sharded parameter, given by unit, bucket and index."""
 
     unit: Unit
     bucket: Bucket
@@ -233,9 +233,9 @@ class Held(NamedTuple):
         return self.bucket.sharded_params[self.number]
 
     def as_dtensor(self, piece: Tensor | None = None) -> Tensor:
-        """The sharded parameter, or a tensor laid out like its local part, as a DTensor.
+        """Return the parameter, or ``piece``, which has its local layout, as a DTensor.
 
-        The parameter itself, if it is one; else a new one around the same memory.
+        This is the parameter itself if that is a DTensor; else a new DTensor of the same memory.
         """
         if piece is None and isinstance(self.param, DTensor):
             return self.param
@@ -244,7 +244,7 @@ class Held(NamedTuple):
 
     @property
     def coordinate(self) -> Sequence[int]:
-        """Where this rank is among those that the sharded parameter lies on."""
+        """This rank's coordinate among the ranks that hold the sharded parameter."""
         param, spec = self.param, self.bucket.spec
         if isinstance(param, DTensor):
             return param.device_mesh.get_coordinate() or ()
@@ -255,7 +255,7 @@ class Held(NamedTuple):
 
 
 def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
-    """What stands where, of ``units``."""
+    """Return the parameters of ``units`` by place."""
     found: dict[Place, Held] = {}
     for unit in units:
         for slot in places_of(unit).slots():
@@ -264,11 +264,11 @@ def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
 
 
 class _CannotTakeOver(ConfigError, ProtocolError):
-    """PyTorch raises a RuntimeError where a parameter was given another shape."""
+    """A parameter that does not fit, where PyTorch raises a RuntimeError."""
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two sharded parameters lie in the same way."""
+    """Return whether two sharded parameters have the same shape, placements and mesh."""
     return all(
         getattr(one, name, None) == getattr(other, name, None)
         for name in ("shape", "placements", "device_mesh")

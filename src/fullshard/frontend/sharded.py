@@ -1,4 +1,4 @@
-"""What every sharded module does, by whichever call it became one."""
+"""The base class of all sharded modules, whichever call sharded them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _as_it_is: ContextVar[bool] = ContextVar("fullshard_state_dict_as_it_is", defaul
 
 @contextmanager
 def taken_as_it_is() -> Iterator[None]:
-    """Within the block wrappers that have state dicts of their own give and take plain ones."""
+    """Make wrappers with special state dicts save and load ordinary ones during the block."""
     token = _as_it_is.set(True)
     try:
         yield
@@ -37,29 +37,29 @@ def taken_as_it_is() -> Iterator[None]:
 
 
 def state_dict_as_it_is(module: nn.Module, units: Iterable[Unit]) -> dict[str, Any]:
-    """``module.state_dict(keep_vars=True)`` with the sharded parameters themselves in it."""
+    """Return ``module.state_dict(keep_vars=True)`` with the sharded parameters themselves."""
     with ExitStack() as stack:
         stack.enter_context(taken_as_it_is())
         for unit in units:
             stack.enter_context(places_of(unit).showing_pieces(unit.buckets))
-        # That of the class: the instance may have one that calls us.
+        # The method of the class: the instance may have one that calls us.
         return type(module).state_dict(module, keep_vars=True)
 
 
 def is_taken_as_it_is() -> bool:
-    """Whether we are in such a block."""
+    """Return whether we are in a ``taken_as_it_is`` block."""
     return _as_it_is.get()
 
 
 class ShardedModule:
-    """Mixed into the class of a module that is a member of a unit."""
+    """A mixin for the class of a module that is a member of a unit."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; whatever ends that, the engine learns of it."""
+        """Run the module, and tell the engine about any exception that ends the call."""
         module: nn.Module = self  # type: ignore[assignment]
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except Exception as error:  # torch tells our hook
+        except Exception as error:  # torch calls our hook
             explain_forward(module, error)
             raise
         except BaseException:
@@ -67,7 +67,7 @@ class ShardedModule:
             raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """``to``, ``cuda``, ``float``, ``to_empty`` and the like act on the shards."""
+        """Apply ``fn`` to the shards; ``to``, ``cuda``, ``float``, ``to_empty`` etc. call this."""
         module: nn.Module = self  # type: ignore[assignment]
         units = units_below([module])
         for unit in units:
@@ -86,9 +86,9 @@ class ShardedModule:
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; where it shows whole parameters, those of the shards are meant too.
+        """Clear gradients as any module does; those of shards, too, if whole parameters are shown.
 
-        It does between a forward and its backward, and so after a backward that failed early.
+        Whole parameters are shown between forward and backward, so also after a failed backward.
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         module: nn.Module = self  # type: ignore[assignment]
@@ -100,7 +100,7 @@ class ShardedModule:
                 super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A sharded module with shards and units of its own, as for a moving average."""
+        """Return a sharded copy with new shards and units, for example for a moving average."""
         module: nn.Module = self  # type: ignore[assignment]
         return copy_sharded(module, memo)  # type: ignore[return-value]
 
@@ -115,7 +115,7 @@ class ShardedModule:
         return units_below([module]) if recurse else [unit_and_engine(self)[0]]
 
     def _set_machine(self, **changes: Any) -> None:
-        """Change what holds for the whole tree."""
+        """Change the policy of the whole tree."""
         engine = unit_and_engine(self)[1]
         engine.trigger(when.SetMachinePolicy(replace(engine.scheduler.policy, **changes)))
 
@@ -126,10 +126,10 @@ class ShardedModule:
 
 
 def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
-    """The unit that ``module`` is a member of, and what runs it.
+    """Return the unit that ``module`` is a member of, and the engine that runs the unit.
 
     Raises:
-        ArgumentTypeError: there is none.
+        ArgumentTypeError: if ``module`` is not a member of a unit.
     """
     unit = unit_of(module)
     if unit is None:
@@ -140,19 +140,19 @@ def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
     return unit, engine_of(unit)
 
 
-# What is on the stack while a forward runs, and where it has the module.
+# Code on the stack while a forward runs, and the local variable that holds the module.
 _RUNNERS = {ShardedModule.__call__.__code__: "self", run_as_forward.__code__: "module"}
 
 
 def check_left(what: str, engine: Engine) -> None:
     """Refuse ``what`` while this thread is in a forward or a backward of the model.
 
-    The scheduler cannot tell: an exception, such as one in the middle of a hook of ours, may have
-    left a forward without its knowing, and ``what`` is how to recover from that. The interpreter
-    can, for whoever still runs is on its stack.
+    The scheduler cannot tell: an exception, such as one inside our hooks, may have left a forward
+    without notice, and ``what`` is the way to recover from that. The interpreter can tell, because
+    a forward that still runs is on the stack.
 
     Raises:
-        BusyError: nothing was changed.
+        BusyError: if a forward or backward is running; nothing was changed.
     """
     running = "a backward" if _torch.current_task() != NO_TASK else None
     frame: FrameType | None = sys._getframe(1)
