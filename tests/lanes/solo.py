@@ -33,6 +33,10 @@ class Echo:
         """This one."""
         return self
 
+    def over(self, group: dist.ProcessGroup) -> Echo:
+        """On that."""
+        return Echo(group, "cpu")
+
     def labelled(self, label: Label) -> Echo:
         """This one."""
         return self

@@ -81,6 +81,22 @@ def with_separate_groups_and_back(model: Any) -> None:
     model.set_separate_reduce_scatter_group(False)
 
 
+def with_custom_comms_in_separate_groups(model: Any) -> None:
+    """What was chosen before, and whether means are made from sums, stays."""
+    with_custom_comms(model)
+    by_sums(model)
+    unit = unit_of(model.blocks[0])
+    assert unit is not None
+    (bucket,) = unit.buckets
+    for enable in (True, False, True):
+        model.set_separate_reduce_scatter_group(enable)
+        wire: Any = bucket.spec.reducing
+        assert isinstance(wire, comm.Custom) and wire.reduce is not None
+        if wire.group is not None:
+            assert (wire.group is bucket.spec.comm.group) is not enable
+            assert not wire.inner._averages
+
+
 def with_one_reduction_at_a_time(model: Any) -> None:
     model.set_reduce_scatter_max_input_buffers(1)
 
@@ -101,6 +117,7 @@ CHANGES: list[Change] = [
     by_sums,
     with_separate_groups,
     with_separate_groups_and_back,
+    with_custom_comms_in_separate_groups,
     with_one_reduction_at_a_time,
     with_many_reductions_at_a_time,
     sharing_with_another,

@@ -172,6 +172,12 @@ class C10d:
         new._averages = False
         return new
 
+    def over(self, group: dist.ProcessGroup) -> C10d:
+        """See ``Collectives.over``."""
+        new = copy.copy(self)
+        new._reference = weakref.ref(group)
+        return new
+
     def labelled(self, label: Label) -> C10d:
         """See ``Collectives.labelled``."""
         new = copy.copy(self)

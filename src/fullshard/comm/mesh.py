@@ -63,7 +63,7 @@ def collectives_of_twin(collectives: Collectives, device_type: str) -> Collectiv
     if group is None:
         return collectives
     ranks = dist.get_process_group_ranks(group)
-    return _collectives(_new_group(ranks, like=group, device_type=device_type), device_type)
+    return collectives.over(_new_group(ranks, like=group, device_type=device_type))
 
 
 def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:

@@ -71,6 +71,9 @@ class Collectives(Protocol):
     def by_sums(self) -> Collectives:
         """Return the same collectives with means made from sums, for backends with slow means."""
 
+    def over(self, group: dist.ProcessGroup) -> Collectives:
+        """Return the same collectives over ``group``, a process group of the same ranks."""
+
     def labelled(self, label: Label) -> Collectives:
         """Return the same collectives for the purpose ``label``, which all ranks must agree on.
 
@@ -127,6 +130,10 @@ class Around:
         """Return the same wrapper around ``inner.by_sums()``."""
         return replace(self, inner=self.inner.by_sums())
 
+    def over(self, group: dist.ProcessGroup) -> Collectives:
+        """Return the same wrapper around ``inner.over(group)``."""
+        return replace(self, inner=self.inner.over(group))
+
     def labelled(self, label: Label) -> Collectives:
         """Return the same wrapper around ``inner.labelled(label)``."""
         return replace(self, inner=self.inner.labelled(label))
@@ -157,6 +164,10 @@ class Alone:
     group = None
 
     def by_sums(self) -> Collectives:
+        """Return ``self``."""
+        return self
+
+    def over(self, group: dist.ProcessGroup) -> Collectives:
         """Return ``self``."""
         return self
 

@@ -125,15 +125,15 @@ class CommunicationControls(ShardedModule):
         All ranks must call this: it makes a group for each set of ranks that shards parameters.
         ``enable=False`` returns to the process groups of the gathers.
         """
-        twins: dict[Any, Collectives] = {}
+        twins: dict[Any, Any] = {}  # process groups
 
         def separate(bucket: Bucket) -> dict[str, Collectives | None]:
-            if not enable:
-                return {"reducer": None}
-            comm = bucket.spec.comm
-            if comm.group not in twins:
-                twins[comm.group] = collectives_of_twin(comm, bucket.spec.device.type)
-            return {"reducer": twins[comm.group]}
+            comm, group = bucket.spec.comm, bucket.spec.comm.group
+            if group is None:
+                return {}
+            if enable and group not in twins:
+                twins[group] = collectives_of_twin(comm, bucket.spec.device.type).group
+            return {"reducer": bucket.spec.reducing.over(twins.get(group, group))}
 
         self._rewire(recurse, separate)
 
