@@ -1,8 +1,8 @@
-"""DOES it: moves tensors as the scheduler says; knows no ``nn.Module``.
+"""The engine: moves tensors as the scheduler says, and knows no ``nn.Module``.
 
-Read ``bucket`` first (its note names every tensor), then ``unshard`` and ``reduce`` (the two ways
-through a bucket), ``unit``, ``autograd`` (how backward tells us where it is) and ``executor``.
-``full`` and ``loan`` stand beside that: full parameters for people to read and to write.
+Read ``bucket`` first (its note names every tensor), then ``unshard`` and ``reduce`` (the two paths
+through a bucket), ``unit``, ``autograd`` (which tracks where backward is) and ``executor``.
+``full`` and ``loan`` are separate: they give users full parameters to read and to write.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""How autograd tells us what happens in backward; the only place with autograd hooks.
+"""Autograd hooks, by which we learn what happens in backward; no other file registers any.
 
-    backward_enter   a pre-hook on the node that made an output (of a view, that made its base)
-    grads_ready      post-accumulate hooks, counted down from the parameters that this very task
-                     will reach
-    task_end/died    a callback at the end of each task; its deletion without a call means that
-                     the task died
+    backward_enter   a pre-hook on the node that made an output (for a view, that made its base)
+    grads_ready      post-accumulate hooks, which count until all parameters that this task will
+                     reach have their gradients
+    task_end/died    a callback at the end of each task; if autograd deletes the callback without
+                     calling it, the task died
 
-Autograd runs younger nodes first, so on entering a use backward has left all that began after that
-one's forward. That it has left one shows there, as a rule, and else at
+Autograd runs younger nodes first. So when backward enters a use, it has left all uses that began
+after the forward of that use. Entering one use usually tells us that another was left; otherwise
 
-    backward_leave   a pre-hook on the node that made an input of the use, where no unit did
+    backward_leave   a pre-hook on the node that made an input of the use, unless a unit made it
 
-which alone would not do: it comes late where an input is shared by many units (cross-attention),
-and never where inputs are leaves, whose gradients may come before others of the unit. A use that
-made no node of an output, because it hands an input on, has a hook on that tensor instead, by which
-the end of the task is told.
+does. This hook alone would not be enough: it runs late if an input is shared by many units
+(cross-attention), and never for inputs that are leaves, whose gradients may come before others of
+the unit. A use that made no node of an output, because it returns an input, has a hook on that
+tensor instead, which makes us watch the end of the task.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ log = logging.getLogger("fullshard")
 
 @dataclass(slots=True)
 class _Arrivals:
-    """Gradients that one task brings to one unit."""
+    """The gradients that one task brings to one unit."""
 
     expected: int | None
-    """None: the task is ``autograd.grad``, which accumulates into no parameter."""
+    """Number of gradients; None: the task is ``autograd.grad``, which accumulates nowhere."""
     count: int = 0
     unreduced: bool = False
 
 
 class Backward:
-    """Watches backward on behalf of an engine, which it tells through ``trigger``."""
+    """A watcher of backward, which reports to its engine through ``trigger``."""
 
     def __init__(self, trigger: Callable[[Trigger], None]) -> None:
         self.trigger = trigger
-        self.hooked: set[int] = set()  # numbers of the nodes that made outputs of the last use
+        self.hooked: set[int] = set()  # numbers of the nodes that made the last use's outputs
         self._tasks: dict[int, dict[int, _Arrivals]] = {}  # task -> unit key -> arrivals
 
     def task(self) -> int:
-        """The task that this thread is in, with its end watched."""
+        """Return the task that this thread is in, and watch for the end of that task."""
         task = _torch.current_task()
         if task != NO_TASK and task not in self._tasks:
             self._tasks[task] = {}
@@ -67,20 +67,20 @@ class Backward:
         return task
 
     def watch(self, unit: Unit, params: Iterable[nn.Parameter]) -> None:
-        """Learn of every gradient that reaches one of these unsharded parameters of ``unit``.
+        """Watch for every gradient that reaches one of these unsharded parameters of ``unit``.
 
-        The hooks refer to us weakly: autograd's nodes, which the unit keeps, hold the parameters
-        where the garbage collector does not look, and with them whatever their hooks hold.
+        The hooks refer to us weakly: autograd's nodes, which the unit keeps, hold the parameters,
+        and so whatever their hooks hold, where the garbage collector cannot see it.
         """
         unit.forget_nodes()
         arrived = _Counter(weakref.ref(self), weakref.ref(unit)).arrived
         for param in params:
             if param.is_floating_point() or param.is_complex():
-                param.requires_grad_(True)  # or it would refuse the hook; the unit sets it anew
+                param.requires_grad_(True)  # hooks need it; the unit sets it again afterwards
                 param.register_post_accumulate_grad_hook(arrived)
 
     def arrivals(self, unit: Unit, task: int) -> _Arrivals:
-        """What ``task`` brings to ``unit``; counted once per task."""
+        """Return the gradients that ``task`` brings to ``unit``; expected ones are counted once."""
         units = self._tasks[task]
         arrivals = units.get(unit.key)
         if arrivals is None:
@@ -89,28 +89,28 @@ class Backward:
         return arrivals
 
     def left(self, until: int) -> None:
-        """The current task has left all uses above ``until``, if it ever was in one of a unit."""
+        """Report that the current task, if we watch it, has left all uses above ``until``."""
         task = _torch.current_task()
         if task in self._tasks:
             self.trigger(when.BackwardLeave(task, until))
 
     def reduced(self, unit: Unit) -> None:
-        """The gradients of ``unit`` were taken off its parameters."""
+        """Take note that the gradients of ``unit`` were taken off its parameters."""
         for units in self._tasks.values():
             if unit.key in units:
                 units[unit.key].unreduced = False
 
     def ended(self, task: int) -> None:
-        """Called by autograd at the end of ``task``."""
+        """Report the end of ``task``; called by autograd."""
         self.trigger(when.TaskEnd(task, self._close(task)))
 
     def died(self, task: int) -> None:
-        """``task`` was given up by autograd."""
+        """Report that autograd gave up ``task``."""
         try:
             self.trigger(when.TaskDied(task, self._close(task)))
         except RuntimeError as error:
-            # Called from a destructor, while the exception that matters is on its way: with a
-            # peer gone, the reductions in flight cannot be finished.
+            # Called from a destructor, while the exception that matters propagates: if a peer is
+            # gone, the reductions in flight cannot be finished.
             log.debug("after a backward that died: %s", error)
 
     def _close(self, task: int) -> tuple[int, ...]:
@@ -119,9 +119,9 @@ class Backward:
 
 
 class _Counter:
-    """Counts the gradients that reach the parameters of one unit; called for each, so it is lean.
+    """A counter of gradients that reach one unit's parameters; lean, as each gradient calls it.
 
-    It refers to backward and unit weakly.
+    The counter refers to ``Backward`` and ``Unit`` weakly.
     """
 
     __slots__ = ("_arrivals", "_backward", "_task", "_unit")
@@ -130,10 +130,10 @@ class _Counter:
         self._backward = backward
         self._unit = unit
         self._task = NO_TASK
-        self._arrivals = _Arrivals(None)  # of that task
+        self._arrivals = _Arrivals(None)  # the arrivals of ``_task``
 
     def arrived(self, param: Tensor) -> None:
-        """A gradient is there."""
+        """Count one gradient, and report when it was the last."""
         if self._task != _torch.current_task():
             self._turn_to_current_task()
         arrivals = self._arrivals
@@ -152,7 +152,7 @@ class _Counter:
 
 
 class _EndOfTask:
-    """Autograd calls it at the end of a task, or drops it when the task fails."""
+    """A callback that autograd calls at the end of a task, or drops when the task fails."""
 
     def __init__(self, backward: Backward, task: int) -> None:
         self._backward: Backward | None = backward
@@ -170,17 +170,17 @@ class _EndOfTask:
 
 
 def _passed_by(backward: weakref.ref[Backward], grad: Tensor) -> None:
-    """Backward came by an output that no unit made: gradients that wait are reduced at its end."""
+    """Watch for the task's end, which reduces waiting gradients: backward met a returned input."""
     watching = backward()
     if watching is not None:
         watching.task()
 
 
 def _base(tensor: Tensor) -> Tensor:
-    """What ``tensor`` is a view of in the eyes of autograd, or itself.
+    """Return the tensor that ``tensor`` is a view of as autograd sees it, or ``tensor`` itself.
 
-    A view that a custom Function returns has a node of its own, and its base has none, such as
-    what ``DTensor.to_local`` gives.
+    A view that a custom Function returns, such as the result of ``DTensor.to_local``, has its own
+    node while its base has none.
     """
     base = tensor._base
     if base is None or (base.grad_fn is None and not base.requires_grad):
@@ -189,7 +189,7 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Whether it may be a parameter, or is another source of gradients."""
+    """Return whether ``tensor`` may be a parameter, or is another leaf that needs gradients."""
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.grad_fn is None)
 
 
@@ -201,23 +201,23 @@ class Use:
     unit: Unit
     number: int
     _first_nodes: list[int] = field(default_factory=list)
-    """For each running call, innermost last: the number of the first autograd node it makes."""
+    """The number of the first autograd node of each running call, innermost call last."""
     _inputs: list[Tensor] = field(default_factory=list)
-    """Only while the forward runs, and has them anyway."""
+    """The inputs, kept only while the forward runs and holds them anyway."""
     _input_nodes: list[Node] = field(default_factory=list)
-    """Those that made the inputs and what they are views of, for as long."""
+    """The nodes that made the inputs and the inputs' bases, kept for as long as the inputs."""
     _sides: tuple[AnyUnsharded | None, ...] = ()
-    """What the forward read."""
+    """The unsharded sides that the forward read."""
 
     @property
     def running(self) -> bool:
-        """Whether a forward of this use is under way."""
+        """True while a forward of this use runs."""
         return bool(self._first_nodes)
 
     def watch(self) -> None:
-        """Learn by its inputs when backward leaves this use, which has just begun.
+        """Hook the inputs of this use, which has just begun, to learn when backward leaves it.
 
-        Not by what a unit has just made: backward tells when it enters that.
+        Outputs of the last use need no hook: backward reports when it enters that use.
         """
         if not torch.is_grad_enabled():
             return
@@ -231,7 +231,7 @@ class Use:
         self.backward.left(self.number - 1)
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
-        """The forward begins."""
+        """Begin a forward call of this use on ``inputs``."""
         self._first_nodes.append(_torch.sequence_number())
         for tensor in inputs:
             self._inputs.append(tensor)
@@ -241,15 +241,15 @@ class Use:
         self._sides = self.unit.sides()
 
     def end(self, outputs: Iterable[Tensor], last_use: int) -> Follows:
-        """The forward ended: learn when backward will enter this use by its outputs.
+        """End the forward call: hook its outputs to learn when backward will enter this use.
 
-        Tells whether all ways back are seen. Backward runs younger nodes first, so what the
-        outputs do not show is safe if it is older than the youngest of them, and unseen if not.
-        Nodes of the inputs are told by themselves: each thread numbers its own, and a checkpoint
-        runs again in the thread of backward.
+        Return whether we see all paths back. Backward runs younger nodes first, so a node that the
+        outputs do not show is safe if older than their youngest node, and unseen if younger.
+        Nodes of the inputs are told apart by identity: each thread numbers its own nodes, and a
+        checkpoint runs the forward again in the thread of backward.
         """
         first, made, outputs = self._first_nodes.pop(), _torch.sequence_number(), list(outputs)
-        inputs, input_nodes = self._inputs, self._input_nodes  # alive, or others get their ids
+        inputs, input_nodes = self._inputs, self._input_nodes  # alive, so that ids stay unique
         given = set(map(id, input_nodes))
         if not self._first_nodes:
             self._inputs, self._input_nodes = [], []
@@ -261,10 +261,10 @@ class Use:
             reads = any(_is_leaf(base) and is_new(base) for base in map(_base, outputs))
             return Follows.READS if reads else Follows.NOTHING
         newest = first - 1
-        outside = False  # a parameter is handed out, to be read where no hook is
+        outside = False  # True: a parameter is handed out, and may be read where no hook is
         nodes: dict[int, Node] = {}
         hooked: set[int] = set()
-        # An input that was changed in place, and may be read afterwards, is an output too.
+        # An input that was changed in place is an output too, because it may be read afterwards.
         for tensor in chain(outputs, inputs):
             base = _base(tensor)
             if _is_leaf(base):
@@ -281,7 +281,7 @@ class Use:
         self.backward.hooked = hooked
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))
-        if not nodes:  # an input may be all that came out
+        if not nodes:  # the outputs may be nothing but inputs
             for tensor in outputs:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(_passed_by, weakref.ref(self.backward)))
@@ -290,9 +290,9 @@ class Use:
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
 
     def _can_have_graph(self, inputs: Iterable[Tensor]) -> bool:
-        """Whether anything in this forward may need gradients; numbers alone do not tell.
+        """Return whether anything in this forward may need gradients.
 
-        A custom Function takes one even where nothing requires grad.
+        Node numbers do not tell: a custom Function takes one even if nothing requires grad.
         """
         engine = self.unit.engine
         units = engine.units if self.unit.encloses and engine is not None else [self.unit]
@@ -321,7 +321,7 @@ class Use:
         )
 
     def _check_readable(self) -> None:
-        """Raise ``ProtocolError`` if what the forward read is not what would be gathered now."""
+        """Raise ``ProtocolError`` unless the unsharded side is still what the forward read."""
         if self.unit.sides() != self._sides:
             raise ProtocolError(
                 f"a backward through unit {self.unit.name or '(root)'} came after the unit was "

@@ -2,34 +2,34 @@
 
 [Note: the tensors of a bucket]
 
-    sharded_params[i]   what user and optimizer see between steps, around local tensors
-    shards              this rank's pieces of them, in memory of theirs: as a rule ``flat``, 1-D,
-                        ``layout.shard_numel`` elements; tensors of a class of their own stand alone
-    all_gather_input    the flat shard, or, in another dtype, our own slices of what will be
-                        gathered; on the device, where shards are offloaded to the CPU
-    gather_output       rank-major result of the all-gather for what cannot be gathered in place,
-                        copied in one batch into ``unsharded``; does not exist where the layout is
-                        zero-copy (``layout.plan_gather``)
-    unsharded           all parameters, whole, 1-D; empty storage while resharded. At shard size 1
-                        without a cast it does not exist: the parameters borrow the shard
-    unsharded.params[i] nn.Parameters over ``unsharded``: what modules compute with, and the leaves
-                        of autograd. The same objects as long as the bucket lives
-    secondary           this rank's slice of ``unsharded``, of which a few ranks have one each; what
-                        resharding to a smaller group leaves after forward
-    pending[i]          whole gradients that wait for a backward that reduces (no-sync)
-    reduce_input        gradients rank-major in layout order, in the dtype on the wire, with one
-                        element per parameter behind each slice: 1 if it has a gradient. Of
-                        parameters that were frozen after sharding nothing but that: the others
-                        lie as close as in a layout without those (``layout.subset``)
-    partial             what is reduced over shards and waits for the reduction over replicas
+    sharded_params[i]   parameters for user and optimizer between steps, around local tensors
+    shards              this rank's pieces of the parameters: usually views of ``flat``, which is
+                        1-D with ``layout.shard_numel`` elements; wrapper subclasses are separate
+    all_gather_input    the flat shard; if a cast is needed, this rank's slices of the result of
+                        the gather; on the device, even if shards are offloaded to the CPU
+    gather_output       rank-major result of the all-gather for parameters that cannot be gathered
+                        in place, copied in one batch into ``unsharded``; does not exist if the
+                        layout is zero-copy (``layout.plan_gather``)
+    unsharded           all parameters, whole, 1-D; storage is empty while resharded. Does not exist
+                        at shard size 1 without a cast: the parameters then borrow the shard
+    unsharded.params[i] nn.Parameters over ``unsharded``, with which modules compute; the leaves of
+                        autograd. The same objects until ``Bucket.dematerialize``
+    secondary           this rank's slice of ``unsharded``, one for each of a few ranks; all that is
+                        left when the unit is resharded to a smaller group after forward
+    pending[i]          whole gradients that wait for a backward that reduces them (no-sync)
+    reduce_input        gradients, rank-major in layout order, in the dtype on the wire; behind each
+                        rank's slice, one flag per parameter: 1 if it has a gradient. Parameters
+                        frozen after sharding have only the flag: the others are packed as in a
+                        layout without the frozen ones (``layout.subset``)
+    partial             gradients reduced over shards that wait for the reduction over replicas
     grad_shard          the mean over ranks of this rank's slice; sharded_params[i].grad are views
 
-Of parameters that are tensor-parallel DTensors all of this holds local tensors; ``sharded_params``
-and ``unsharded.params`` show DTensors around them.
+For tensor-parallel DTensors, all of these hold local tensors; ``sharded_params`` and
+``unsharded.params`` show them as DTensors.
 
-``bucket.py`` holds the first, ``shard.py`` the second, ``unshard.py`` the next five (in its stead
-``extended.py``, where tensors decide themselves what travels), ``reduce.py``, ``reduce_input.py``
-and ``grad_shard.py`` the last four.
+``bucket.py`` holds the first, ``shard.py`` the second, ``unshard.py`` the next five (or
+``extended.py``, if tensors have hooks that decide what is gathered), ``waiting.py`` ``pending`` and
+``partial``, ``reduce_input.py`` and ``grad_shard.py`` the other two; ``reduce.py`` works on these.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from fullshard.tensors import gathered_by_itself
 
 
 class Front(ReduceFront, Protocol):
-    """A ``reduce.Front`` of one bucket, whose memory it shares."""
+    """A ``reduce.Front`` of one bucket, which shares the memory of the bucket's shard."""
 
     def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> Front:
-        """Return one for a copy of the bucket; ``memo`` learns of it and of its parameter."""
+        """Return a front for a copy of the bucket; enter it and its parameter into ``memo``."""
 
     def lead(self) -> None:
-        """Be over the memory of the shard, which may be another one than before."""
+        """Point the parameter to the memory of the shard, which may have changed."""
 
 
 class Bucket:
-    """One layout, one shard, one unsharded buffer. See [Note: the tensors of a bucket]."""
+    """A layout, a shard and an unsharded buffer. See [Note: the tensors of a bucket]."""
 
     def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
         """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces."""
@@ -89,13 +89,13 @@ class Bucket:
         self.front: Front | None = None
         self.waiting = Waiting()
         self.reduce_policy = ReducePolicy()
-        self.keeps_memory = False  # of the unsharded parameters, when they are resharded
-        self._requires_grad: list[bool] | None = None  # as the unsharded parameters were set last
-        # What the user set as ``grad_dtype``, which casts and loads forget.
+        self.keeps_memory = False  # True: resharding does not free the unsharded parameters
+        self._requires_grad: list[bool] | None = None  # last flags set on unsharded parameters
+        # Each ``grad_dtype`` that the user set, because casts and loads forget it.
         self._set_grad_dtypes = list(map(_torch.explicit_grad_dtype, self.sharded_params))
 
     def copy(self, memo: dict[Any, Any]) -> Bucket:
-        """The same with memory of its own, resharded; ``memo`` learns of its parameters."""
+        """Return a resharded copy with separate memory; enter its parameters into ``memo``."""
         new = copy.copy(self)
         new._label = copy.copy(self._label)
         new.spec = self.spec.labelled(new._label)
@@ -106,7 +106,7 @@ class Bucket:
         new._set_grad_dtypes = list(self._set_grad_dtypes)
         for i, (old, local) in enumerate(zip(self.sharded_params, new.shards.locals, strict=True)):
             param = nn.Parameter(self.spec.form.wrap(i, local), requires_grad=old.requires_grad)
-            param.__dict__.update(copy.deepcopy(vars(old), memo))  # what users put on it
+            param.__dict__.update(copy.deepcopy(vars(old), memo))  # attributes that users set
             memo[id(old)] = param
             _torch.keep_grad_dtype(_torch.explicit_grad_dtype(old), param)
             new.sharded_params.append(param)
@@ -118,29 +118,29 @@ class Bucket:
 
     @property
     def shard(self) -> Tensor:
-        """The flat shard, where there is one."""
+        """The flat shard, which the bucket must have."""
         assert isinstance(self.shards, FlatShard)
         return self.shards.flat
 
     def _show_locals(self) -> None:
-        """Know the local tensors as users do: a Parameter may wrap a view of what it is made of."""
+        """Take the local tensors from the parameters, which may wrap views of those we made."""
         self.shards.show([self.spec.form.local(param) for param in self.sharded_params])
         for i, param in enumerate(self.sharded_params):
             self.spec.form.introduce(i, param)
 
     @property
     def names(self) -> list[str]:
-        """Fully qualified names of the parameters."""
+        """FQNs of the parameters."""
         return [param.name for param in self.spec.layout.params]
 
     @property
     def stepped_params(self) -> Sequence[nn.Parameter]:
-        """What modules show when it is sharded, and optimizers hold."""
+        """The parameters that optimizers hold, and modules show while the bucket is sharded."""
         return self.sharded_params if self.front is None else [self.front.param]
 
     @property
     def trainable(self) -> bool:
-        """Whether there is anything to reduce; the same on all ranks."""
+        """True if any parameter is trainable; the same on all ranks."""
         return any(param.requires_grad for param in self.sharded_params)
 
     @property
@@ -151,13 +151,13 @@ class Bucket:
 
     @property
     def reduction_nbytes(self) -> int:
-        """Bytes of ``reduce_input`` in the dtype of reduction; the wire may take fewer."""
+        """Bytes of ``reduce_input`` in the dtype of the reduction; the wire may take fewer."""
         layout = self.spec.layout
         row = layout.shard_numel + num_flags(len(layout.params))
         return layout.world * row * self.grad_dtypes().reduced.itemsize
 
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
-        """Make the unsharded side, once; it starts without memory."""
+        """Return the unsharded side; the first call makes it, without memory."""
         if self.unsharded is None:
             self.unsharded = self._make_unsharded(lanes, meter)
             params = self.unsharded.params
@@ -172,12 +172,12 @@ class Bucket:
         return ExtendedUnsharded(self.spec, self.shards, lanes, meter)
 
     def check(self) -> None:
-        """Refuse what was done to the shards since the last check, and cannot work.
+        """Refuse changes of the sharded parameters that cannot work.
 
         Raises:
-            ExtensionError, UnsupportedError: all-gather hooks came to them, one of two, or with a
-                layout that they do not know.
-            ConfigError: gradients of any dtype, see ``GradDtypes.check``.
+            ExtensionError, UnsupportedError: tensors got all-gather hooks, but only one of the two,
+                or in a layout that the hooks do not support.
+            ConfigError: gradients may have any dtype, see ``GradDtypes.check``.
         """
         if self.unsharded is not None:
             return
@@ -190,7 +190,7 @@ class Bucket:
         return any(map(gathered_by_itself, self.shards.locals, self.names))
 
     def grad_dtypes(self, computed: torch.dtype | None = None) -> GradDtypes:
-        """Those of the gradients; ``computed`` is the unsharded parameters', if they are there."""
+        """Return the dtypes of gradients; ``computed``: the unsharded dtype, if already known."""
         own = self.sharded_params if self.front is None else [self.front.param] * len(self.names)
         return GradDtypes.of(
             self.spec, computed or self.spec.unsharded_dtype(self.shards.dtype), own
@@ -198,9 +198,9 @@ class Bucket:
 
     @contextmanager
     def keeping_grad_dtypes(self) -> Iterator[None]:
-        """Let casts of the parameters within the block leave gradients in the dtype that was set.
+        """Protect gradients from casts of the parameters in the block, if ``grad_dtype`` was set.
 
-        At its end the parameters are expected to be ours again.
+        At the end of the block, the parameters must be in ``sharded_params`` again.
         """
         if self.front is not None:
             yield
@@ -242,17 +242,17 @@ class Bucket:
         self.dematerialize()
 
     def tell_unit(self, name: str) -> None:
-        """Let what it communicates be labelled as of the unit ``name``."""
+        """Label the communication of the bucket with the name of its unit."""
         self._label.text = self.spec.described(name, self.shards.dtype)
 
     @property
     def whole(self) -> AnyUnsharded:
-        """The unsharded side, which has been made."""
+        """The unsharded side, which must have been made."""
         assert self.unsharded is not None
         return self.unsharded
 
     def sync_requires_grad(self) -> None:
-        """Freeze and unfreeze the unsharded parameters as the user did the sharded ones."""
+        """Freeze and unfreeze the unsharded parameters like the sharded ones, and vice versa."""
         if self.unsharded is None:
             return
         self.keep_requires_grad()
@@ -275,50 +275,50 @@ class Bucket:
         self._requires_grad = flags
 
     def reshard(self, *, to_secondary: bool = False) -> None:
-        """Give the memory of the unsharded parameters back, unless it is to be kept."""
+        """Free the memory of the unsharded parameters, unless ``keeps_memory`` is set."""
         if self.unsharded is not None:
             self.unsharded.free(to_secondary=to_secondary, keep_memory=self.keeps_memory)
 
     def dematerialize(self) -> None:
-        """Forget the unsharded side, but for gradients that wait; only while it is resharded."""
+        """Forget the unsharded side, except waiting gradients; only while resharded."""
         if self.unsharded is not None and self.keeps_memory:
             self.unsharded.free()
         self.unsharded = self.gradients = None
 
     def forget_gradients(self) -> None:
-        """Forget all gradients that were not reduced."""
+        """Forget all gradients that were not fully reduced."""
         self.waiting.clear()
         if self.gradients is not None:
             self.gradients.discard()
 
     def is_current(self) -> bool:
-        """Whether the sharded parameters are still around the local tensors that we made."""
+        """Return whether the sharded parameters still show the local tensors of ``shards``."""
         return all(map(self.spec.form.stands_for, self.sharded_params, self.shards.locals))
 
     def version(self) -> int:
-        """Grows when a sharded parameter is visibly written, as a whole or by its local tensor.
+        """Return a number that grows with each visible write to a sharded or a local tensor.
 
-        A flat parameter is another tensor over the same memory, whose writes it counts itself.
+        A front is another tensor over the same memory, with a separate version counter.
         """
         found = _torch.versions(self.sharded_params) + _torch.versions(self.shards.locals)
         return found if self.front is None else found + _torch.versions([self.front.param])
 
     def replace(self, index: int, param: nn.Parameter) -> None:
-        """Take ``param``, which lies as ours does, for parameter ``index``; ``adopt`` it later."""
+        """Make ``param``, placed like ours, parameter number ``index``; ``adopt`` it later."""
         kept = _torch.explicit_grad_dtype(self.sharded_params[index])
         kept = self._set_grad_dtypes[index] = kept or self._set_grad_dtypes[index]
         self.sharded_params[index] = param
         _torch.keep_grad_dtype(kept, param)
 
     def adopt(self) -> None:
-        """Make ``shards`` hold what the sharded parameters hold, and be their memory again.
+        """Take the values of the sharded parameters into ``shards``, and make them share memory.
 
-        For after ``.to()``, a load or the user put other tensors in place of ours. The bucket is
-        resharded meanwhile.
+        To be called after ``.to()``, a load or the user replaced our tensors. The bucket must be
+        resharded.
 
         Raises:
-            ConfigError: the parameters are no longer of one device and dtype.
-            ProtocolError: they are offloaded, and no longer on the CPU; or of another shape.
+            ConfigError: the parameters no longer have one device and dtype.
+            ProtocolError: a shape changed, or offloaded parameters are no longer on the CPU.
         """
         found = [self.spec.form.local(param) for param in self.sharded_params]
         locals_now = [local.detach() for local in found]

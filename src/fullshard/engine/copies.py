@@ -1,8 +1,8 @@
-"""Copies of many tensors, in as few kernels as a device has for them.
+"""Copies of many tensors, in as few kernels as the device allows.
 
-On a CPU a batched copy is one after the other. On CUDA it is one kernel where every tensor is
-dense and the other side has its strides and, list by list, one dtype; else it is one after the
-other as well, for the sake of a single one that is not.
+On a CPU a batched copy runs one tensor after the other. On CUDA it is one kernel if all tensors are
+dense, each with the strides of its counterpart, and each of the two lists has one dtype; a single
+tensor that breaks this makes CUDA copy one tensor after the other as well.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 from fullshard import _torch
 
 MOST_DENSE = 64
-"""Tensors that every build of PyTorch copies in one kernel; later ones take more."""
+"""Number of tensors that every build of PyTorch copies in one kernel; later builds take more."""
 
 
 def copy_all(places: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy ``sources`` to ``places``, all of one device, each pair of one shape; cast."""
+    """Copy ``sources`` to ``places``, with a cast; one device, and one shape per pair."""
     if not places:
         return
     if not _torch.fuses_copies(places[0].device):

@@ -1,4 +1,4 @@
-"""The dtypes of gradients: computed, on their way, and as users see them."""
+"""The dtypes of gradients: as computed, during reduction, and as users see them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from fullshard.tensors import ParallelSpec
 
 @dataclass(frozen=True)
 class GradDtypes:
-    """What is decided about the gradients of a bucket, by its spec and its parameters."""
+    """The dtypes of a bucket's gradients, which follow from its spec and its parameters."""
 
     computed: torch.dtype
-    """Of the unsharded parameters."""
+    """The dtype of the unsharded parameters."""
     reduced: torch.dtype
-    """In which they are reduced; of several that are wanted, the one that holds them all."""
+    """The dtype of the reduction; if several are wanted, the one that holds all of them."""
     wire: torch.dtype
-    """In which they travel, as long as they are what one backward computed."""
+    """The dtype in which gradients travel if a single backward computed them."""
     shown: tuple[torch.dtype, ...]
-    """Of each parameter's ``.grad``."""
+    """The dtype of each parameter's ``.grad``."""
 
     @classmethod
     def of(
         cls, spec: BucketSpec, computed: torch.dtype, params: Sequence[nn.Parameter]
     ) -> GradDtypes:
-        """Decide for unsharded parameters of dtype ``computed``.
+        """Return the dtypes for unsharded parameters of dtype ``computed``.
 
-        ``params`` are those that users see, and set ``grad_dtype`` of.
+        ``params`` are the parameters that users see, and on which users set ``grad_dtype``.
         """
         wanted = _torch.grad_dtypes(params)
         reduced = spec.reduce_dtype or computed
-        if computed.is_complex:  # real and imaginary parts in no fewer bits than those of both
+        if computed.is_complex:  # a complex dtype whose parts have no fewer bits than either dtype
             reduced = torch.promote_types(computed, reduced)
         if spec.reduce_dtype is None and spec.follows_grad_dtype:
             reduced = reduce(torch.promote_types, [dtype or computed for dtype in wanted])
@@ -49,11 +49,11 @@ class GradDtypes:
 
     @staticmethod
     def check(spec: BucketSpec, params: Sequence[nn.Parameter]) -> None:
-        """Refuse gradients of any dtype where ranks could not agree on one for the reduction.
+        """Refuse ``grad_dtype=None`` where ranks could not agree on a dtype for the reduction.
 
         Raises:
-            ConfigError: ``grad_dtype`` of a trainable parameter is None, and nothing else says in
-                which dtype gradients are reduced.
+            ConfigError: ``grad_dtype`` of a trainable parameter is None, and nothing else sets the
+                dtype in which gradients are reduced.
         """
         if spec.reduce_dtype is not None or not spec.follows_grad_dtype:
             return
@@ -68,15 +68,15 @@ class GradDtypes:
 
     @property
     def one_shown(self) -> torch.dtype | None:
-        """The dtype of all ``.grad``, if it is one."""
+        """The dtype of every ``.grad`` if all have the same dtype, else None."""
         return self.shown[0] if len(set(self.shown)) == 1 else None
 
     def expect(self, spec: BucketSpec, params: Sequence[nn.Parameter]) -> None:
-        """Let autograd leave gradients of the unsharded ``params`` in as many bits as are reduced.
+        """Keep autograd from rounding gradients of the unsharded ``params`` below ``reduced``.
 
-        Those that come in fewer stay so until they are copied, but for what has to be added up
-        outside of data parallelism before. Where ranks count on what was computed, as they must
-        agree on a dtype before a gradient is there, autograd rounds to that.
+        Narrower gradients stay narrow until they are copied, except those that must first be summed
+        outside of data parallelism. Where all ranks rely on the dtype ``computed``, because they
+        must agree on a dtype before any gradient exists, autograd rounds to ``computed``.
         """
         if not spec.follows_grad_dtype or not _is_wider(self.reduced, self.computed):
             return
@@ -88,7 +88,7 @@ class GradDtypes:
 
 
 def _come_wide(spec: BucketSpec, params: Sequence[nn.Parameter]) -> bool:
-    """Whether gradients in more bits than computation has were asked for, or come about anyway."""
+    """Return whether gradients wider than computation are requested, or arise anyway."""
     if not spec.follows_grad_dtype:
         return False
     is_set = any(_torch.explicit_grad_dtype(param) is not None for param in params)

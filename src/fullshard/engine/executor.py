@@ -1,4 +1,4 @@
-"""The engine: tells the scheduler what happens, and does what it answers."""
+"""The engine: reports events to the scheduler and carries out the actions that it answers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ log = logging.getLogger("fullshard")
 
 
 class Engine:
-    """Runs the units of one tree of modules: one scheduler, one set of lanes.
+    """The engine of one tree of modules: its units, with one scheduler and one set of lanes.
 
-    A call of ``fully_shard`` joins the engines of the units below it, so that at last the root's
-    engine runs them all, whatever runs forward first.
+    Each call of ``fully_shard`` joins the engines of the units below, so that in the end the root's
+    engine runs all units, whichever of them runs forward first.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Engine:
         self.scheduler.policy = machine or MachinePolicy()
         self.meter = StorageMeter()
         self.recorder: Recorder | None = None
-        self.thread = threading.get_ident()  # in which it ran forward last, outside of backward
-        self.post_optim_event: Any = None  # what the next fence waits for, not all of compute
+        self.thread = threading.get_ident()  # the thread of the last forward outside of backward
+        self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
         self._backward = Backward(self.trigger)
         self._lanes: Lanes | None = None
-        self._uses: dict[int, Use] = {}  # the last of each unit
+        self._uses: dict[int, Use] = {}  # the last use of each unit
         self._told_hidden: set[int] = set()
-        self._asking: list[Gradients] = []  # which of them are there, when backward has ended
+        self._asking: list[Gradients] = []  # waiting for flags to be read once backward has ended
         for key, (unit, policy) in enumerate(zip(units, policies, strict=True)):
             unit.key = key
             unit.engine = self
@@ -70,10 +70,10 @@ class Engine:
 
     @classmethod
     def join(cls, engines: Iterable[Engine], unit: Unit, policy: UnitPolicy) -> Engine:
-        """One engine for the units of ``engines``, in their order, and ``unit``.
+        """Return one engine for the units of ``engines``, in their order, and ``unit``.
 
         Raises:
-            ProtocolError: one of them is in the middle of a forward or a backward.
+            ProtocolError: one of the engines is not idle, see ``check_idle``.
         """
         units: list[Unit] = []
         policies: list[UnitPolicy] = []
@@ -81,13 +81,13 @@ class Engine:
         for engine in dict.fromkeys(engines):
             engine.check_idle(f"fully_shard({unit.name or 'the root'})")
             engine.end_reductions()
-            engine.weights_changed()  # a backward cannot come any more
+            engine.weights_changed()  # no backward of an earlier forward can come any more
             engine.reshard_all()
             key_of = {inner.key: len(units) + i for i, inner in enumerate(engine.units)}
             units += engine.units
             policies += [engine.policy_of(inner).renumbered(key_of) for inner in engine.units]
             if engine.scheduler.policy != MachinePolicy():
-                machine = engine.scheduler.policy  # what the user chose last, as far as one knows
+                machine = engine.scheduler.policy  # the user's last choice, as far as we know
         for inner in units:
             for bucket in inner.buckets:
                 bucket.dematerialize()
@@ -97,7 +97,7 @@ class Engine:
         """Raise in the middle of a forward, a backward, a loan or an awaited reduction.
 
         Raises:
-            ProtocolError: a ``BusyError``, but for the last.
+            ProtocolError: a ``BusyError``, except for an awaited reduction.
         """
         self.check_not_running(what)
         self.check_awaited(what)
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether we are in the middle of a forward or a backward."""
+        """True in the middle of a forward or a backward."""
         return not self.scheduler.idle or _torch.current_task() != NO_TASK
 
     def check_not_running(self, what: str) -> None:
@@ -118,7 +118,7 @@ class Engine:
             )
 
     def check_awaited(self, what: str) -> None:
-        """Raise ``ProtocolError`` while a handle is to end the reductions."""
+        """Raise ``ProtocolError`` while reductions wait for a handle to end them."""
         if self.scheduler.reductions.awaited is not None:
             raise ProtocolError(
                 f"{what} was called before wait() of the handle that "
@@ -131,23 +131,23 @@ class Engine:
             self.reshard(unit)
 
     def reshard(self, unit: Unit) -> None:
-        """Reshard ``unit``, if nothing uses it."""
+        """Reshard ``unit`` if nothing uses it."""
         self.trigger(when.UserReshard(unit.key))
 
     def end_reductions(self) -> None:
-        """Put gradients that are under way where the optimizer looks, before shards are others."""
+        """End the reductions in flight: set the reduced gradients before the shards change."""
         if len(self.scheduler.reductions):
             self.trigger(when.AwaitReductions())
 
     def reduce_now(self) -> None:
-        """Reduce what is in the gradients of all units, as backward does when it ends.
+        """Reduce the gradients of all units, as the end of a backward does.
 
-        For who assigns gradients by himself, without a backward that we see.
+        For callers that assign gradients themselves, without a backward that we see.
         """
         self.trigger(when.TaskEnd(NO_TASK, tuple(unit.key for unit in self.units)))
 
     def keep_memory(self, unit: Unit, keep: bool) -> None:
-        """Keep the memory of the parameters of ``unit`` when it is resharded, or no longer."""
+        """Set whether ``unit`` keeps the memory of its unsharded parameters when resharded."""
         for bucket in unit.buckets:
             bucket.keeps_memory = keep
         if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
@@ -155,19 +155,19 @@ class Engine:
                 bucket.reshard()
 
     def policy_of(self, unit: Unit) -> UnitPolicy:
-        """What the user chose for ``unit``."""
+        """Return the user's choices for ``unit``."""
         return self.scheduler.residents.units[unit.key].policy
 
     def set_policy(self, unit: Unit, policy: UnitPolicy) -> None:
-        """Choose for ``unit``, from now on."""
+        """Set the policy of ``unit`` from now on."""
         self.trigger(when.SetPolicy(unit.key, policy))
 
     def weights_changed(self) -> None:
-        """Sharded parameters may have new values."""
+        """Mark unsharded copies as stale: sharded parameters may have new values."""
         self.trigger(when.WeightsChanged())
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take note of a step of ``optimizer``, if it is of our thread or of our parameters."""
+        """Take note of a step of ``optimizer`` if it runs in our thread or steps our parameters."""
         if self.thread == threading.get_ident() or self.shares_params(optimizer):
             self.weights_changed()
 
@@ -178,7 +178,7 @@ class Engine:
         return any(id(param) in stepped for param in params)
 
     def trigger(self, trigger: Trigger) -> None:
-        """Let the scheduler decide, then act."""
+        """Pass ``trigger`` to the scheduler, then carry out its actions."""
         if self._lanes is not None:
             self._lanes.see()
         actions = self.scheduler.on(trigger)
@@ -188,7 +188,7 @@ class Engine:
             with torch.no_grad(), _torch.outside_of_transforms():
                 if type(trigger) in _ENDS:
                     self._act_to_the_end(actions)
-                    if self.scheduler.idle:  # a CUDA graph of a step ends with all lanes joined
+                    if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
                         self.lanes.join(Lane.COMPUTE, Lane.GATHER)
                 else:
                     for action in actions:
@@ -196,10 +196,10 @@ class Engine:
                     self._settle()
 
     def _act_to_the_end(self, actions: Sequence[Action]) -> None:
-        """Act; what fails keeps nothing else from being finished and freed, and is raised then.
+        """Carry out all actions even if one fails, then raise the first failure.
 
-        The scheduler takes all of it for done, and nobody would come back to it. Only what needs
-        other ranks is left out when these may be gone.
+        The scheduler assumes that all actions were done, and nobody would retry them. Only actions
+        that need other ranks are skipped, once those ranks may be gone.
         """
         failure: Exception | None = None
         for action in actions:
@@ -216,7 +216,7 @@ class Engine:
             raise failure
 
     def _settle(self) -> None:
-        """Once backward has ended, ask which gradients are there where that is not known."""
+        """Read which gradients exist where that is not known yet, once backward has ended."""
         if self._asking and not self.scheduler.in_backward:
             asking, self._asking = self._asking, []
             settle(dict.fromkeys(asking), self.lanes)
@@ -247,27 +247,27 @@ class Engine:
             self._asking += [one for one in unit.gradients() if one.asked is not None]
 
     def _fence(self) -> None:
-        """Gathers see what the optimizer wrote."""
+        """Make gathers wait for the values that the optimizer wrote."""
         event, self.post_optim_event = self.post_optim_event, None
         if event is None:
             self.lanes.join(Lane.GATHER, Lane.COMPUTE)
         else:
             self.lanes.wait_event(Lane.GATHER, event)
-        if not len(self.scheduler.reductions):  # whose memory may belong to a stream of before
+        if not len(self.scheduler.reductions):  # their memory may belong to an earlier stream
             self.lanes.rest()
 
     def share_lanes(self, other: Engine) -> None:
-        """Issue communication on the lanes of ``other``, so that both take turns on them."""
+        """Issue communication on the lanes of ``other``, so that both engines take turns."""
         if self.lanes is other.lanes:
             return
         self.reset_wires(self.units)
         self._lanes = other.lanes
 
     def reset_wires(self, units: Iterable[Unit]) -> None:
-        """Forget the unsharded side of ``units``, made for wires and lanes that are to change.
+        """Forget the unsharded side of ``units``, which was made for wires or lanes that change.
 
         Raises:
-            ProtocolError: in the middle of a forward or a backward.
+            ProtocolError: the engine is not idle, see ``check_idle``.
         """
         self.check_idle("changing how a sharded module communicates")
         self.end_reductions()
@@ -279,7 +279,7 @@ class Engine:
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes of the units' device; made when first asked for."""
+        """The lanes of the units' device, made on first access."""
         if self._lanes is None:
             self._lanes = make_lanes(self.units[-1].device)
         return self._lanes
@@ -287,7 +287,7 @@ class Engine:
     # forward
 
     def enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
-        """``member`` of ``unit`` is about to run its forward, on ``inputs``.
+        """Enter the forward of ``member`` of ``unit``, which is about to run on ``inputs``.
 
         Raises:
             ProtocolError: parameters are on the meta device, or lent, or gradients are still being
@@ -296,7 +296,7 @@ class Engine:
         unit.check_not_lent("a forward")
         self.check_awaited("a forward")
         task = self._backward.task()
-        if task == NO_TASK:  # else it is a thread of autograd's, in which no optimizer steps
+        if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
             self.thread = threading.get_ident()
         if self.scheduler.idle:
             self.look_after(self.units)
@@ -312,10 +312,10 @@ class Engine:
             use.watch()
 
     def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
-        """``member`` of ``unit`` has run its forward, or an exception left it."""
+        """Exit the forward of ``member`` of ``unit``, which ended or was left by an exception."""
         use = self._uses.get(unit.key)
         if use is None or not use.running:
-            return  # another hook failed before ours, and it never entered
+            return  # another hook failed before ours, so the member never entered
         follows = use.end(() if failed else outputs, self.scheduler.last_use)
         if failed:
             follows = Follows.NOTHING
@@ -325,7 +325,7 @@ class Engine:
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
 
     def look_after(self, units: Iterable[Unit]) -> None:
-        """Between steps: notice what was done to the parameters, and refuse what cannot run.
+        """Notice what was done to parameters between steps, and refuse units that cannot run.
 
         Raises:
             ConfigError: parameters were replaced, moved or cast in a way that cannot work.
@@ -338,10 +338,10 @@ class Engine:
                 unit.sync_requires_grad()
 
     def rewritten(self, unit: Unit) -> None:
-        """The shards of ``unit`` were written behind everybody's back.
+        """Take note of writes to the shards of ``unit`` that nothing else notices.
 
-        What the user unsharded is gathered again at once, as the modules show it. What waits for
-        a backward belongs to the weights of its forward.
+        If the user unsharded the unit, gather it again at once, because the modules show it. A copy
+        that waits for a backward stays, because it belongs to the weights of its forward.
         """
         self.weights_changed()
         state = self.scheduler.residents.units[unit.key]
@@ -381,7 +381,7 @@ class Engine:
         if fresh:
             self._backward.watch(unit, fresh)
             unit.sync_requires_grad()
-        if self.scheduler.idle:  # the user asked for it; else a root looked after us just now
+        if self.scheduler.idle:  # the user unshards; otherwise a root has just looked after us
             unit.was_written()
         unit.start_unshard()
 
@@ -393,7 +393,7 @@ _ON_UNITS: dict[Op, Callable[[Unit], None]] = {
     Op.RESHARD_TO_SECONDARY: partial(Unit.reshard, to_secondary=True),
     Op.FORGET: Unit.forget,
 }
-"""What a unit does by itself; to unshard it takes the engine."""
+"""Actions that a unit carries out alone; unsharding needs the engine."""
 
 _ON_GRADIENTS: dict[Op, Callable[[Gradients], None]] = {
     Op.REDUCE_SCATTER: Gradients.start,
@@ -403,10 +403,10 @@ _ON_GRADIENTS: dict[Op, Callable[[Gradients], None]] = {
     Op.ACCUMULATE: Gradients.accumulate,
     Op.DISCARD: Gradients.discard,
 }
-"""What is done to the gradients of each of a unit's buckets."""
+"""Actions on the gradients of each of a unit's buckets."""
 
 _BY_ITSELF = frozenset({Op.CONCEAL, Op.RESHARD, Op.DISCARD, Op.FORGET})
-"""What communicates nothing."""
+"""Actions that communicate nothing."""
 
 _ENDS = frozenset({when.TaskEnd, when.TaskDied})
 

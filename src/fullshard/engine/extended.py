@@ -1,4 +1,4 @@
-"""The way to whole parameters for tensors that have a say in it, see ``tensors/extension.py``."""
+"""Unsharding for tensors that control their own all-gather, see ``tensors/extension.py``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from fullshard.tensors import (
 
 
 class ExtendedUnsharded:
-    """Whole parameters of which some decide themselves what travels, and what comes out.
+    """Whole parameters, some of which decide by hooks what is gathered and what is made of it.
 
-    What a bucket sends travels as bytes in one call, each tensor into memory of its own, in place.
-    The first gather happens here, because the hooks make the parameters: all ranks make this at
-    the same point. What else it does is what ``Unsharded`` does.
+    All tensors that a bucket sends travel as bytes in one call, each gathered in place into
+    separate memory. The constructor does the first gather, because the hooks make the parameters:
+    all ranks must construct at the same point. All else works as in ``Unsharded``.
     """
 
     borrows = False
@@ -49,7 +49,7 @@ class ExtendedUnsharded:
             try:
                 self._make()
             except BaseException:
-                self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # which may still be writing to it
+                self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # GATHER may still write to memory
                 for part in self._parts:
                     part.free()
                 raise
@@ -61,7 +61,7 @@ class ExtendedUnsharded:
             part.ask(self.shards)
         comm = self._spec.comm
         _check_alike(self._spec, self._parts)
-        # Bytes of what is gathered, and our own places in them.
+        # The gathered tensors as bytes, and this rank's places in them.
         self._outputs = [output for part in self._parts for output in part.outputs()]
         self._sources = [output.view(comm.world, -1)[comm.rank] for output in self._outputs]
         with self._lanes.on(Lane.GATHER):
@@ -70,16 +70,16 @@ class ExtendedUnsharded:
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Whether ``param``, one of ours, still lies in our memory; its hook alone could tell."""
+        """Return True, because only the hook of ``param`` knows whether it uses our memory."""
         return True
 
     def reclaim(self) -> list[int]:
-        """See ``Unsharded``; hooks give parameters their memory."""
+        """See ``Unsharded``; do nothing, because hooks give parameters their memory."""
         return []
 
     def start(self) -> None:
-        """Start the all-gather; into memory that is there already if this is a refresh."""
-        if self._is_whole:  # it was just made
+        """Start the all-gather, for a refresh into memory that is already allocated."""
+        if self._is_whole:  # the constructor has just gathered
             self._is_whole = False
             return
         with torch.inference_mode(False), torch.no_grad(), self._lanes.on(Lane.GATHER):
@@ -88,7 +88,7 @@ class ExtendedUnsharded:
             self._send()
 
     def finish(self) -> None:
-        """Make the parameters whole on the compute lane."""
+        """Make the whole parameters usable on the compute lane."""
         if self._in_flight is None:
             return
         with torch.inference_mode(False), torch.no_grad(), self._lanes.on(Lane.GATHER):
@@ -96,7 +96,7 @@ class ExtendedUnsharded:
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """Give the memory back once compute is done with it, if it is not to be kept."""
+        """Free the memory once compute is done with it, unless ``keep_memory`` is set."""
         self._is_whole = False
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)
         if keep_memory:
@@ -121,7 +121,7 @@ AnyUnsharded: TypeAlias = Unsharded | ExtendedUnsharded
 
 
 class _Kind(NamedTuple):
-    """What a tensor that travels is like, the same on all ranks."""
+    """Shape, dtype and device of a tensor that travels, the same on all ranks."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -132,22 +132,22 @@ class _Kind(NamedTuple):
 
 
 class _Part:
-    """What one parameter sends and becomes."""
+    """One parameter of a bucket: the tensors that it sends, and the whole parameter."""
 
     def __init__(self, spec: BucketSpec, index: int, meter: StorageMeter) -> None:
         self._spec = spec
         self._index = index
         self._meter = meter
-        self._kinds: list[_Kind] = []  # of what each rank sends
+        self._kinds: list[_Kind] = []  # one for each tensor that a rank sends
         self._metadata: Any = None
-        self._buffers: list[Buffer] = []  # what all ranks send, one for each tensor
-        self._others: list[Buffer] = []  # what the hook wants freed besides
-        self._releases = False  # the first once the second, or what nobody frees, is filled
+        self._buffers: list[Buffer] = []  # the tensors of all ranks, one buffer for each tensor
+        self._others: list[Buffer] = []  # other memory that the hook wants freed
+        self._releases = False  # True: free ``_buffers`` once the whole parameter is filled
         self._param: nn.Parameter | None = None
 
     @property
     def name(self) -> str:
-        """The fully qualified name."""
+        """The FQN."""
         return self._spec.layout.params[self._index].name
 
     @property
@@ -158,15 +158,15 @@ class _Part:
 
     @property
     def sent(self) -> str:
-        """Shapes and dtypes of what this rank sends, for ranks to compare and people to read."""
+        """Shapes and dtypes of the tensors to send, as text that ranks compare and people read."""
         return ", ".join(map(str, self._kinds))
 
     def outputs(self) -> list[Tensor]:
-        """Bytes of the buffers."""
+        """Return the non-empty buffers as bytes."""
         return [buffer.tensor.view(torch.uint8) for buffer in self._buffers if buffer.nbytes]
 
     def ask(self, shards: Shards) -> None:
-        """Find out what to send, and put it where it is gathered."""
+        """Get the tensors to send, and copy them to their places in the buffers."""
         sent, kinds = self._ask(shards)
         if self._buffers and kinds != self._kinds:
             raise ExtensionError(
@@ -185,9 +185,9 @@ class _Part:
             self._meter.copied(place.nbytes)
 
     def _ask(self, shards: Shards) -> tuple[list[Tensor], list[_Kind]]:
-        """What to send, and what it is once it has been copied to its place.
+        """Return the tensors to send, and their kinds once they are copied to the buffers.
 
-        Values are cast where they are, and travel to the device in the fewer bytes.
+        Without a hook, the copy casts values where they are: they cross to the device narrowed.
         """
         spec, index = self._spec, self._index
         local = shards.locals[index]
@@ -207,7 +207,7 @@ class _Part:
         return Buffer(numel, kind.dtype, device, kind=Kind.UNSHARDED, meter=self._meter)
 
     def receive(self, shards: Shards) -> None:
-        """Make the parameter of what all ranks sent."""
+        """Make or refill the whole parameter from the tensors of all ranks."""
         local = shards.locals[self._index]
         outputs = tuple(map(self._joined, self._buffers, self._kinds))
         dtype = self._spec.unsharded_dtype(shards.dtype)
@@ -231,15 +231,15 @@ class _Part:
                 buffer.free()
 
     def _joined(self, buffer: Buffer, kind: _Kind) -> Tensor:
-        """What all ranks sent of one tensor, joined along its first dim, without padded rows."""
-        # Another version counter than the buffer's: the parameter may be this very tensor.
+        """Return one tensor of all ranks, joined along the first dim, without padded rows."""
+        # ``.data`` has a separate version counter: the parameter may be this very tensor.
         joined = buffer.tensor.data.view(-1, *kind.shape[1:])
         padded_rows = self._spec.layout.local_shape(0, self._index)[0]
         is_cut_as_we_do = len(kind.shape) > 0 and kind.shape[0] == padded_rows
         return joined[: self._shape[0]] if is_cut_as_we_do else joined
 
     def _stripped(self, whole: Tensor) -> Tensor:
-        """``whole`` without padded rows."""
+        """Return ``whole`` without padded rows."""
         shape = self._shape
         if whole.shape == shape:
             return whole
@@ -251,7 +251,7 @@ class _Part:
         )
 
     def _check_released(self, whole: Tensor) -> None:
-        """Refuse to free memory that the parameter lies in."""
+        """Refuse to free memory that the parameter uses."""
         inside = [value for value in (whole, *vars(whole).values()) if type(value) is Tensor]
         ours = self._addresses()
         if self._releases and any(_address(tensor) in ours for tensor in inside):
@@ -263,11 +263,11 @@ class _Part:
             )
 
     def _addresses(self) -> set[int]:
-        """Where what was gathered lies."""
+        """Return the addresses of the gathered tensors."""
         return {_address(buffer.tensor) for buffer in self._buffers if buffer.nbytes}
 
     def _foreign(self, to_free: Sequence[Tensor]) -> list[Buffer]:
-        """Memory among ``to_free`` that is not ours already."""
+        """Return buffers for the memory in ``to_free`` that is not ours already."""
         ours = self._addresses()
         found: dict[int, Buffer] = {}
         for tensor in to_free:
@@ -279,7 +279,7 @@ class _Part:
         return list(found.values())
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for buffer in (*self._buffers, *self._others):
             buffer.free()
 
@@ -298,10 +298,10 @@ class _Part:
 
 
 def check_extendable(spec: BucketSpec) -> None:
-    """Refuse what hooks do not work with.
+    """Refuse specs that all-gather hooks do not work with.
 
     Raises:
-        UnsupportedError: another layout than rows by rank, or a secondary shard.
+        UnsupportedError: the layout is not rows by rank, or there is a secondary shard.
     """
     layout = spec.layout
     names = layout.params
@@ -326,7 +326,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _check_alike(spec: BucketSpec, parts: Sequence[_Part]) -> None:
-    """Refuse, on every rank, tensors that are not the same size on every rank."""
+    """Raise on every rank if shapes or dtypes of tensors to send differ between ranks."""
     comm: Collectives = spec.comm
     said = "; ".join(f"{part.name}: {part.sent}" for part in parts)
     device = spec.device

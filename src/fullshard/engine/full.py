@@ -1,11 +1,11 @@
-"""Full parameters: whole tensors in the dtype of the shards, and the way back into a shard.
+"""Full parameters: whole tensors in the dtype of the shards, and the path back into a shard.
 
-Nothing here knows of residencies. What ``unshard`` makes is for computation: in the dtype of
-mixed precision, a leaf of autograd, in memory that comes and goes. What is made here is for people
+Nothing here knows of residencies. Parameters made by ``unshard`` are for computation: in the dtype
+of mixed precision, leaves of autograd, in memory that comes and goes. Those made here are for users
 who read and write values: ordinary tensors, which live as long as somebody holds them.
 
-``flat`` is, throughout, 1-D and in the order of a shard: the shard itself, or gradients laid out
-like it. It may be on another device than the bucket's.
+Throughout, ``flat`` is 1-D and in the order of a shard: the shard itself, or gradients laid out
+like the shard. It may be on another device than the bucket's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fullshard.layout import plan_param_gather
 
 
 def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Tensor]:
-    """All parameters of a bucket, whole, in one batch of collectives of the ranks of ``comm``.
+    """Return all parameters of a bucket, whole; one batch of collectives among ``comm``.
 
-    Of tensor-parallel ones these are local tensors. They share memory, but for pickling.
+    For tensor-parallel parameters, return local tensors. All share memory, but each pickles alone.
     """
     layout = spec.layout
     flat = flat.to(spec.device)
@@ -51,7 +51,7 @@ def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Ten
 
 
 def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: StorageMeter) -> Tensor:
-    """One parameter of a bucket, whole, in memory of its own; the ranks of ``comm`` all call it."""
+    """Return one parameter of a bucket, whole, in separate memory; a collective of ``comm``."""
     layout, param = spec.layout, spec.layout.params[index]
     if not param.numel:
         return flat.new_empty(param.shape, device=spec.device)
@@ -75,19 +75,19 @@ def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: Storage
 
 
 def is_first(spec: BucketSpec) -> bool:
-    """Whether this is rank 0 of the data-parallel mesh, replicas included."""
+    """Return whether this is rank 0 of the data-parallel mesh, replicas included."""
     return spec.comm.rank == 0 and is_first_copy(spec)
 
 
 def is_first_copy(spec: BucketSpec) -> bool:
-    """Whether this rank's shard is of the first of several copies."""
+    """Return whether this rank's shard belongs to the first copy of the parameters."""
     return spec.replicas is None or spec.replicas.rank == 0
 
 
 def cut_first(spec: BucketSpec, index: int, full: Tensor | None, flat: Tensor) -> None:
     """Cut the first rank's ``full`` parameter into ``flat`` on all ranks of the first copy.
 
-    Others pass None. ``share_first`` brings it to the other copies.
+    All other ranks pass None. ``share_first`` brings the values to the other copies.
     """
     if not is_first_copy(spec):
         return
@@ -99,7 +99,7 @@ def cut_first(spec: BucketSpec, index: int, full: Tensor | None, flat: Tensor) -
 
 
 def share_first(spec: BucketSpec, flat: Tensor) -> None:
-    """Make ``flat`` what it is in the first copy."""
+    """Overwrite ``flat`` in all copies with its values in the first copy."""
     if spec.replicas is not None:
         shared = flat.to(spec.device)
         spec.replicas.broadcast(shared, 0).wait()
@@ -108,7 +108,7 @@ def share_first(spec: BucketSpec, flat: Tensor) -> None:
 
 
 def flags_of_first(spec: BucketSpec, flags: Sequence[int]) -> list[int]:
-    """The first rank's ``flags``, small numbers, on all ranks."""
+    """Return the first rank's ``flags``, numbers that fit into uint8, on all ranks."""
     values = torch.tensor(flags, dtype=torch.uint8, device=spec.device)
     for wire in (spec.comm, spec.replicas):
         if wire is not None:
@@ -117,7 +117,7 @@ def flags_of_first(spec: BucketSpec, flags: Sequence[int]) -> list[int]:
 
 
 def any_rank(spec: BucketSpec, flags: Iterable[bool], *, over_copies: bool = False) -> list[bool]:
-    """Which of the ``flags`` are set on some rank that shares this copy, or any copy."""
+    """Return, for each flag, whether some rank of this copy, or of any copy, has set it."""
     values = torch.tensor(list(flags), dtype=torch.uint8, device=spec.device)
     for wire in (spec.comm, spec.replicas if over_copies else None):
         if wire is not None and wire.world > 1:
@@ -128,9 +128,9 @@ def any_rank(spec: BucketSpec, flags: Iterable[bool], *, over_copies: bool = Fal
 
 
 def differing(spec: BucketSpec, tensors: Sequence[Tensor | None]) -> list[bool]:
-    """Which of these whole tensors, one for each parameter, are not the same on all ranks.
+    """Return, for the whole tensor of each parameter, whether it differs between ranks.
 
-    Bit by bit, replicas included; a tensor that some ranks do not have differs.
+    Compare bit by bit, replicas included; a tensor that only some ranks have differs.
     """
     some, none = [t is not None for t in tensors], [t is None for t in tensors]
     both = zip(

@@ -1,4 +1,4 @@
-"""The gradients that users see, as parts of one slice. See [Note: the tensors of a bucket]."""
+"""The gradients that users see, as parts of one tensor. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from fullshard.engine.reduce_input import Reduced
 from fullshard.engine.spec import BucketSpec
 from fullshard.tensors import announce_flat
 
-# The mean size up to which gradients are kept from step to step.
+# The mean size in bytes up to which gradients are kept from step to step.
 _KEPT_NBYTES = 16 << 10
-_MOST_SETS = 16  # of parameters to reduce, for which a layout is kept
+_MOST_SETS = 16  # number of sets of parameters to reduce whose layouts are kept
 
 
 class GradShard:
-    """One slice of a reduction's result, with the gradients that lie in it.
+    """This rank's slice of a reduction's result, with the gradients that it contains.
 
-    Each has a storage of its own, so that it can be copied, pickled without its neighbours, and
-    compiled.
+    Each gradient has a separate storage, so that it can be copied, pickled without its neighbors,
+    and compiled.
 
-    Making a DTensor costs as much host time as adding a small one up, so a set of small ones is
-    used again for the next step, if nobody but us holds any part of it. Larger ones are given
-    back: between steps, and while activations pile up, memory is worth more.
+    Making a DTensor costs as much host time as reducing a small one, so small gradients are reused
+    for the next step if nobody but us holds any of them. Larger gradients are freed: between
+    steps, and while activations pile up, memory is worth more.
     """
 
     def __init__(
         self, reduced: Reduced, flat: Tensor, dtypes: Sequence[torch.dtype] | None = None
     ) -> None:
-        """``dtypes``: of each gradient, which is then no view of ``flat``; None: that of it."""
-        self.reduced = reduced  # whose gradients these are, in this order
+        """Make gradients as views of ``flat``, or as copies in the given ``dtypes``."""
+        self.reduced = reduced  # the parameters that the gradients belong to, in this order
         self.flat = flat  # 1-D, layout.shard_numel elements and the flags
         spec = reduced.spec
         self.locals = spec.own_views(flat) if dtypes is None else _cast(spec, flat, dtypes)
@@ -47,7 +47,7 @@ class GradShard:
 
     @property
     def is_small(self) -> bool:
-        """Whether it is worth keeping for the next step."""
+        """True if the gradients are small enough to keep for the next step."""
         return self.flat.nbytes <= _KEPT_NBYTES * len(self.shown)
 
     @property
@@ -56,19 +56,19 @@ class GradShard:
         return self.reduced.flags(self.flat)
 
     def is_free(self) -> bool:
-        """Whether no one else refers to the gradients or to their memory."""
+        """Return whether nobody else refers to the gradients or to their memory."""
         return self._counted() == self._unheld
 
     def _counted(self) -> tuple[int, int]:
-        """How many refer to the memory, and to the tensors."""
+        """Return the number of references to the memory, and to the tensors."""
         holders = _torch.num_holders(self.shown) + _torch.num_holders(self.locals)
         return _torch.num_owners(self._storages), holders
 
 
 class ReducedSets:
-    """What is known about the sets of a bucket's parameters that were reduced together.
+    """The sets of a bucket's parameters that were reduced together, with their layouts.
 
-    As a rule there is one set; another costs time in its first step only.
+    There is usually one set; another one costs time in its first step only.
     """
 
     def __init__(self, spec: BucketSpec, meter: StorageMeter) -> None:
@@ -79,19 +79,19 @@ class ReducedSets:
         self._last: GradShard | None = None
 
     def choose(self, numbers: tuple[int, ...]) -> Reduced:
-        """Return the set of these parameters, which is reduced next."""
+        """Return the set of these parameters, and make it the set that is reduced next."""
         if numbers != self.now.numbers:
             known = self._known.get(numbers)
             if known is None:
                 if len(self._known) >= _MOST_SETS:
                     self._known.clear()
                 known = self._known[numbers] = Reduced.of(self._spec, numbers, self._meter)
-            known.is_agreed = known.is_all  # of too many gradients the wire takes notice
+            known.is_agreed = known.is_all  # the wire notices if other ranks reduce fewer
             self.now = known
         return self.now
 
     def result(self, numel: int, dtype: torch.dtype, device: torch.device) -> GradShard:
-        """Return last step's gradients of the set if nobody has them any more, else new ones."""
+        """Return last step's gradients of the set if nobody holds them any more, else new ones."""
         last = self._last
         if last is not None and last.reduced is self.now and last.is_free():
             return last
@@ -101,7 +101,7 @@ class ReducedSets:
 
 
 def _cast(spec: BucketSpec, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Pieces of ``flat`` in these dtypes; those that are neighbours stay so where dtypes agree."""
+    """Copy the pieces of ``flat`` to these dtypes; neighbors of one dtype stay neighbors."""
     pieces = spec.pieces
     order = sorted(range(len(pieces)), key=pieces.__getitem__)
     views: dict[int, Tensor] = {}

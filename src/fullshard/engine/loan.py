@@ -1,4 +1,4 @@
-"""Full parameters of a unit, lent to the user and taken back."""
+"""Loans: full parameters of a unit, lent to the user and taken back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fullshard.tensors import local_gradients, local_part
 
 @dataclass(frozen=True)
 class Terms:
-    """What the user chose; see ``unshard_params``."""
+    """The user's choices for a loan; see ``unshard_params``."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -40,14 +40,14 @@ class Terms:
 
 
 class Loan:
-    """The full parameters that a unit's modules show meanwhile, or on some ranks do not.
+    """The full parameters that a unit's modules show during a loan, on all ranks or on rank 0.
 
-    They are tensors of their own: what happens to them is nobody's business until they are taken
-    back, and who keeps one keeps its memory. The unit goes on as it was, out of sight.
+    They are separate tensors: nothing watches writes to them until they are taken back, and a user
+    who keeps one keeps its memory. The unit itself stays as it was, hidden behind them.
     """
 
     def __init__(self, unit: Unit, terms: Terms, meter: StorageMeter) -> None:
-        """Gather, and show what was gathered; a collective of the ranks of each bucket."""
+        """Gather the full parameters and show them; a collective of the ranks of each bucket."""
         self._unit = unit
         self._terms = terms
         self._meter = meter
@@ -60,7 +60,7 @@ class Loan:
         unit.loan = self
 
     def _fill(self, bucket: Bucket) -> list[nn.Parameter] | None:
-        """The full parameters of a bucket, with gradients if they are asked for."""
+        """Return the full parameters of a bucket, with gradients if the terms ask for them."""
         spec, terms = bucket.spec, self._terms
         if terms.rank0_only and not is_first_copy(spec):
             return None
@@ -86,7 +86,7 @@ class Loan:
         return params
 
     def _gather_grads(self, bucket: Bucket) -> list[Tensor | None]:
-        """Whole gradients: None where no rank has one, zeros for the part of who has none."""
+        """Return whole gradients: None if no rank has one, zeros in the part of ranks without."""
         if bucket.front is not None:
             bucket.front.tell_gradients()
         spec, own = bucket.spec, [param.grad for param in bucket.sharded_params]
@@ -108,14 +108,14 @@ class Loan:
         ]
 
     def take_back(self, *, keep: bool) -> FullshardError | None:
-        """Show what was shown before; the unit is as usable as it was.
+        """Show the unit's own parameters again; the unit is as usable as before the loan.
 
         Args:
-            keep: whether what the user wrote will be, on this rank.
+            keep: whether to keep what the user wrote, on this rank.
 
         Returns:
-            Why it must not be: the modules show something that cannot be taken for parameters, or
-            ranks wrote different things, and the user asked to be told.
+            The reason why the writes cannot be kept, or None: the modules show something that
+            cannot be a parameter, or ranks wrote different values and ``check`` was set.
         """
         self._unit.loan = None
         self._meter.change(Kind.FULL, -self._nbytes)
@@ -132,7 +132,7 @@ class Loan:
         return problem
 
     def write(self, *, keep: bool) -> None:
-        """Bring what was taken back into the shards, if that is wanted and this rank keeps it."""
+        """Write the values taken back into the shards if the terms say so and ``keep`` is True."""
         if not self._terms.writeback:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -145,7 +145,7 @@ class Loan:
             self._unit.engine.rewritten(self._unit)
 
     def _write_own(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
-        """Each rank its own elements, never padding."""
+        """Write this rank's own elements into its shard, never padding."""
         flat = bucket.shards.values()
         for segment, param in zip(bucket.spec.segments, params, strict=True):
             cut_into(local_part(param).detach(), segment, flat)
@@ -160,7 +160,7 @@ class Loan:
             _put_grads(bucket, row, [grad is not None for grad in grads])
 
     def _write_first(self, bucket: Bucket, params: Sequence[Tensor] | None, *, keep: bool) -> None:
-        """Rank 0 tells all what it has, and whether to keep it."""
+        """Write rank 0's values into all shards, if rank 0 says to keep them."""
         spec, num = bucket.spec, len(bucket.sharded_params)
         grads: list[Tensor | None] = [None] * num
         flags = [0] * (1 + 2 * num)
@@ -188,7 +188,7 @@ class Loan:
             _put_grads(bucket, row, present)
 
     def _check(self, *, keep: bool) -> FullshardError | None:
-        """Whether all ranks wrote the same, and came here in the same way."""
+        """Return an error if ranks wrote different values, or only some of them keep theirs."""
         names: list[str] = []
         is_left = False
         for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
@@ -215,7 +215,7 @@ class Loan:
 
 
 def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
-    """What the user left as gradients, whole for the data-parallel ranks."""
+    """Return the gradients that the user left, whole for the data-parallel ranks."""
     grads = [param.grad for param in params]
     if bucket.spec.parallel:
         grads = local_gradients(grads, bucket.spec.parallel)
@@ -223,14 +223,14 @@ def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _zero_row(bucket: Bucket) -> Tensor:
-    """For gradients in the order of the shard, in a dtype that holds them all."""
+    """Return zeros in the order of the shard, in a dtype that holds all gradients."""
     numel = bucket.spec.layout.shard_numel
     dtype = reduce(torch.promote_types, bucket.grad_dtypes().shown)
     return torch.zeros(numel, dtype=dtype, device=bucket.shards.device)
 
 
 def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
-    """Let the sharded parameters have the gradients in ``row``, and no others."""
+    """Set the gradients of the sharded parameters from ``row``; None where not ``present``."""
     spec = bucket.spec
     views = spec.own_views(row)
     dtypes = bucket.grad_dtypes().shown
@@ -246,7 +246,7 @@ def _put_grads(bucket: Bucket, row: Tensor, present: Sequence[bool]) -> None:
 
 
 def _freeze(bucket: Bucket, flags: Sequence[bool]) -> None:
-    """Freeze and unfreeze the sharded parameters as the user did the full ones."""
+    """Freeze and unfreeze the sharded parameters as the user did the full parameters."""
     for param, flag in zip(bucket.sharded_params, flags, strict=True):
         if param.requires_grad != flag:
             param.requires_grad_(flag)

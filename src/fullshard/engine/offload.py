@@ -1,8 +1,8 @@
-"""The way over the bus, for shards that live in the memory of the host.
+"""Copies between host and device, for shards that live in host memory.
 
-Everything is cast first and crosses in one copy a bucket: shards in the dtype of the all-gather,
-gradients in that of the reduction if it is the narrower one. The host reads a shard when the copy
-is issued, into memory of the copy's own, so an optimizer may write to the shard right after.
+Everything is cast first and crosses in one copy per bucket: shards in the dtype of the all-gather,
+gradients in the narrower of the dtypes of the reduction and of ``.grad``. The host reads a shard
+into a separate buffer when the copy is issued, so an optimizer may write to the shard right after.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fullshard.device import Lanes, Mark, host_tensor
 
 @dataclass(frozen=True)
 class Offload:
-    """That shards, gradients and so the optimizer are on the CPU."""
+    """A mark of a bucket whose shards, gradients and optimizer state live on the CPU."""
 
     pinned: bool
-    """Whether copies go through pinned memory; if not, each one blocks the host."""
+    """True if copies go through pinned memory; if False, each copy blocks the host."""
 
 
 class Outbound:
-    """From a shard on the host to ``target`` on the device, of the dtype that is to travel."""
+    """A sender of shards from the host to ``target`` on the device, in the dtype of ``target``."""
 
     def __init__(self, offload: Offload, target: Tensor, lanes: Lanes) -> None:
         self._offload = offload
@@ -34,13 +34,13 @@ class Outbound:
         self._sent: Mark | None = None
 
     def send(self, shard: Tensor) -> None:
-        """Issue the copy on the lane that is current."""
+        """Issue the copy of ``shard`` on the current lane."""
         target = self._target
         if not self._offload.pinned:
             target.copy_(shard.to(target.dtype))
             return
         if self._sent is not None:
-            self._sent.synchronize()  # the copy of last time, over long ago
+            self._sent.synchronize()  # the previous copy, which ended long ago
         if self._host is None:
             self._host = host_tensor(target.numel(), target.dtype, pinned=True)
         self._host.copy_(shard)
@@ -49,9 +49,9 @@ class Outbound:
 
 
 def bring_home(row: Tensor, dtype: torch.dtype, offload: Offload, lanes: Lanes) -> Tensor:
-    """``row``, 1-D on the device, as a tensor of ``dtype`` on the host, which waits for it.
+    """Return ``row``, 1-D on the device, as a tensor of ``dtype`` on the host; block the host.
 
-    It waits for a reduction that began two units ago: what computes meanwhile was issued before.
+    The host waits for a reduction that began two units ago; the device has work issued before.
     """
     on_bus = row.to(dtype) if dtype.itemsize < row.itemsize else row
     host = host_tensor(row.numel(), on_bus.dtype, pinned=offload.pinned)

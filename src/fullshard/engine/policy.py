@@ -1,4 +1,4 @@
-"""What users choose for a call of ``fully_shard``; frozen values."""
+"""The policies that users choose for a call of ``fully_shard``; frozen values."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from fullshard.errors import ConfigError
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of computation and communication; sharded parameters and gradients keep theirs.
+    """The dtypes of computation and communication; sharded parameters and ``.grad`` keep theirs.
 
     The fields are those of ``torch.distributed.fsdp.MixedPrecisionPolicy``, whose instances are
     accepted too.
     """
 
     param_dtype: torch.dtype | None = None
-    """Of the all-gather and of the unsharded parameters (floating-point ones only); None: their
-    own."""
+    """The dtype of the all-gather and of the unsharded parameters (only floating-point parameters
+    are cast); None: the dtype of the sharded parameters."""
     reduce_dtype: torch.dtype | None = None
-    """Of the reduction of gradients, and of what adds up without synchronisation. None: as in the
-    PyTorch that is installed: since 2.15 what ``grad_dtype`` of the parameters says, which is their
-    own dtype unless it was set; before, the dtype of the unsharded parameters."""
+    """The dtype of the reduction of gradients, and of gradients accumulated without synchronization
+    (at least). None: follow the installed PyTorch: since 2.15, ``grad_dtype`` of the parameters,
+    which is the parameters' own dtype unless set; before, the dtype of the unsharded parameters."""
     output_dtype: torch.dtype | None = None
-    """Floating-point outputs of the module's forward are cast to it; None: no cast."""
+    """The dtype to which floating-point outputs of the module's forward are cast; None: no cast."""
     cast_forward_inputs: bool = True
-    """Whether floating-point inputs of the module's forward are cast to ``param_dtype``."""
+    """True if floating-point inputs of the module's forward are cast to ``param_dtype``."""
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )
-    """Called once with each parameter when it is sharded, with the same answer on all ranks: its
-    own dtype, in which it stays; or None or ``param_dtype``, which holds for it then."""
+    """A function called once with each parameter when it is sharded; all ranks must return the
+    same: the parameter's own dtype, to keep it, or None or ``param_dtype``, to use the latter."""
 
     def for_param(self, name: str, param: nn.Parameter) -> MixedPrecisionPolicy:
-        """The policy for one parameter, with nothing to ask any more.
+        """Return the policy for one parameter, with ``param_dtype_override_fn`` resolved.
 
         Raises:
-            ConfigError: the answer is a dtype that is neither of the two, or none at all.
+            ConfigError: the result is neither None, ``param_dtype`` nor the parameter's own dtype.
         """
         if self.param_dtype_override_fn is None:
             return self
@@ -58,31 +58,31 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Keep everything on the device of the mesh."""
+    """The default policy: everything stays on the device of the mesh."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep shards and gradients on the CPU, and so the optimizer; gather from there.
+    """The policy that keeps shards, gradients and so the optimizer on the CPU, and gathers there.
 
     Shards are cast before they cross the bus, and read at once, so that they may be written to
-    while the copy is on its way. Build the optimizer on the sharded parameters, as always.
+    while the copy is in flight. Build the optimizer on the sharded parameters, as always.
     """
 
     pin_memory: bool = True
-    """Whether copies go through pinned memory, which lets them overlap with computation; if not,
-    each one blocks the host."""
+    """True if copies go through pinned memory, so that they overlap with computation; if False,
+    each copy blocks the host."""
 
 
 @dataclass(frozen=True)
 class ReducePolicy:
-    """What becomes of the gradients of a unit, as set after the call; replaced as a whole."""
+    """The treatment of a unit's gradients, as set after ``fully_shard``; replaced as a whole."""
 
     divide_by: float | None = None
-    """The sum over all ranks is divided by this; None: by their number."""
+    """The divisor of the sum over all ranks; None: the number of ranks."""
     fill_absent: bool = False
-    """Whether parameters that no rank has a gradient for get zeros instead of None."""
+    """True if parameters that no rank has a gradient for get zeros instead of None."""
     hook: Callable[[Tensor], object] | None = None
-    """Called with all reduced gradients of a bucket, 1-D; it may change them in place."""
+    """A function called with all reduced gradients of a bucket, 1-D, to change in place."""
     hook_stream: Any = None
-    """The stream that the hook runs on; None: that of the reduction."""
+    """The stream on which the hook runs; None: the stream of the reduction."""

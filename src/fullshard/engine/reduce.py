@@ -1,4 +1,4 @@
-"""The way from whole gradients to sharded ones. See [Note: the tensors of a bucket]."""
+"""The path from whole gradients to sharded ones. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ class _Reduction:
     """A reduction that was started, over shards first, then over replicas if there are any."""
 
     pending: Pending
-    reduced: Reduced  # by which all that follows is ordered
-    row: Tensor  # 1-D, what it results in: layout.shard_numel elements and the flags
-    source: ReduceInput | None  # None: it is reduced over shards already
+    reduced: Reduced  # gives the order of all fields below
+    row: Tensor  # 1-D, the result: layout.shard_numel elements and the flags
+    source: ReduceInput | None  # None: already reduced over shards
     present: list[bool]  # which parameters have a gradient on this rank
-    shown: GradShard | None  # around ``row``, if they were made before
-    owed: frozenset[int]  # numbers of those with gradients of earlier passes, frozen by now or not
+    shown: GradShard | None  # gradients over ``row``, if they were made before
+    owed: frozenset[int]  # parameter numbers with gradients of earlier passes, even if now frozen
 
 
 class Unsure(NamedTuple):
-    """A result that waits for its flags to be read, as this rank had not all gradients."""
+    """A result that waits for its flags: this rank lacks some gradients, or sets may differ."""
 
     shown: GradShard
     owed: frozenset[int]
 
 
 class Front(Protocol):
-    """A parameter that is shown instead of the sharded ones of a bucket, all together."""
+    """A single parameter that modules show instead of all sharded parameters of a bucket."""
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter, which users put hooks on."""
+        """The parameter that modules show, on which users put hooks."""
 
     def tell_gradients(self) -> None:
-        """Let the sharded parameters have what the user left as its gradient."""
+        """Give the sharded parameters the front's gradient, which the user may have changed."""
 
     def take_gradients(self) -> None:
-        """Have what the sharded parameters have as gradients."""
+        """Move the gradients of the sharded parameters to the front."""
 
 
 class Reducible(Protocol):
-    """What ``Gradients`` need of their bucket."""
+    """The part of a bucket that ``Gradients`` needs."""
 
     spec: BucketSpec
     sharded_params: list[nn.Parameter]
@@ -67,16 +67,16 @@ class Reducible(Protocol):
 
     @property
     def front(self) -> Front | None:
-        """What stands for the sharded parameters, if anything does."""
+        """The front of the sharded parameters, or None."""
 
 
 class Gradients:
-    """Takes gradients off the unsharded parameters and puts reduced ones on the sharded.
+    """The reducer of a bucket's gradients, from unsharded parameters to sharded parameters.
 
-    Reduced are the parameters that are trainable at the moment, and those to which gradients of
-    earlier passes are owed. A reduction has the same size on all ranks, whichever of them got a
-    gradient: those without send zeros, and one element per parameter says whether some rank had
-    one. So ``.grad`` stays None exactly where no rank computed one, without an extra collective.
+    It reduces the parameters that are trainable now, and those to which gradients of earlier passes
+    are owed. A reduction has the same size on all ranks, whichever ranks have a gradient: ranks
+    without one send zeros, and one flag per parameter says whether some rank had a gradient. So
+    ``.grad`` stays None exactly where no rank computed a gradient, without an extra collective.
     """
 
     def __init__(
@@ -103,25 +103,25 @@ class Gradients:
         bucket.waiting.move(params[0].device, dtypes.reduced)
 
     def start(self) -> None:
-        """Start to reduce what the parameters have, and what was pending, if there can be any."""
+        """Start to reduce present and pending gradients, if any parameter can have one."""
         numbers = self._numbers()
         if not numbers:
             return
-        settle([self], self._lanes)  # the same memory may be reduced to
+        settle([self], self._lanes)  # this reduction may write to the same memory
         reduced = self._sets.choose(numbers)
         has_pending, owed = self._waiting.pending is not None, self._waiting.owed
         grads = self._take(numbers)
         dtype = self._wire_dtype(grads, has_pending=has_pending)
         buffer = reduced.input(dtype, self.params[0].device)
         source = buffer.fill(grads)
-        # What is frozen by now and owed nothing is not asked after.
+        # Count parameters that are frozen and owed nothing as present: their flags are not read.
         present = [
             grad is not None
             or not (self._bucket.sharded_params[number].requires_grad or number in owed)
             for number, grad in zip(numbers, grads, strict=True)
         ]
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
-        del grads  # their memory may serve for what comes next
+        del grads  # their memory may be reused for the allocations below
         self._lanes.join(Lane.REDUCE, Lane.COMPUTE)
         with self._lanes.on(Lane.REDUCE):
             shown, row = self._result_for(buffer.row, source.device)
@@ -130,40 +130,40 @@ class Gradients:
         self._waiting.owed = frozenset()
 
     def _trainable(self) -> frozenset[int]:
-        """The parameters that are not frozen, by number; the same on all ranks."""
+        """Return the numbers of the parameters that are not frozen; the same on all ranks."""
         return frozenset(
             i for i, param in enumerate(self._bucket.sharded_params) if param.requires_grad
         )
 
     def _numbers(self) -> tuple[int, ...]:
-        """The parameters to reduce, ascending; the same on all ranks."""
+        """Return the numbers of the parameters to reduce, ascending; the same on all ranks."""
         numbers = tuple(
             number
             for number, param in enumerate(self._bucket.sharded_params)
             if param.requires_grad or number in self._waiting.owed
         )
-        if numbers and self._spec.clean_padding:  # somebody sees them all as one
+        if numbers and self._spec.clean_padding:  # all gradients are seen as one tensor
             return tuple(range(len(self.params)))
         return numbers
 
     def _wire_dtype(self, grads: Sequence[Tensor | None], *, has_pending: bool) -> torch.dtype:
-        """The dtype that gradients travel in; the same on all ranks.
+        """Return the dtype in which gradients travel; the same on all ranks.
 
-        Where the wire adds up in wide numbers whatever travels, a gradient that was computed in
-        few bits need not be widened before: the sum is the same, bit for bit.
+        If the wire adds in a wide dtype, whatever travels, a gradient computed in a narrow dtype
+        need not be widened before: the sum is the same, bit for bit.
         """
         if has_pending:
             return self._dtypes.reduced
-        if self._spec.reducing.world == 1:  # nobody to agree with
+        if self._spec.reducing.world == 1:  # no other rank to agree with
             came = {grad.dtype for grad in grads if grad is not None}
             return self._dtypes.wire if came <= {self._dtypes.wire} else self._dtypes.reduced
         return self._dtypes.wire
 
     def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
-        """Where to reduce to: last step's gradients if they are free, else new memory.
+        """Return the target of the reduction: last step's gradients if free, else new memory.
 
-        What has to be reduced over replicas too, now or later, or is shown in several dtypes,
-        keeps the dtype of reduction, and what goes to the host is shown there.
+        Gradients that go on to replicas, now or later, or are shown in several dtypes, keep the
+        dtype of the reduction; so do offloaded ones, which are shown on the host.
         """
         dtype = self._dtypes.one_shown
         if self._spec.replicas is not None or self._spec.offload is not None or dtype is None:
@@ -172,7 +172,7 @@ class Gradients:
         return shown, shown.flat
 
     def all_reduce(self) -> None:
-        """Go on to the replicas, with what was kept partial; or reduce just that."""
+        """Continue over the replicas, partial gradients included; or reduce only the partial."""
         replicas = self._replicas
         if replicas is None or (self._in_flight is None and self._waiting.partial is None):
             return
@@ -189,7 +189,7 @@ class Gradients:
             self._in_flight.pending = replicas.all_reduce_mean(row)
 
     def keep_partial(self) -> None:
-        """Put the reduction over replicas off."""
+        """Put off the reduction over replicas."""
         if self._spec.replicas is None:
             self.finish()
         elif self._in_flight is not None:
@@ -199,11 +199,11 @@ class Gradients:
             self._end(self._in_flight)
 
     def _end_first_half(self) -> Partial:
-        """What is reduced over shards, in this pass and in those whose result was kept partial.
+        """Return the sum over shards, of this pass and of the passes that were kept partial.
 
-        Whichever parameters had gradients in which pass: all of it lies in layout order, and the
-        flags add up like the rest. Of parameters that were unfrozen since there was nothing; those
-        that were frozen are reduced on, for what they are owed.
+        The sum works whichever parameters had gradients in which pass: all rows are in layout
+        order, and flags add up like gradients. Parameters unfrozen since then add nothing; frozen
+        parameters are still reduced, for the gradients that they are owed.
         """
         partial, self._waiting.partial = self._waiting.partial, None
         reduction = self._in_flight
@@ -228,10 +228,10 @@ class Gradients:
         return now._replace(present=present)
 
     def finish(self) -> None:
-        """Put the reduced gradients on the sharded parameters; or leave that to ``settle``.
+        """Put the reduced gradients on the sharded parameters, or leave that to ``settle``.
 
-        It is left where a device would have to be asked which of them some other rank has, so that
-        the host waits for it once, for all buckets, and not before backward has ended.
+        ``settle`` does it if the flags of other ranks must be read from a device, so that the host
+        waits for the device once, for all buckets, and not before backward has ended.
         """
         if self._in_flight is None:
             return
@@ -254,7 +254,7 @@ class Gradients:
             self._end(reduction)
 
     def _at_home(self, reduced: Reduced, row: Tensor) -> GradShard:
-        """``row`` as users see it, where the shards are."""
+        """Return ``row`` as the gradients that users see, on the device of the shards."""
         offload, one = self._spec.offload, self._dtypes.one_shown
         dtype = one or row.dtype
         row = row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
@@ -262,55 +262,55 @@ class Gradients:
         return GradShard(reduced, row, None if one else shown)
 
     def _edit(self, spec: BucketSpec, row: Tensor) -> None:
-        """Let the user's choices act on what is reduced."""
+        """Apply the user's hook and divisor to the reduced gradients."""
         policy = self._bucket.reduce_policy
         if policy.hook is not None:
             with self._lanes.aside(policy.hook_stream):
                 for start, length in spec.gaps:
-                    row.narrow(0, start, length).zero_()  # whatever was there, norms ignore it
+                    row.narrow(0, start, length).zero_()  # so that norms ignore the padding
                 policy.hook(row[: spec.layout.shard_numel])
         if policy.divide_by is not None:
             row.mul_(spec.comm.world * spec.num_copies / policy.divide_by)
 
     def _end(self, reduction: _Reduction) -> None:
-        """Let computation go on with what is reduced, and in the memory that this needed."""
+        """Make computation wait for the reduction, and free the buffer that was reduced."""
         self._in_flight = None
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
         if reduction.source is not None:
             reduction.source.free()
 
     def _free_source(self, reduction: _Reduction) -> None:
-        """Give back what the shards were reduced from; computation waits until they are."""
+        """Free the buffer that was reduced over shards; computation waits for that reduction."""
         if reduction.source is not None:
             self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
             reduction.source.free()
             reduction.source = None
 
     def accumulate(self) -> None:
-        """Keep the gradients whole until a backward that reduces.
+        """Keep the gradients whole until a backward that reduces them.
 
-        They add up in the wider of the dtypes of computation and reduction, so that waiting loses
-        no bits which reducing at once would have kept.
+        Gradients accumulate in the wider of the dtypes of computation and reduction, so that
+        waiting loses no bits that reducing at once would have kept.
         """
         dtype = torch.promote_types(self._dtypes.computed, self._dtypes.reduced)
         kept = self._take(range(len(self.params)))
-        for i, grad in enumerate(kept):  # one after the other: what was cast gives its memory back
+        for i, grad in enumerate(kept):  # one at a time, so that each original is freed early
             kept[i] = None if grad is None else grad.detach().to(dtype)
             self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         self._waiting.pending = kept
         self._waiting.owed |= self._trainable()
 
     def discard(self) -> None:
-        """Forget what a backward that died left behind."""
+        """Clear the gradients of the unsharded parameters, such as those of a dead backward."""
         for param in self.params:
             param.grad = None
 
     def _take(self, numbers: Iterable[int]) -> list[Tensor | None]:
-        """Take off each parameter's gradient, with what is pending for it added.
+        """Take off all gradients, add the pending ones, and return the gradients of ``numbers``.
 
-        Returns those of ``numbers``; there is none for others. Where the model computes on several
-        streams, gradients are of any of them; they must all wait before these are read, and again
-        before their memory is given back to one of them.
+        No other parameter has a gradient. If the model computes on several streams, a gradient may
+        come from any of them; all streams must wait for each other before gradients are read, and
+        again before their memory returns to one stream.
         """
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         grads = [param.grad for param in self.params]
@@ -334,11 +334,11 @@ class Gradients:
 
     @property
     def asked(self) -> Tensor | None:
-        """The flags that ``settle`` waits for, if it does."""
+        """The flags that ``settle`` must read, or None if it need not."""
         return None if self._unsure is None else self._unsure.shown.flags
 
     def answer(self, flags: Sequence[float]) -> None:
-        """Go on with what was asked for.
+        """Put the gradients on the sharded parameters, now that their ``flags`` are read.
 
         Raises:
             ProtocolError: ranks have frozen different parameters; no gradient was changed.
@@ -351,9 +351,9 @@ class Gradients:
         self._assign(shown, present, owed)
 
     def _assign(self, result: GradShard, present: Sequence[bool], owed: frozenset[int]) -> None:
-        """Put gradients on the parameters, or add them to those there; then tell who asked.
+        """Set gradients, or add them to those present; then call post-accumulate hooks.
 
-        As without sharding, what was frozen since keeps the gradients of passes before that.
+        As without sharding, parameters frozen since then keep gradients of passes before.
         """
         params, front = self._bucket.sharded_params, self._bucket.front
         if front is not None:
@@ -380,14 +380,14 @@ class Gradients:
             front.take_gradients()
         seen = [param for _, param in wanted] if front is None else [front.param]
         for param, hook in _torch.post_accumulate_grad_hooks(seen):
-            hook(param)  # as autograd would have called it; an optimizer may step in one
+            hook(param)  # as autograd would call the hook; an optimizer may step in it
 
 
 def settle(asking: Iterable[Gradients], lanes: Lanes) -> None:
-    """Read which gradients some rank has, once for all of ``asking``, and put them in place.
+    """Read which gradients exist on any rank, once for all of ``asking``, and set them.
 
     Raises:
-        ProtocolError: see ``Gradients.answer``; the others have been done.
+        ProtocolError: see ``Gradients.answer``; the rest of ``asking`` was settled.
     """
     asked = [(one, flags) for one in asking if (flags := one.asked) is not None]
     if not asked:

@@ -1,4 +1,4 @@
-"""``reduce_input``: whole gradients, rank after rank. See [Note: the tensors of a bucket]."""
+"""The ``reduce_input``: whole gradients, rank by rank. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from fullshard.layout import Layout, Slot, StridedCopy, in_rows, plan_slots, rou
 
 
 def num_flags(num_params: int) -> int:
-    """Elements behind each rank's slice that say which of ``num_params`` have a gradient."""
+    """Return the number of elements behind each rank's slice for the flags of ``num_params``."""
     return round_up(num_params, 8)
 
 
 @dataclass(eq=False)
 class Reduced:
-    """The parameters of a bucket that are reduced together: as a rule all of them.
+    """The parameters of a bucket that are reduced together, usually all of them.
 
-    Where the user froze some after sharding, the others lie closer in ``spec.layout``, which holds
-    them alone: nothing is sent for what is frozen, and the shards are what they were.
+    If the user froze some after sharding, ``spec.layout`` holds the other parameters alone, closer
+    together: nothing is sent for frozen parameters, and the shards stay as they were.
     """
 
     numbers: tuple[int, ...]
-    """Which they are, ascending; everything else here counts them from 0."""
+    """The parameters' numbers in the bucket, ascending; all else here counts these from 0."""
     spec: BucketSpec
-    """That of the bucket, with the layout of these."""
+    """The spec of the bucket, with the layout of these parameters alone."""
     names: tuple[str, ...]
-    """Of all parameters of the bucket, which all have flags."""
+    """The FQNs of all parameters of the bucket, all of which have flags."""
     meter: StorageMeter
-    """That books the copies."""
+    """The meter that records the copies."""
     is_agreed: bool = True
-    """Whether other ranks are known to reduce the same ones."""
+    """True if other ranks are known to reduce the same parameters."""
     inputs: dict[torch.dtype, ReduceInput] = field(default_factory=dict)
-    """By the dtype on the wire."""
+    """The buffers, by dtype on the wire."""
 
     @classmethod
     def of(cls, spec: BucketSpec, numbers: tuple[int, ...], meter: StorageMeter) -> Reduced:
-        """``numbers`` of the bucket with ``spec``."""
+        """Return the parameters ``numbers`` of the bucket with ``spec``."""
         names = tuple(param.name for param in spec.layout.params)
         if len(numbers) < len(names):
             spec = replace(spec, layout=subset(spec.layout, numbers))
@@ -53,32 +53,32 @@ class Reduced:
 
     @property
     def is_all(self) -> bool:
-        """Whether these are all parameters of the bucket."""
+        """True if these are all parameters of the bucket."""
         return len(self.numbers) == len(self.names)
 
     @property
     def row(self) -> int:
-        """Elements of one rank's slice, the flags included; the same in every dtype."""
+        """Number of elements of one rank's slice, flags included; the same for every dtype."""
         return self.spec.layout.shard_numel + num_flags(len(self.names))
 
     def input(self, dtype: torch.dtype, device: torch.device) -> ReduceInput:
-        """Where their gradients are copied to, to travel in ``dtype``."""
+        """Return the buffer for gradients that travel in ``dtype``; make it at the first call."""
         buffer = self.inputs.get(dtype)
         if buffer is None:
             buffer = self.inputs[dtype] = ReduceInput(self, dtype, device)
         return buffer
 
     def flags(self, row: Tensor) -> Tensor:
-        """How many ranks, on average, have a gradient for each parameter, in a reduced row."""
+        """Return the flags in a reduced row: above 0 for a parameter if any rank had a gradient."""
         start = self.spec.layout.shard_numel
         flags = row[start : start + len(self.names)]
         return flags.real if flags.is_complex() else flags
 
     def present(self, flags: Sequence[float]) -> list[bool]:
-        """Which of these parameters some rank has a gradient for, by the flags of a reduced row.
+        """Return, by the flags of a reduced row, whether some rank has each parameter's gradient.
 
         Raises:
-            ProtocolError: a rank has one for a parameter that is frozen here.
+            ProtocolError: a rank has a gradient for a parameter that is frozen here.
         """
         known = set(self.numbers)
         unknown = [name for i, name in enumerate(self.names) if flags[i] > 0 and i not in known]
@@ -91,17 +91,17 @@ class Reduced:
         return [flags[number] > 0 for number in self.numbers]
 
     def parts(self, row: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-        """This rank's pieces in ``row`` of some parameters, by their numbers; then all flags."""
+        """Return views of ``row``: this rank's pieces of ``numbers``, then all flags."""
         pieces = [self.spec.pieces[self.numbers.index(number)] for number in numbers]
         flags = row[self.spec.layout.shard_numel :]
         return [*(row.narrow(0, piece.offset, piece.numel) for piece in pieces), flags]
 
 
 class ReduceInput:
-    """The buffer that gradients are copied to, in one batch that casts, to be reduced.
+    """The buffer to which gradients are copied and cast, in one batch, before the reduction.
 
-    Behind the slice of each rank it has one element per parameter of the bucket, 1 where it got a
-    gradient, up to a multiple of 8, which are at least 16 bytes.
+    Behind each rank's slice are the flags: one element per parameter of the bucket, 1 if it has a
+    gradient, padded to a multiple of 8 elements, which are at least 16 bytes.
     """
 
     def __init__(self, reduced: Reduced, dtype: torch.dtype, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class ReduceInput:
             for box in copies:
                 view = flat.as_strided(box.sizes, box.staging_strides, box.staging_offset)
                 param, boxes = layout.params[box.param], self._boxes[box.param]
-                if box.sizes == (param.numel,):  # it lies in one slice: copied as it is
+                if box.sizes == (param.numel,):  # all of the parameter is in one slice
                     self._boxes[box.param] = None
                     view = view.view(param.shape)
                 elif boxes is not None:
@@ -141,7 +141,7 @@ class ReduceInput:
             self._buffer.free()
 
     def fill(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Copy ``grads``, whole, of any dtypes; zeros for those that are None."""
+        """Copy whole ``grads`` of any dtypes, zeros for None; return the buffer's tensor."""
         self._buffer.allocate()
         given = [
             grad if grad is None or grad.layout is torch.strided else grad.to_dense()
@@ -157,7 +157,7 @@ class ReduceInput:
         return self._buffer.tensor
 
     def _copy(self, grads: Sequence[Tensor | None], missing: Sequence[int]) -> None:
-        """Copy box by box."""
+        """Copy the gradients box by box."""
         if self._padding:
             torch._foreach_zero_(self._padding)
         sources: list[Tensor] = []
@@ -177,12 +177,12 @@ class ReduceInput:
         else:
             copy_all(targets, sources)
             self._flags.copy_(self._presence(self._flags.dtype))
-        # Not by a list of indices, which a device would make the host wait for.
+        # A list of indices would make the host wait for the device.
         for start, stop in _runs([self._reduced.numbers[number] for number in missing]):
             self._flags[:, start:stop].zero_()
 
     def _presence(self, dtype: torch.dtype) -> Tensor:
-        """The flags where no gradient is missing: of frozen parameters there is none."""
+        """Return the flags for when no gradient is missing; frozen parameters have none."""
         ones = self._ones.get(dtype)
         if ones is None:
             with torch.inference_mode(False):
@@ -194,7 +194,7 @@ class ReduceInput:
         return ones
 
     def _without(self, missing: Sequence[int]) -> list[Tensor]:
-        """The targets of the other parameters; zeros for these."""
+        """Zero the targets of the missing parameters, and return those of the rest."""
         zeros = [view for number in missing for view in self._targets[number]]
         if zeros:
             torch._foreach_zero_(zeros)
@@ -208,7 +208,7 @@ class ReduceInput:
 
 
 class _ChunkCat:
-    """All of it in a kernel a dtype: slots, what is between them, and flags, slice after slice."""
+    """A copier that fills slots, the gaps between slots, and flags with one kernel per dtype."""
 
     def __init__(self, layout: Layout, slots: Sequence[Slot], rows: Tensor) -> None:
         self._slots = slots
@@ -220,16 +220,16 @@ class _ChunkCat:
 
     @classmethod
     def of(cls, layout: Layout, rows: Tensor) -> _ChunkCat | None:
-        """None if the parameters are cut otherwise. ``rows`` are the slices, with their flags."""
+        """Return a copier into ``rows``, the slices with flags; None if the layout has no slots."""
         slots = plan_slots(layout) if layout.world > 1 else None
         return None if slots is None else cls(layout, slots, rows)
 
     def fill(
         self, grads: Sequence[Tensor | None], presence: Callable[[torch.dtype], Tensor]
     ) -> bool:
-        """Whether these gradients, of which none is missing, have dtypes of one kernel each.
+        """Copy these gradients, none missing; return False if their dtypes do not fit the kernel.
 
-        ``presence`` gives the flags, in the dtype of a gradient.
+        ``presence`` returns the flags in the dtype of a gradient.
         """
         dtypes = {grad.dtype for grad in grads if grad is not None}
         if not _torch.casts_in_chunk_cat(dtypes, self._rows.dtype):
@@ -247,7 +247,7 @@ class _ChunkCat:
         return True
 
     def _between(self, flags: Tensor) -> list[Tensor]:
-        """What is before each slot and behind the last, for all ranks; then the flags."""
+        """Return zeros for the gaps before each slot and behind the last, then all ranks' flags."""
         world = len(self._rows)
         with torch.inference_mode(False):
             zeros = flags.new_zeros(world * max(self._gaps))
@@ -258,7 +258,7 @@ class _ChunkCat:
 
 
 def _padding(layout: Layout, row: int, flat: Tensor) -> list[Tensor]:
-    """Views of what belongs to no parameter; of all, to be sure, where it cannot be told."""
+    """Return views of the padding; the whole buffer if the layout cannot tell the padding."""
     if not layout.zero_copy:
         return [flat]
     ends = [
@@ -276,7 +276,7 @@ def _padding(layout: Layout, row: int, flat: Tensor) -> list[Tensor]:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """First and one past the last of neighbours among ascending ``numbers``."""
+    """Return start and stop of each run of neighbors in ascending ``numbers``."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number:
@@ -287,10 +287,10 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:
-    """Views of one whole gradient, box by box."""
+    """Return views of one whole gradient, box by box."""
     if not grad.is_contiguous():
         grad = grad.contiguous()
-    if len(boxes) == 1:  # it holds all elements, in order
+    if len(boxes) == 1:  # the box has all elements, in order
         return [grad.view(boxes[0].sizes)]
     offset = grad.storage_offset()
     return [grad.as_strided(b.sizes, b.param_strides, offset + b.param_offset) for b in boxes]

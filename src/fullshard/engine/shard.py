@@ -1,4 +1,4 @@
-"""What a rank keeps of the parameters of a bucket between steps."""
+"""The shards: pieces of a bucket's parameters that a rank keeps between steps."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from fullshard.tensors import carry_attributes, local_part, plain
 
 
 class Shards(Protocol):
-    """This rank's pieces of some parameters, all of one device and dtype."""
+    """This rank's pieces of some parameters, all on one device and of one dtype."""
 
     locals: list[Tensor]
-    """The local tensors that sharded parameters are made around."""
+    """The local tensors behind the sharded parameters."""
     made: Sequence[Mapping[str, Any]]
-    """The attributes that they had at first; what else is on one was put there."""
+    """The attributes that each local tensor had at first; users or hooks set any others."""
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the pieces."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What they are made of."""
+        """Dtype of the pieces."""
 
     @property
     def nbytes(self) -> int:
-        """The memory they take."""
+        """Bytes of memory of the pieces."""
 
     def show(self, locals_: Sequence[Tensor]) -> None:
-        """Know the local tensors as users do: parameters may be around views of what we made."""
+        """Replace ``locals`` by the tensors that parameters show, perhaps views of what we made."""
 
     def padded(self, index: int, device: torch.device) -> Tensor:
-        """A piece on ``device``, with the rows of padding that make it as large as rank 0's.
+        """Return a piece on ``device``, padded with rows to the size of rank 0's piece.
 
-        Itself, where it is so already; else what was put on it is on that as well.
+        Return the local tensor itself if it fits; otherwise carry over attributes set on it.
         """
 
     def values(self) -> Tensor:
-        """What is kept, 1-D in the order of the layout; itself, or a copy to ``put`` back."""
+        """Return all values, 1-D in the order of the layout: the memory, or a copy to ``put``."""
 
     def put(self, values: Tensor) -> None:
-        """Keep what was written into ``values()``."""
+        """Store the changed result of ``values()``."""
 
     def copy(self) -> Self:
-        """The same in memory of its own."""
+        """Return a copy in separate memory."""
 
     def adopted(self, pieces: Sequence[Tensor]) -> Self:
-        """The same with the values, device and dtype of ``pieces``, shaped as ``locals`` are."""
+        """Return new shards with values, device and dtype of ``pieces``, shaped like ``locals``."""
 
 
 def cut_shards(spec: BucketSpec, originals: Sequence[Tensor]) -> Shards:
-    """Keep this rank's pieces of ``originals``, whole parameters of one dtype.
+    """Return this rank's pieces of ``originals``, whole parameters of one dtype.
 
-    Of tensor-parallel ones their local tensors are cut.
+    For tensor-parallel parameters, cut the local tensors.
     """
     wholes = [local_part(original).detach() for original in originals]
     if spec.are_wrapped:
@@ -68,7 +68,7 @@ def cut_shards(spec: BucketSpec, originals: Sequence[Tensor]) -> Shards:
 
 
 class FlatShard:
-    """All pieces in one 1-D tensor, ``layout.shard_numel`` elements."""
+    """The pieces in one 1-D tensor of ``layout.shard_numel`` elements."""
 
     def __init__(self, spec: BucketSpec, flat: Tensor) -> None:
         self._spec = spec
@@ -114,11 +114,11 @@ class FlatShard:
         return _stand_in(self.locals[index], padded, device, self.made[index])
 
     def values(self) -> Tensor:
-        """See ``Shards``; itself."""
+        """See ``Shards``; return the memory itself."""
         return self.flat
 
     def put(self, values: Tensor) -> None:
-        """See ``Shards``; it was written to itself."""
+        """See ``Shards``; do nothing, because ``values`` returned the memory itself."""
 
     def copy(self) -> Self:
         """See ``Shards``."""
@@ -135,7 +135,7 @@ class FlatShard:
 
 
 class SeparateShards:
-    """Pieces of a tensor class that wraps others: of the same class, each padded by itself."""
+    """The pieces of parameters of a wrapper subclass: of the same class, each padded alone."""
 
     def __init__(self, spec: BucketSpec, padded: list[Tensor]) -> None:
         self._spec = spec
@@ -171,7 +171,7 @@ class SeparateShards:
 
     @property
     def nbytes(self) -> int:
-        """As many as plain tensors would take; what a class really takes is its own affair."""
+        """Bytes that plain tensors would take; only the subclass knows its real memory."""
         return sum(padded.numel() * padded.element_size() for padded in self._padded)
 
     def show(self, locals_: Sequence[Tensor]) -> None:
@@ -184,7 +184,7 @@ class SeparateShards:
         return _stand_in(self.locals[index], self._padded[index], device, self.made[index])
 
     def values(self) -> Tensor:
-        """See ``Shards``; plain copies."""
+        """See ``Shards``; return a plain copy."""
         numel = self._spec.layout.shard_numel
         values = torch.zeros(numel, dtype=self.dtype, device=self.device)
         for part, local in self._parts(values):
@@ -197,7 +197,7 @@ class SeparateShards:
             local.copy_(part)
 
     def _parts(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The part of ``values`` for each piece that is not empty, and that."""
+        """Yield the part of ``values`` for each non-empty piece, and the local tensor."""
         for piece, local in zip(self._spec.pieces, self.locals, strict=True):
             if piece.numel:
                 yield values.narrow(0, piece.offset, piece.numel).view(piece.shape), local
@@ -223,9 +223,9 @@ def carry_put_on(
     new: Shards,
     copied: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Put on the pieces ``new`` what was put on ``found``, which may be others than those of old.
+    """Set on ``new`` pieces the attributes set on ``found``, which may not be pieces of ``old``.
 
-    Of others nobody knows what they were made with: they give what pieces of their class lack.
+    For foreign pieces the initial attributes are unknown: carry over those that ``new`` lacks.
     """
     for number, (piece, target) in enumerate(zip(found, new.locals, strict=True)):
         made = old.made[number]
@@ -237,7 +237,7 @@ def carry_put_on(
 def _stand_in(
     local: Tensor, padded: Tensor, device: torch.device, made: Mapping[str, Any]
 ) -> Tensor:
-    """``local``, or where that is smaller or elsewhere, ``padded`` with what was put on it."""
+    """Return ``local``, or ``padded`` if larger, on ``device``, with attributes of ``local``."""
     found = local if local.shape == padded.shape else padded
     if found.device != device:
         found = found.to(device)
@@ -254,7 +254,7 @@ def check_at_home(spec: BucketSpec, device: torch.device, names: Sequence[str]) 
     """Refuse offloaded shards that were moved away from the host.
 
     Raises:
-        ProtocolError: they are elsewhere.
+        ProtocolError: ``device`` is neither the CPU nor meta, but shards are offloaded.
     """
     if spec.offload is not None and device.type not in ("cpu", "meta"):
         raise ProtocolError(
@@ -265,7 +265,7 @@ def check_at_home(spec: BucketSpec, device: torch.device, names: Sequence[str]) 
 
 
 def _zeros_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Of the class of ``tensor``, with a shape that differs in its first dim only."""
+    """Return zeros of the class of ``tensor``; ``shape`` may differ in the first dim only."""
     return tensor.new_zeros(shape)
 
 

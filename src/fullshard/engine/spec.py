@@ -1,4 +1,4 @@
-"""What is decided about a bucket before any tensor is touched."""
+"""The spec of a bucket: everything decided before any tensor is touched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_f
 
 
 class Piece(NamedTuple):
-    """Where this rank's piece of a parameter lies in its shard, and its shape."""
+    """The offset in the shard, in elements, and the shape of this rank's piece of a parameter."""
 
     offset: int
     numel: int
@@ -27,12 +27,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Layout, wires and dtypes of a bucket.
+    """The layout, wires and dtypes of a bucket.
 
-    ``comm`` is the wire among the ranks that share one copy of the parameters, ``replicas`` the one
-    among ranks with equal shards of several copies, and ``secondary`` the one among those that
-    gather again what is resharded to a smaller group. ``param_dtype`` is None where the parameters'
-    own dtype is used, ``reduce_dtype`` where ``GradDtypes`` decides.
+    ``comm`` is the wire among the ranks that share one copy of the parameters, ``replicas`` the
+    wire among ranks with equal shards of several copies, and ``secondary`` the wire among the ranks
+    of the smaller group that holds secondary shards. ``param_dtype`` is None if the parameters' own
+    dtype is used, ``reduce_dtype`` is None if ``GradDtypes`` decides.
     """
 
     layout: Layout
@@ -40,36 +40,36 @@ class BucketSpec:
     form: ShardForm
     device: torch.device
     reducer: Collectives | None = None
-    """What reduces among the ranks of ``comm``, if not ``comm`` itself."""
+    """The wire that reduces among the ranks of ``comm``, if not ``comm`` itself."""
     replicas: Collectives | None = None
     secondary: Collectives | None = None
     parallel: tuple[ParallelSpec | None, ...] | None = None
-    """How each parameter lies over other than data-parallel ranks; None: none of them does."""
+    """Placements of each parameter over ranks that are not data-parallel; None: there are none."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
-    """Of reduced gradients; None: what ``grad_dtype`` of the parameters says."""
+    """The dtype of reduced gradients; None: as ``grad_dtype`` of the parameters says."""
     follows_grad_dtype: bool = False
-    """Whether gradients are computed and reduced as ``grad_dtype`` of the parameters says, too."""
+    """True if ``grad_dtype`` of the parameters also sets the dtypes to compute and reduce in."""
     clean_padding: bool = False
-    """Whether gradients are zero where no parameter lies, because somebody sees them as one."""
+    """True if padding in gradients must be zero, because all gradients are seen as one tensor."""
     offload: Offload | None = None
-    """How shards get to ``device`` from the CPU; None: they are there."""
+    """The transport of shards from the CPU to ``device``; None: shards live on ``device``."""
     are_wrapped: bool = False
-    """Whether the parameters, and so gradients, are of a tensor class that stands around others."""
+    """True if the parameters, and so gradients, are of a wrapper subclass, see ``is_wrapper``."""
     hook_arguments: HookArguments | None = None
-    """What hooks of tensors are told; None: there can be none."""
+    """The arguments for all-gather hooks of tensors; None: there can be no hooks."""
 
     def labelled(self, label: Label) -> BucketSpec:
-        """The same with wires that say what they carry."""
+        """Return this spec with ``label`` on its wires."""
         given = {name: getattr(self, name) for name in ("comm", "reducer", "replicas", "secondary")}
         wires = {name: wire.labelled(label) for name, wire in given.items() if wire is not None}
         return replace(self, **wires)
 
     def described(self, unit: str, dtype: torch.dtype) -> str:
-        """What ranks compare before they exchange anything of a bucket of ``unit``.
+        """Return the text that ranks compare before communication for a bucket of ``unit``.
 
-        The dtype is that of the shards. A digest stands for names, shapes and dtypes of all.
+        ``dtype`` is the dtype of the shards. The text has a digest of all names, shapes and dtypes.
         """
         params = [(param.name, param.shape) for param in self.layout.params]
         all_of_it = repr((unit, params, dtype, self.param_dtype, self.reduce_dtype))
@@ -81,17 +81,17 @@ class BucketSpec:
 
     @property
     def home(self) -> torch.device:
-        """Where shards and gradients are between steps."""
+        """The device of shards and gradients between steps."""
         return self.device if self.offload is None else torch.device("cpu")
 
     @property
     def reducing(self) -> Collectives:
-        """What reduces over the shards."""
+        """The wire that reduces over the shards."""
         return self.reducer or self.comm
 
     @property
     def num_copies(self) -> int:
-        """Of all parameters, over which gradients are averaged besides the shards."""
+        """Number of copies of all parameters; gradients are averaged over copies and shards."""
         return 1 if self.replicas is None else self.replicas.world
 
     @property
@@ -109,7 +109,7 @@ class BucketSpec:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Offset and length of what lies between the pieces of this rank, and behind the last."""
+        """Offset and length of each gap between this rank's pieces, and of one behind the last."""
         gaps, end = [], 0
         for piece in sorted(self.pieces):
             if piece.offset > end:
@@ -120,10 +120,10 @@ class BucketSpec:
         return tuple(gaps)
 
     def own_views(self, flat: Tensor) -> list[Tensor]:
-        """This rank's piece of every parameter in ``flat`` (1-D, in shard order).
+        """Return this rank's piece of every parameter in ``flat`` (1-D, in shard order).
 
-        Each has a storage of just its part, so that users may pickle and compile it. They keep
-        ``flat`` alive and can be found as neighbours in it by ``tensors.flat_part_of``.
+        Each view has a storage of just its part, so that users may pickle and compile it. The views
+        keep ``flat`` alive, and ``tensors.flat_part_of`` finds them as neighbors in ``flat``.
         """
         announce_flat(flat, ((piece.offset, piece.numel) for piece in self.pieces))
         views = [_torch.own_part(flat, piece.offset, piece.shape) for piece in self.pieces]
@@ -132,12 +132,12 @@ class BucketSpec:
         return views
 
     def whole_param(self, index: int, whole: Tensor) -> nn.Parameter:
-        """A parameter as modules compute with it, frozen as yet, around the memory it is in."""
+        """Return a parameter over the memory of ``whole``, for modules to use; frozen at first."""
         parallel = self.parallel[index] if self.parallel else None
         if parallel is None:
             return nn.Parameter(whole, requires_grad=False)
         return parallel.parameter(whole, requires_grad=False)
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the unsharded parameters of shards of ``dtype``."""
+        """Return the dtype of the unsharded parameters if the shards have ``dtype``."""
         return self.param_dtype if self.param_dtype and dtype.is_floating_point else dtype

@@ -1,7 +1,7 @@
-"""Steps of optimizers, which make unsharded copies stale, whoever has built the optimizer.
+"""Steps of optimizers, which make unsharded copies stale, whoever built the optimizer.
 
-Version counters do not see what foreach and fused optimizers write. Where ranks are threads, the
-others may be in the middle of a step, and must not gather what this rank does not.
+Version counters do not see the writes of foreach and fused optimizers. If ranks are threads, other
+ranks may be in the middle of a step, and must not gather units that this rank does not gather.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fullshard import _torch
 
 
 class Watcher(Protocol):
-    """An engine."""
+    """An observer of optimizer steps: an engine."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Learn of a step; called in the thread of the optimizer, whosever that is."""
+        """Take note of a step; called in the thread of the optimizer, perhaps another rank's."""
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def watch_steps(watcher: Watcher) -> None:
-    """Tell ``watcher`` of all steps, for as long as it lives."""
+    """Report all steps to ``watcher`` for as long as it lives."""
     with _lock:
         _watchers.add(watcher)
 

@@ -1,4 +1,4 @@
-"""A unit: what one call of ``fully_shard`` unshards and reduces together."""
+"""A unit: the buckets that one call of ``fully_shard`` unshards and reduces together."""
 
 from __future__ import annotations
 
@@ -25,41 +25,42 @@ if TYPE_CHECKING:
 
 
 class Registration(Protocol):
-    """The places where a unit's parameters stand in modules; the engine knows no module."""
+    """The places of a unit's parameters in modules; the engine knows no module."""
 
     def show_sharded(self, buckets: Sequence[Bucket]) -> None:
-        """Let the modules show the sharded parameters."""
+        """Make the modules show the sharded parameters."""
 
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
-        """Let the modules show the unsharded parameters."""
+        """Make the modules show the unsharded parameters."""
 
     def take_over(self, unit: Unit) -> None:
-        """Make parameters that stand in the modules instead of our sharded ones ours.
+        """Adopt parameters that the user put into modules in place of our sharded parameters.
 
         Raises:
-            ConfigError: they do not lie as ours do, or were put over unsharded parameters.
+            ConfigError: new parameters have another placement, or replace unsharded parameters.
         """
 
     def put_back(self, buckets: Sequence[Bucket]) -> list[str]:
-        """Show unsharded parameters again where something else stands; return their names."""
+        """Restore unsharded parameters that were replaced in modules; return their FQNs."""
 
     def lend(
         self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
     ) -> None:
-        """Show ``params``, bucket by bucket, until they are taken back, whatever is told to be
-        shown meanwhile; None: go on as before.
+        """Show ``params``, bucket by bucket, instead of any other parameters until ``take_back``.
+
+        For a bucket with None, go on to show the bucket's own parameters.
         """
 
     def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
-        """Show again what was told last; return what stands where ``params`` did.
+        """Show the unit's own parameters again; return the tensors now in the places of a loan.
 
         Raises:
-            ConfigError: something that cannot be taken for one of them; the rest has been done.
+            ConfigError: a place holds something that cannot be a parameter; the rest was done.
         """
 
 
 class Unit:
-    """Buckets that move together, known to the scheduler by ``key``."""
+    """The buckets that move together, known to the scheduler by ``key``."""
 
     def __init__(
         self,
@@ -79,14 +80,14 @@ class Unit:
         self.num_members = num_members
         self.encloses = encloses
         self.engine: Engine | None = None
-        self.loan: Loan | None = None  # while the user has full parameters, by ``unshard_params``
+        self.loan: Loan | None = None  # set while ``unshard_params`` lends full parameters
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
 
     def copy(self, memo: dict[Any, Any]) -> Unit:
-        """A unit of its own, resharded, with a copy of the shards and, as yet, this registration.
+        """Return a separate unit, resharded, with copied shards; its registration is still ours.
 
-        ``memo``, of ``copy.deepcopy``, learns of it and of its parameters.
+        Enter the new unit and its parameters into ``memo`` of ``copy.deepcopy``.
         """
         new = copy.copy(self)
         new.buckets = tuple(bucket.copy(memo) for bucket in self.buckets)
@@ -96,14 +97,14 @@ class Unit:
         return new
 
     def tell_hooks(self, memo: dict[Any, Any]) -> None:
-        """Let all-gather hooks of tensors know the modules of this copy, by ``memo``."""
+        """Pass the copied modules, found in ``memo``, to all-gather hooks of tensors."""
         for bucket in self.buckets:
             told = bucket.spec.hook_arguments
             if told is not None:
                 bucket.rewire(hook_arguments=told.copied(memo))
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
-        """The modules' hooks know the unit, so this is what a copy of a part of a model meets."""
+        """Refuse to copy: module hooks refer to the unit, so copying part of a model gets here."""
         raise UnsupportedError(
             f"a module with parameters of unit {self.name or '(root)'} cannot be copied without "
             "the module that was given to fully_shard; copy that one, or the state_dict()"
@@ -111,7 +112,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Of the module that it was made of, in the tree above; what is communicated says it."""
+        """The FQN of the unit's module in the tree; labels of communication contain it."""
         return self._name
 
     @name.setter
@@ -122,21 +123,21 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, unsharded."""
+        """Bytes of all unsharded parameters."""
         return sum(bucket.unsharded_nbytes for bucket in self.buckets)
 
     @property
     def reduction_nbytes(self) -> int:
-        """Bytes of a copy of all gradients, as they are reduced."""
+        """Bytes of a copy of all gradients in the dtype of the reduction."""
         return sum(bucket.reduction_nbytes for bucket in self.buckets)
 
     @property
     def replicated(self) -> bool:
-        """Whether other ranks hold the same shard of some bucket."""
+        """True if other ranks hold the same shard of some bucket."""
         return any(bucket.spec.replicas is not None for bucket in self.buckets)
 
     def state(self, policy: UnitPolicy) -> UnitState:
-        """Return the unit as the scheduler knows it, resharded."""
+        """Return the scheduler's state of this unit, resharded."""
         return UnitState(
             self.key,
             nbytes=self.nbytes,
@@ -153,7 +154,7 @@ class Unit:
         return sum(len(bucket.sharded_params) for bucket in self.buckets)
 
     def describe(self) -> str:
-        """One line for people: parameters, elements, ranks, bytes."""
+        """Describe the unit in one line for people: parameters, elements, ranks, bytes."""
         if not self.buckets:
             return "a unit without parameters of its own"
         specs = [bucket.spec for bucket in self.buckets]
@@ -167,52 +168,52 @@ class Unit:
         )
 
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> list[nn.Parameter]:
-        """Make the unsharded side where there is none; returns the new unsharded parameters."""
+        """Make missing unsharded sides of buckets; return the new unsharded parameters."""
         fresh = [bucket for bucket in self.buckets if bucket.unsharded is None]
         return [param for bucket in fresh for param in bucket.materialize(lanes, meter).params]
 
     def sides(self) -> tuple[AnyUnsharded | None, ...]:
-        """The unsharded sides, by which a graph can tell whether they are still those it read."""
+        """Return the unsharded sides; a graph compares them with those that its forward read."""
         return tuple(bucket.unsharded for bucket in self.buckets)
 
     def start_unshard(self) -> None:
-        """Start the all-gathers."""
+        """Start the all-gathers of all buckets."""
         for whole in self._wholes():
             whole.start()
 
     def finish_unshard(self) -> None:
-        """Make the unsharded parameters usable and show them."""
+        """Make the unsharded parameters usable and show them in the modules."""
         for whole in self._wholes():
             whole.finish()
         self.registration.show_unsharded(self.buckets)
 
     def conceal(self) -> None:
-        """Show the sharded parameters; the memory of the unsharded ones stays."""
+        """Show the sharded parameters, but keep the memory of the unsharded ones."""
         for bucket in self.buckets:
             bucket.keep_requires_grad()
         self.registration.show_sharded(self.buckets)
 
     def reshard(self, *, to_secondary: bool = False) -> None:
-        """Show the sharded parameters and free the unsharded ones, all but secondary shards."""
+        """Show the sharded parameters and free the unsharded ones, except secondary shards."""
         self.conceal()
         for bucket in self.buckets:
             bucket.reshard(to_secondary=to_secondary)
 
     def forget(self) -> None:
-        """Forget all gradients that were not reduced."""
+        """Forget all gradients that were not fully reduced."""
         for bucket in self.buckets:
             bucket.forget_gradients()
 
     def _wholes(self) -> list[AnyUnsharded]:
-        """The unsharded sides that have been made."""
+        """Return the unsharded sides that have been made."""
         return [bucket.unsharded for bucket in self.buckets if bucket.unsharded is not None]
 
     def gradients(self) -> list[Gradients]:
-        """Return what takes part in reductions: of buckets whose unsharded side has been made."""
+        """Return the ``Gradients`` of the buckets whose unsharded side has been made."""
         return [bucket.gradients for bucket in self.buckets if bucket.gradients is not None]
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Sharded and unsharded parameters, bucket after bucket."""
+        """Return pairs of sharded and unsharded parameter, bucket by bucket."""
         return [
             pair
             for bucket in self.buckets
@@ -221,9 +222,9 @@ class Unit:
         ]
 
     def grad_nodes(self) -> list[Node]:
-        """The autograd nodes that accumulate gradients of the trainable parameters.
+        """Return the autograd nodes that accumulate gradients of the trainable parameters.
 
-        Kept alive here: a parameter holds its node weakly, and backward must find this very one.
+        The unit keeps the nodes alive: parameters hold nodes weakly, and backward must find these.
         """
         pairs = self.pairs()
         trainable = tuple(whole.requires_grad for _, whole in pairs)
@@ -233,26 +234,26 @@ class Unit:
         return self._grad_nodes[1]
 
     def forget_nodes(self) -> None:
-        """The unsharded parameters are new objects."""
+        """Forget the nodes of ``grad_nodes``, because the unsharded parameters are new objects."""
         self._grad_nodes = None
 
     def is_current(self) -> bool:
-        """Whether the shards are the memory of the sharded parameters."""
+        """Return whether the sharded parameters are still over the memory of the shards."""
         return all(bucket.is_current() for bucket in self.buckets)
 
     def adopt(self) -> None:
-        """Make them so again, see ``Bucket.adopt``."""
+        """Re-adopt the current parameters as shards, see ``Bucket.adopt``."""
         for bucket in self.buckets:
             if not bucket.is_current():
                 bucket.adopt()
 
     def was_written(self) -> bool:
-        """Whether a sharded parameter was visibly written since this was asked last."""
+        """Return whether a sharded parameter was visibly written since the last call."""
         last, self._version = self._version, sum(bucket.version() for bucket in self.buckets)
         return self._version != last
 
     def check_ready(self) -> None:
-        """Refuse to gather parameters on the meta device, or what cannot work.
+        """Refuse to gather parameters that are on the meta device or that ``Bucket.check`` refuses.
 
         Raises:
             ProtocolError, ExtensionError, UnsupportedError, ConfigError: nothing was changed.
@@ -273,7 +274,7 @@ class Unit:
             )
 
     def check_not_lent(self, what: str) -> None:
-        """Raise ``BusyError`` while the user has full parameters."""
+        """Raise ``BusyError`` while full parameters are on loan."""
         if self.loan is not None:
             raise BusyError(
                 f"{what} while unshard_params() lends the full parameters of unit "
@@ -282,11 +283,11 @@ class Unit:
             )
 
     def check_not_replaced(self) -> None:
-        """Before a backward: unsharded parameters are those that the forward read.
+        """Check before a backward that the unsharded parameters are those that the forward read.
 
         Raises:
-            AssertedProtocolError: they were given other ``data``, or others stand in their places;
-                which is dropped.
+            AssertedProtocolError: the user set ``data`` of unsharded parameters or replaced them;
+                the replacements are dropped.
         """
         names = self.registration.put_back(self.buckets)
         for bucket in self.buckets:
@@ -301,12 +302,12 @@ class Unit:
             )
 
     def sync_requires_grad(self) -> None:
-        """Freeze and unfreeze the unsharded parameters as the user did the sharded ones."""
+        """Freeze and unfreeze the unsharded parameters like the sharded ones, and vice versa."""
         for bucket in self.buckets:
             bucket.sync_requires_grad()
 
 
 def _ranks(spec: BucketSpec) -> str:
-    """The number of ranks, for people."""
+    """Return the number of ranks as text for people."""
     world = str(spec.layout.world)
     return world if spec.replicas is None else f"{spec.replicas.world} x {world}"

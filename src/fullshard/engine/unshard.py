@@ -1,4 +1,4 @@
-"""The way from the shard to whole parameters. See [Note: the tensors of a bucket]."""
+"""The path from the shard to whole parameters. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ _ADDRESS = Tensor.data_ptr
 
 
 class Unsharded:
-    """Whole parameters whose memory comes and goes.
+    """The whole parameters of a bucket, whose memory comes and goes.
 
-    ``start`` and ``finish`` gather, ``free`` gives the memory back, all of it or all but a
-    secondary shard, from which the next ``start`` gathers; the scheduler sees to it that they are
-    called in turn. Each parameter is made from ``.data`` of the buffer, so that it has a
-    version counter of its own and no base: what the engine writes through the buffer is no
-    modification in the eyes of autograd.
+    ``start`` and ``finish`` gather; ``free`` frees the memory, all of it or all but a secondary
+    shard, from which the next ``start`` gathers. The scheduler makes sure that the three are called
+    in turn. Each parameter is made from ``.data`` of a view of the buffer, so that it has its own
+    version counter and no base: to autograd, the engine's writes to the buffer modify nothing.
     """
 
     def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes, meter: StorageMeter) -> None:
@@ -70,15 +69,15 @@ class Unsharded:
                 self._buffer.free()
 
     def owns(self, param: nn.Parameter) -> bool:
-        """Whether ``param``, one of ours, still lies in our memory."""
+        """Return whether ``param``, one of ``params``, still uses our memory."""
         flat = self.shard if self._buffer is None else self._buffer.tensor
         storage = local_part(param).untyped_storage()
         return storage.data_ptr() == flat.untyped_storage().data_ptr()
 
     def reclaim(self) -> list[int]:
-        """Let parameters that were given other ``data`` lie in our memory again; tells which.
+        """Point parameters with foreign ``data`` back to our memory; return their numbers.
 
-        Where there is no memory nobody reads them, and the next ``start`` sees to it.
+        While no memory is allocated, do nothing: nobody reads them, and ``start`` calls this again.
         """
         if self._buffer is not None and not self._buffer.allocated:
             return []
@@ -92,7 +91,7 @@ class Unsharded:
         return replaced
 
     def start(self) -> None:
-        """Start the all-gather; into memory that is there already if this is a refresh."""
+        """Start the all-gather, for a refresh into memory that is already allocated."""
         if self._buffer is None:
             self.reclaim()
             return
@@ -104,7 +103,7 @@ class Unsharded:
         self.reclaim()
 
     def finish(self) -> None:
-        """Make the parameters whole on the compute lane."""
+        """Make the whole parameters usable on the compute lane."""
         if self._in_flight is None:
             return
         with self._lanes.on(Lane.GATHER):
@@ -117,9 +116,9 @@ class Unsharded:
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """Give the memory back once compute is done with it, but for a secondary shard if asked.
+        """Free the memory once compute is done with it, except a secondary shard if asked.
 
-        With ``keep_memory`` nothing is given back, and the next gather writes to the same place.
+        With ``keep_memory`` the buffer is not freed, and the next gather writes to the same place.
         """
         if self._buffer is None:
             return
@@ -135,10 +134,10 @@ class Unsharded:
 
 
 class _Secondary:
-    """A slice of the unsharded buffer, kept by each rank of a small group instead of all of it.
+    """A slice of the unsharded buffer, kept by each rank of a small group in place of the whole.
 
-    It cuts the buffer without regard to the parameters in it, so that it is gathered in place,
-    whatever their layout and sizes.
+    The slices cut the buffer at any point of its parameters, so that the buffer is gathered in
+    place, whatever the layout and sizes of the parameters.
     """
 
     def __init__(self, comm: Collectives, whole: Buffer, meter: StorageMeter) -> None:
@@ -153,7 +152,7 @@ class _Secondary:
         self._slice.free()
 
     def keep(self) -> None:
-        """Copy our slice of the buffer, which is about to be freed."""
+        """Copy this rank's slice of the buffer, which will be freed next."""
         self._slice.allocate()
         self._slice.tensor.copy_(self._own)
         self._meter.copied(self._own.nbytes)
@@ -165,14 +164,14 @@ class _Secondary:
         return self._comm.all_gather([self._whole.tensor], [self._slice.tensor])
 
     def free(self) -> None:
-        """Give up the slice."""
+        """Free the slice."""
         if self.kept:
             self._slice.free()
             self.kept = False
 
 
 class _Gather:
-    """From a shard to the unsharded buffer: in place, or by way of a staging buffer."""
+    """A gather from shards into the unsharded buffer: in place, or through staging buffers."""
 
     def __init__(self, spec: BucketSpec, buffer: Buffer, lanes: Lanes, meter: StorageMeter) -> None:
         layout = spec.layout
@@ -181,11 +180,11 @@ class _Gather:
         self._comm = lanes.wire(Lane.GATHER, spec.comm)
         self._lanes = lanes
         self._meter = meter
-        self._shard: Tensor | None = None  # which these are slices of
+        self._shard: Tensor | None = None  # the shard that ``_sources`` are slices of
         self._sources: list[Tensor] = []
         self._slices = [(part.shard_offset, part.numel) for part in plan.direct]
         self._outputs = written_in_place(plan, world, flat)
-        self._written = [buffer] if plan.direct else []  # what the gathers write
+        self._written = [buffer] if plan.direct else []  # buffers that the gathers write
         self._stagings = [
             _Staging(spec, start, stop, buffer, meter) for start, stop in _staged(plan, spec)
         ]
@@ -193,11 +192,11 @@ class _Gather:
             self._slices.append((staging.start, staging.numel))
             self._outputs.append(staging.buffer.tensor)
             self._written.append(staging.buffer)
-        # Our own slices of what is gathered.
+        # This rank's slices of the outputs.
         self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
         self._landing: Buffer | None = None  # for a shard that comes from the host
         self._outbound: Outbound | None = None
-        self._arrived: Mark | None = None  # on the bus, of one that nobody gathers
+        self._arrived: Mark | None = None  # arrival of a shard that needs no collective
         if spec.offload is not None:
             target = self._own[0]
             if len(self._own) > 1:
@@ -211,9 +210,9 @@ class _Gather:
             staging.buffer.free()
 
     def start(self, shard: Tensor) -> Pending:
-        """Allocate, and start to gather what all ranks have of ``shard``.
+        """Allocate memory, and start to gather the shards of all ranks; ours is ``shard``.
 
-        A shard of another dtype is cast to its place in the result, so that one pass does both.
+        A shard of another dtype is cast into its place in the result: one pass copies and casts.
         """
         for buffer in self._written:
             buffer.allocate()
@@ -238,7 +237,7 @@ class _Gather:
         return self._comm.all_gather(self._outputs, sources)
 
     def _brought(self, outbound: Outbound, shard: Tensor) -> list[Tensor]:
-        """Our own slices of a shard on the host, on the device; the host copies or casts it."""
+        """Return slices, on the device, of ``shard`` on the host; the host copies or casts it."""
         self._meter.copied(sum(own.nbytes for own in self._own))
         if self._landing is None:
             outbound.send(shard)
@@ -247,7 +246,7 @@ class _Gather:
         return [self._landing.tensor.narrow(0, *slice_) for slice_ in self._slices]
 
     def finish(self) -> None:
-        """Copy what was staged."""
+        """Copy the staged parameters to their places."""
         if self._arrived is not None:
             self._lanes.wait_event(Lane.GATHER, self._arrived)
         if self._landing is not None:
@@ -257,9 +256,9 @@ class _Gather:
 
 
 def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
-    """Bounds, in each shard, of what is gathered to a staging buffer of its own.
+    """Return the bounds, in each shard, of the parts that get separate staging buffers.
 
-    As a rule that is one; what a device copies out of it in one kernel is not mixed with the rest.
+    There is usually one; a part that a device copies out in one kernel is not mixed with the rest.
     """
     stop = plan.staged_numel
     even = even_from(spec.layout, stop) if _torch.fuses_copies(spec.device) else stop
@@ -267,12 +266,12 @@ def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
 
 
 class _Staging:
-    """A staging buffer, and the copies out of it."""
+    """A staging buffer, with the copies out of that buffer."""
 
     def __init__(
         self, spec: BucketSpec, start: int, stop: int, target: Buffer, meter: StorageMeter
     ) -> None:
-        """For elements ``start`` to ``stop`` of each shard, which come to lie in ``target``."""
+        """Stage elements ``start`` to ``stop`` of each shard, on their way into ``target``."""
         layout, flat = spec.layout, target.tensor
         self.start, self.numel = start, stop - start
         numel = layout.world * self.numel
@@ -290,9 +289,9 @@ class _Staging:
             self._split_up(copies, layout.world)
 
     def _split_up(self, copies: Sequence[StridedCopy], world: int) -> None:
-        """Let one kernel copy, if the same ranks have pieces of all parameters, of one size each.
+        """Plan one kernel, if the same ranks have pieces of all parameters, each of one size.
 
-        What is between them goes where nobody reads it.
+        The padding between pieces is copied to tensors that nobody reads.
         """
         ranks = {copy.sizes[0] for copy in copies}
         pieces = [copy.sizes[-1] for copy in copies]
@@ -314,7 +313,7 @@ class _Staging:
         return [self._rows.new_empty(len(self._rows), numel)] if numel else []
 
     def empty(self) -> None:
-        """Copy what was gathered to where it belongs, in one batch, and give the memory back."""
+        """Copy the gathered pieces to their places, in one batch, and free the staging buffer."""
         self._target.allocate()
         if self._side_by_side:
             _torch.split_copy(self._rows, self._side_by_side)

@@ -1,4 +1,4 @@
-"""Views by a ``GatherPlan``: where a gather writes, and what is copied out of its staging."""
+"""Views that follow from a ``GatherPlan``: the targets of a gather, and copies out of staging."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 from fullshard.layout import GatherPlan, Layout, StridedCopy, plan_gather
 
 _DIRECT_NBYTES = 512 << 10
-"""Pieces of a parameter from this size on are gathered in place, where the layout allows it.
+"""Size from which pieces of a parameter are gathered in place, if the layout allows that.
 
-Each travels by itself then. Below, a copy of what came with others takes less time over gloo.
+Each such piece travels alone. Smaller pieces travel together: a copy takes less time with gloo.
 """
 
 
 def gather_plan(layout: Layout, itemsize: int) -> GatherPlan:
-    """How shards with elements of ``itemsize`` bytes become whole."""
+    """Return the plan by which shards with elements of ``itemsize`` bytes are gathered."""
     return plan_gather(layout, min_numel=_DIRECT_NBYTES // itemsize)
 
 
 def written_in_place(plan: GatherPlan, world: int, whole: Tensor) -> list[Tensor]:
-    """The parts of ``whole``, 1-D, that gathers write themselves."""
+    """Return the parts of ``whole``, 1-D, that gathers write directly."""
     return [whole.narrow(0, part.unsharded_offset, world * part.numel) for part in plan.direct]
 
 
@@ -31,9 +31,9 @@ def places_of_copies(
     staging: Tensor,
     offsets: Sequence[int] | Mapping[int, int],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Views of ``whole`` and of ``staging``, to copy the latter to the former.
+    """Return views of ``whole``, the targets of copies, and views of ``staging``, the sources.
 
-    ``offsets`` are those of the parameters in ``whole``.
+    ``offsets`` are the offsets of the parameters in ``whole``, in elements.
     """
     to = [
         whole.as_strided(box.sizes, box.param_strides, offsets[box.param] + box.param_offset)

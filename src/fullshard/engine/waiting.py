@@ -1,4 +1,4 @@
-"""Gradients of earlier passes, which wait to be reduced to the end."""
+"""Waiting gradients: those of earlier passes that are not fully reduced yet."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from fullshard.engine.reduce_input import Reduced
 
 
 class Partial(NamedTuple):
-    """A row that is reduced over shards only, and waits for the replicas."""
+    """A row of gradients that is reduced over shards and waits for the replicas."""
 
     reduced: Reduced
     row: Tensor
     present: list[bool]
-    """Which of these parameters had a gradient on this rank, in some pass."""
+    """For each parameter of ``reduced``, True if this rank had a gradient in some pass."""
 
 
 @dataclass
 class Waiting:
-    """Gradients of earlier passes, which a bucket keeps until a backward reduces them."""
+    """The gradients of earlier passes that a bucket keeps until a backward reduces them."""
 
     pending: list[Tensor | None] | None = None
-    """Whole gradients, by parameter; None on all ranks if there are none on any."""
+    """Whole gradients, by parameter; None on all ranks if no rank accumulated any."""
     partial: Partial | None = None
-    """The sum over shards, which has not been reduced over replicas."""
+    """Gradients reduced over shards, but not over replicas."""
     owed: frozenset[int] = frozenset()
-    """Numbers of all parameters that either may have come from; the same on all ranks."""
+    """Numbers of all parameters that may have such gradients; the same on all ranks."""
 
     def __bool__(self) -> bool:
         return self.pending is not None or self.partial is not None
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all waiting gradients."""
         self.pending, self.partial, self.owed = None, None, frozenset()
 
     def move(self, device: torch.device, reduced: torch.dtype) -> None:
-        """Bring them to where and in what dtype the bucket reduces by now."""
+        """Move waiting gradients to ``device``; cast partial ones to the dtype ``reduced``."""
         if self.pending is not None:
             self.pending = [None if grad is None else grad.to(device) for grad in self.pending]
         if self.partial is not None:

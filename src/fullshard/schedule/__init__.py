@@ -1,8 +1,8 @@
-"""WHEN things move: triggers in, actions out, no tensor and no torch.
+"""WHEN things move: triggers go in and actions come out, without tensors and without torch.
 
-``Scheduler.on(trigger)`` answers with actions. What happens is in ``triggers``, what can be done in
-``actions``, what is remembered of a unit in ``state``. The same machine fed by real hooks runs the
-training step, and fed by a simulated walk of the model plans it.
+``Scheduler.on(trigger)`` answers with actions. ``triggers`` lists the events, ``actions`` the
+possible effects, and ``state`` the facts remembered about each unit. Fed by real hooks, the machine
+runs the training step; fed by a simulated walk of the model, the same machine plans the step.
 """
 
 from __future__ import annotations

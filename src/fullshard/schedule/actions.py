@@ -1,4 +1,4 @@
-"""What the engine is told to do: a small vocabulary of interned values with a text form."""
+"""The instructions to the engine: a small vocabulary of interned values with a text form."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Op(enum.StrEnum):
     """One kind of effect; the value is its text form."""
 
     FENCE = "fence"
-    """Communication that follows must see what the optimizer wrote."""
+    """Make the communication that follows see the values that the optimizer wrote."""
     UNSHARD = "unshard"
-    """Start the all-gather of a unit."""
+    """Start the all-gathers of a unit."""
     WAIT = "wait"
     """Make the unsharded parameters usable and show them in the modules."""
     CONCEAL = "conceal"
@@ -22,26 +22,26 @@ class Op(enum.StrEnum):
     RESHARD = "reshard"
     """Show the sharded parameters and free the unsharded storage."""
     RESHARD_TO_SECONDARY = "reshard_to_secondary"
-    """The same, but keep a slice from which fewer ranks can gather again in backward."""
+    """Reshard, but keep a secondary shard, from which fewer ranks gather again in backward."""
     REDUCE_SCATTER = "reduce_scatter"
     """Start the reduction of a unit's gradients, pending ones included, over the shards."""
     ALL_REDUCE = "all_reduce"
-    """Go on to reduce over the replicas, what was kept partial included."""
+    """Continue with the reduction over the replicas, gradients that were kept partial included."""
     KEEP_PARTIAL = "keep_partial"
-    """End a reduction without that: keep what is reduced over the shards only."""
+    """End a reduction before the replicas: keep gradients that are reduced over the shards only."""
     FINISH_REDUCE = "finish_reduce"
-    """Put the reduced gradients where the optimizer looks."""
+    """Put the reduced gradients on the sharded parameters, where the optimizer finds them."""
     ACCUMULATE = "accumulate"
-    """Keep the gradients unsharded until a backward that reduces (no-sync)."""
+    """Keep the gradients unsharded until a backward that reduces them (no-sync)."""
     DISCARD = "discard"
     """Forget the gradients of a backward that died."""
     FORGET = "forget"
-    """Forget every gradient that was not reduced, pending ones included."""
+    """Forget every gradient that was not fully reduced, pending ones included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One effect on one unit (``unit`` is None for effects on all of them)."""
+    """One effect on one unit (``unit`` is None for an effect on all units)."""
 
     op: Op
     unit: int | None = None
@@ -51,7 +51,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read back the text form: ``Action.parse(str(action)) is`` the interned action."""
+        """Return the interned action whose text form, ``str(action)``, is ``text``."""
         op, _, unit = text.partition(" ")
         return _intern(Op(op), int(unit) if unit else None)
 
@@ -80,7 +80,7 @@ class UnitActions(NamedTuple):
 
 @cache
 def actions_of(unit: int) -> UnitActions:
-    """Interned actions of the unit with this key."""
+    """Return the interned actions of the unit with this key."""
     return UnitActions(*(_intern(Op(name), unit) for name in UnitActions._fields))
 
 

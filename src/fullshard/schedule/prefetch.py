@@ -1,4 +1,4 @@
-"""Guessing which unit comes next, from the order of an earlier pass."""
+"""Prefetch: guesses which unit comes next from the order of an earlier pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNORDERED = sys.maxsize
 class Order:
     """A sequence of unit keys and a position in it.
 
-    The position follows what really happens; a unit that is not found leaves it where it is.
+    The position follows the units that are really entered; an unknown unit does not move it.
     """
 
     def __init__(self, units: Sequence[int] = ()) -> None:
@@ -26,8 +26,8 @@ class Order:
         self.next = 0
 
     def advance(self, unit: int) -> int:
-        """Note that ``unit`` was met; return its position (-1: not predicted)."""
-        for start in (self.next, 0):  # what lies ahead first, then anywhere: a second pass
+        """Move past ``unit``, which was entered, and return its position (-1: not predicted)."""
+        for start in (self.next, 0):  # search ahead first, then from the start: a second pass
             try:
                 found = self.units.index(unit, start)
             except ValueError:
@@ -37,7 +37,7 @@ class Order:
         return -1
 
     def following(self, unit: int) -> tuple[int, int] | None:
-        """Position and key of the next unit that is another than ``unit``."""
+        """Return position and key of the next unit other than ``unit``, None if there is none."""
         for position in range(self.next, len(self.units)):
             if self.units[position] != unit:
                 return position, self.units[position]
@@ -45,29 +45,29 @@ class Order:
 
 
 class Prefetcher:
-    """Gathers in one direction what should come next, and gives up what did not come.
+    """A guesser for one direction: gathers the units expected next, drops those that never came.
 
-    A wrong guess costs a gather and memory for a moment, never correctness. ``budget`` bounds the
-    unsharded bytes up to which units are guessed; None means one unit ahead.
+    A wrong guess costs a gather and memory for a moment, never correctness. ``budget`` is the
+    number of unsharded bytes up to which units are gathered ahead; None means one unit ahead.
     """
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
         self._order = Order()
         self._guesses: dict[int, int] = {}  # unit -> position in the order
-        self._due: int | None = None  # a unit at whose end the next one is to be guessed
+        self._due: int | None = None  # the unit whose end triggers the next guess
 
     def follow(self, units: Sequence[int]) -> None:
         """Predict with this order from now on."""
         self._order = Order(units)
 
     def rewind(self) -> None:
-        """The pass starts again."""
+        """Start the pass again at the first unit."""
         self._order.rewind()
 
     @property
     def is_blind(self) -> bool:
-        """Whether nothing says what comes next, neither an order nor the user."""
+        """True if neither a learned order nor the user says which unit comes next."""
         return not self._order.units and not self._guesses
 
     def met(
@@ -79,9 +79,9 @@ class Prefetcher:
         told: Sequence[int] = (),
         ahead: Ahead = Ahead.AT_START,
     ) -> None:
-        """``unit`` was entered: drop the guesses that it skipped, and make new ones.
+        """Take note that ``unit`` was entered: drop skipped guesses and make new ones.
 
-        Those of the user, if ``told``; they are never taken for skipped.
+        If the user named units in ``told``, gather those; they never count as skipped.
         """
         position = self._order.advance(unit)
         if self._guesses:
@@ -96,13 +96,13 @@ class Prefetcher:
             self._guess_more(unit, budget, out)
 
     def done(self, unit: int, budget: int | None, out: Actions) -> None:
-        """``unit`` was left; what was put off until then is guessed."""
+        """Take note that ``unit`` was left, and make the guess that was put off until then."""
         if self._due == unit:
             self._due = None
             self._guess_more(unit, budget, out)
 
     def give_up(self, out: Actions) -> None:
-        """The pass is over: what is still guessed was guessed wrong."""
+        """Drop all guesses that are left: the pass is over, so they were wrong."""
         self._due = None
         for unit in tuple(self._guesses):
             self._drop(unit, out)

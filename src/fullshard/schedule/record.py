@@ -1,4 +1,4 @@
-"""What a watcher of the machine is told."""
+"""Events of the machine, and recorders that receive them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fullshard.schedule.triggers import Trigger, text
 
 
 class Event(NamedTuple):
-    """A trigger and what followed from it."""
+    """A trigger and the actions that followed from it."""
 
     trigger: Trigger
     actions: tuple[Action, ...]
@@ -20,7 +20,7 @@ class Event(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Receives each event after the machine decided and before the engine acts."""
+    """A receiver of each event, after the machine has decided and before the engine acts."""
 
     def record(self, event: Event) -> None:
         """Take note of ``event``."""
@@ -28,7 +28,7 @@ class Recorder(Protocol):
 
 @dataclass
 class Transcript:
-    """Keeps every event; ``str()`` is the text that golden files hold."""
+    """A recorder that keeps every event; ``str()`` is the text that golden files hold."""
 
     events: list[Event] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class Transcript:
         self.events.append(event)
 
     def actions(self) -> list[Action]:
-        """All actions, in order."""
+        """Return all actions, in order."""
         return [action for event in self.events for action in event.actions]
 
     def __str__(self) -> str:

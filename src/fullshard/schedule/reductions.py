@@ -1,4 +1,4 @@
-"""Reductions under way, and how many at a time."""
+"""The reductions in flight, and how many may be in flight at a time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from fullshard.schedule.state import UnitState
 
 
 class Reductions:
-    """Started in the order of backward, finished in the same; only so many in flight.
+    """The reductions in flight: started in the order of backward, finished in the same order.
 
-    Each holds a copy of its unit's gradients until it is through with the shards: more at a time
-    cost memory, fewer let computation wait for the wire. Where there are replicas, a reduction goes
-    on to them when another one needs its memory, and what it holds from then on is one shard.
+    Each reduction holds a copy of its unit's gradients until it has been reduced over the shards:
+    more reductions at a time cost memory, fewer make computation wait for the wire. With replicas,
+    a reduction goes on to them when another one needs its memory, and from then on holds one shard.
 
-    ``open``: a backward has begun since all of them were ended. ``awaited`` is the number of the
-    finalization whose handle is to end them, if there is one.
+    ``open`` is True if a backward has begun since all reductions were ended. ``awaited`` is the
+    number of the finalization whose handle will end the reductions, or None.
     """
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, list[Action]] = {}  # unit -> what is still to be done
-        self._held: dict[int, int] = {}  # of these, those that hold a copy -> its bytes
+        self._in_flight: dict[int, list[Action]] = {}  # unit -> actions still to be done
+        self._held: dict[int, int] = {}  # units in flight that hold a copy -> bytes of that copy
         self.open = False
         self.awaited: int | None = None
         self._num_left = 0
@@ -29,10 +29,10 @@ class Reductions:
         return len(self._in_flight)
 
     def start(self, state: UnitState, out: Actions, budget: int | None) -> None:
-        """Reduce what the unit has, or keep it where the user asked for that.
+        """Reduce the unit's gradients, or keep them unsharded if the user asked for that.
 
-        Before that, the oldest go on until their copies and that of this unit are no more than
-        ``budget`` bytes together; None: all go on.
+        Before a reduction, let the oldest ones continue until their copies and this unit's copy
+        take at most ``budget`` bytes together; if ``budget`` is None, all of them continue.
         """
         policy, do = state.policy, state.do
         state.pending = not policy.requires_gradient_sync
@@ -42,7 +42,7 @@ class Reductions:
         while state.key in self._in_flight:
             self._end(next(iter(self._in_flight)), out)
         for unit in [unit for unit in self._in_flight if unit not in self._held]:
-            self._end(unit, out)  # reduced over the replicas while the one before this was started
+            self._end(unit, out)  # its all-reduce began no later than the previous reduction
         most = 0 if budget is None else budget - state.reduction_nbytes
         while self._held and (budget is None or sum(self._held.values()) > most):
             self._go_on(next(iter(self._held)), out)
@@ -56,7 +56,7 @@ class Reductions:
         self._held[state.key] = state.reduction_nbytes
 
     def end_partial(self, state: UnitState, out: Actions) -> None:
-        """Reduce over replicas what was kept partial, if the user no longer asks for that."""
+        """Reduce partial gradients over the replicas, unless the user still keeps them partial."""
         policy = state.policy
         if state.partial and policy.requires_all_reduce and policy.requires_gradient_sync:
             state.partial = False
@@ -65,7 +65,7 @@ class Reductions:
             self._held.pop(state.key, None)
 
     def finish(self, out: Actions) -> None:
-        """End all of them."""
+        """End all reductions."""
         for unit in tuple(self._held):
             self._go_on(unit, out)
         for unit in tuple(self._in_flight):
@@ -74,12 +74,12 @@ class Reductions:
         self.awaited = None
 
     def leave(self) -> None:
-        """Leave it to a handle to end them."""
+        """Leave all reductions to a handle that will end them."""
         self.awaited = self._num_left
         self._num_left += 1
 
     def _go_on(self, unit: int, out: Actions) -> None:
-        """Give the copy of the unit's gradients back: end its reduction over the shards."""
+        """End the unit's reduction over the shards, which frees the copy of its gradients."""
         del self._held[unit]
         to_do = self._in_flight[unit]
         out.append(to_do.pop(0))

@@ -1,4 +1,4 @@
-"""Which units are unsharded, and the few ways in which that changes."""
+"""The residencies of all units, and the few ways to change them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from fullshard.schedule.state import IN_USE, Hold, Residency, UnitState
 
 Actions = list[Action]
 
-# To look up a member of an enum takes longer than what is done with it.
+# Looking up an enum member takes longer than the work that needs the member.
 _SHARDED, _SECONDARY, _GATHERING, _UNSHARDED, _CONCEALED = Residency
 
-# Holds of units that modules do not show.
+# Holds that keep a unit in memory without being shown by the modules.
 _UNSEEN = Hold.HIDDEN | Hold.LATE
 
 
 class Residents:
-    """All units with their residencies; every method appends what it asks for to ``out``.
+    """All units with their residencies; methods append the actions that they need to ``out``.
 
     ``generation`` counts how often the sharded weights may have changed; an unsharded copy made
     in an earlier generation is stale.
@@ -26,17 +26,17 @@ class Residents:
         self.generation = 0
         self.root: UnitState | None = None
         self.hidden: set[int] = set()
-        self._late: tuple[UnitState, bool] | None = None  # the unit, and whether to secondary
+        self._late: tuple[UnitState, bool] | None = None  # the unit; True: to secondary
         self._held_nbytes = 0
 
     def held_nbytes(self) -> int:
-        """Unsharded bytes, those on their way included, the root's apart."""
+        """Return the unsharded bytes, those being gathered included, the root's excluded."""
         if self.root is not None and self.root.is_held:
             return self._held_nbytes - self.root.nbytes
         return self._held_nbytes
 
     def need(self, state: UnitState, out: Actions) -> None:
-        """Make the unit unsharded from here on."""
+        """Make the unit unsharded, whatever its residency is."""
         state.holds &= ~Hold.GUESS
         if state.residency <= _SECONDARY:
             self.gather(state, out)
@@ -45,10 +45,10 @@ class Residents:
             self.wait(state, out)
 
     def refresh(self, state: UnitState, out: Actions) -> None:
-        """Gather again, in place, if the weights changed since the copy was made.
+        """Gather the unit again, in place, if the weights changed since its copy was made.
 
-        Not in the middle of a forward or backward that reads the copy: its gradients belong to
-        the weights that it started with.
+        Do nothing in the middle of a forward or backward that reads the copy: its gradients belong
+        to the weights that it started with.
         """
         if not state.is_held or state.generation == self.generation or (state.holds & IN_USE):
             return
@@ -57,7 +57,7 @@ class Residents:
         self.gather(state, out)
 
     def gather(self, state: UnitState, out: Actions) -> None:
-        """Start to unshard."""
+        """Start to unshard the unit."""
         if state.residency is _SECONDARY and state.generation != self.generation:
             self._drop_secondary(state, out)
         if state.residency <= _SECONDARY:
@@ -67,17 +67,17 @@ class Residents:
         out.append(state.do.unshard)
 
     def wait(self, state: UnitState, out: Actions) -> None:
-        """Finish to unshard, or show again what was concealed."""
+        """Finish unsharding the unit, or show it again if it was concealed."""
         state.move(_UNSHARDED)
         out.append(state.do.wait)
 
     def hide(self, state: UnitState) -> None:
-        """A graph that nobody sees may read the unit until the weights are others."""
+        """Hold the unit until the weights change: a graph that we do not see may read it."""
         state.holds |= Hold.HIDDEN
         self.hidden.add(state.key)
 
     def end_stale_hidden(self, out: Actions) -> None:
-        """Let go of units whose hidden graphs belong to weights that are gone."""
+        """Release the units whose hidden graphs belong to weights that have changed since."""
         for state in [self.units[key] for key in sorted(self.hidden)]:
             if state.generation != self.generation and not state.holds & IN_USE:
                 state.holds &= ~Hold.HIDDEN
@@ -85,7 +85,7 @@ class Residents:
                 self.settle(state, out)
 
     def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
-        """Reshard the unit if nothing holds it; let only an unseen backward read it."""
+        """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do."""
         if not state.residency or state.holds & ~_UNSEEN:
             return
         if state.residency is _SECONDARY:
@@ -93,7 +93,7 @@ class Residents:
                 self._drop_secondary(state, out)
             return
         if state.residency is _GATHERING:
-            self.wait(state, out)  # a buffer cannot be freed while the wire writes into it
+            self.wait(state, out)  # a buffer cannot be freed while a collective writes into it
         if state.holds:
             if state.residency is _UNSHARDED:
                 state.move(_CONCEALED)
@@ -104,10 +104,10 @@ class Residents:
         out.append(state.do.reshard_to_secondary if to_secondary else state.do.reshard)
 
     def put_off(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
-        """Free the unit, which is to be settled, only once the next gather has begun.
+        """Add a hold so that the unit is freed only once the next gather has begun.
 
-        What is freed waits for the unit's computation, and so do the gathers after it: where none
-        was issued ahead, the next one would overlap with nothing.
+        Freeing waits for the unit's computation, and so do the gathers issued after it: if no
+        gather was issued ahead, the next one would overlap with no computation.
         """
         if self._late is not None and self._late[0] is not state:
             self.end_late(out)
@@ -115,14 +115,14 @@ class Residents:
         self._late = state, to_secondary
 
     def make_room(self, state: UnitState, budget: int | None, out: Actions) -> None:
-        """Free what was put off if ``state`` would not fit beside it."""
+        """Free the unit that was put off if ``state`` would not fit beside it."""
         if self._late is None or budget is None or state.is_held:
             return
         if self.held_nbytes() + state.nbytes > budget:
             self.end_late(out)
 
     def end_late(self, out: Actions) -> None:
-        """Free what was put off."""
+        """Free the unit that was put off, if there is one."""
         if self._late is not None:
             (state, to_secondary), self._late = self._late, None
             state.holds &= ~Hold.LATE

@@ -1,4 +1,4 @@
-"""WHEN: the deterministic machine between what happens and what is done about it.
+"""WHEN: the deterministic machine that turns triggers into actions.
 
 Same triggers, same actions: nothing here looks at a clock, at free memory or at whether a
 collective has completed, so all ranks that see the same triggers issue the same collectives in the
@@ -27,21 +27,21 @@ from fullshard.schedule.state import (
 )
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
-# What the end of a unit's backward makes superfluous, whatever the policy.
+# The holds that end with a unit's backward, whatever the policy.
 _BACKWARD_DONE = Hold.BACKWARD | Hold.RECOMPUTE | Hold.USER
 _NOT_IN_USE = Hold.KEEP | Hold.USER | Hold.GUESS | Hold.LATE
 
-# To look up a member of an enum takes longer than what is done with it.
+# Looking up an enum member takes longer than the work that needs the member.
 _NOTHING, _READS, _BACKWARD, _HIDDEN = Follows
 _NOWHERE, _ELSEWHERE, _HERE = Accumulates
 
 
 class Scheduler:
-    """Turns triggers into actions.
+    """The machine that answers each trigger with actions.
 
-    Holds residencies, holds and the learned order; never a tensor. ``add`` makes a unit known;
-    after that ``on`` is the whole interface. What it takes by itself is in other files; what is
-    left are the triggers, one handler each, which share all of the state.
+    It keeps residencies, holds and the learned order, never a tensor. ``add`` registers a unit;
+    after that ``on`` is the whole interface. Parts that can stand alone are in other files; this
+    class has the handlers, one per trigger, which share all of the state.
     """
 
     def __init__(self) -> None:
@@ -58,28 +58,28 @@ class Scheduler:
         self.reductions = Reductions()
 
     def add(self, unit: UnitState) -> None:
-        """Make a unit known."""
+        """Register a unit."""
         self._units[unit.key] = unit
 
     def on(self, trigger: Trigger) -> tuple[Action, ...]:
-        """What to do, in order, because ``trigger`` happened."""
+        """Return the actions that follow from ``trigger``, in order."""
         actions: Actions = []
         _HANDLERS[type(trigger)](self, trigger, actions)
         return tuple(actions)
 
     @property
     def idle(self) -> bool:
-        """Whether no forward and no backward is under way."""
+        """True if neither a forward nor a backward is under way."""
         return not self._stack and not self._tasks
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward is under way."""
+        """True if a backward is under way."""
         return bool(self._tasks)
 
     @property
     def depth(self) -> int:
-        """How many forwards run, one inside of the other."""
+        """The number of nested forwards that are running."""
         return len(self._stack)
 
     @property
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def last_use(self) -> int:
-        """The number of the use that began its forward last."""
+        """The number of the use that was the last to begin its forward."""
         return self._num_uses - 1
 
     # forward
@@ -127,9 +127,9 @@ class Scheduler:
     def _forward_exit(self, event: when.ForwardExit, out: Actions) -> None:
         state = self._units[event.unit]
         while self._stack and self._stack.pop()[0] != event.unit:
-            pass  # inner uses that an exception ended without telling us
+            pass  # inner uses that an exception ended without a ``ForwardExit``
         if any(unit == event.unit for unit, _ in self._stack):
-            return  # the unit called itself; the outer call will end the use
+            return  # the unit called itself; the exit of the outer call ends the use
         outside = event.task == NO_TASK
         if event.follows >= _BACKWARD and not event.failed and state.use is not None:
             if outside:
@@ -147,7 +147,7 @@ class Scheduler:
                 self._end_iteration(iteration, event, out)
 
     def _close_use(self, state: UnitState, event: when.ForwardExit, out: Actions) -> None:
-        """The use has run its forward: exchange its hold for those that come after forward."""
+        """Close the use after its forward: replace its hold by the holds that follow a forward."""
         if state.use is None:
             return
         state.use = None
@@ -167,21 +167,21 @@ class Scheduler:
         self.residents.settle(state, out, to_secondary=to_secondary)
 
     def _keeps(self, state: UnitState) -> bool:
-        """Whether the unit stays unsharded after its forward."""
+        """Return whether the unit stays unsharded after its forward."""
         if state.policy.after_forward is AfterForward.AUTO:
             return self._iteration is not None and self._iteration.root == state.key
         return state.policy.after_forward is AfterForward.KEEP
 
     def _end_iteration(self, iteration: Iteration, event: when.ForwardExit, out: Actions) -> None:
-        """The root has left its forward."""
+        """End the iteration: the root has left its forward."""
         used = [self._units[key] for key in dict.fromkeys(iteration.entered)]
         for state in used:
-            self._close_use(state, event, out)  # of a unit with a member that never ran
+            self._close_use(state, event, out)  # still open if a member of the unit never ran
         self._ahead.give_up(out)
         self.residents.end_late(out)
         self._iteration = None
         if event.failed or event.follows < _BACKWARD:
-            # Left unsharded, optimizers and checkpoints would meet parameters they do not know.
+            # If units stayed unsharded, optimizers and checkpoints would find unknown parameters.
             for state in used:
                 state.holds &= ~(Hold.KEEP | Hold.USER)
                 self.residents.settle(state, out)
@@ -206,7 +206,7 @@ class Scheduler:
         if event.accumulates is _NOWHERE:
             task.dealt_with.add(event.unit)
             if self.policy.manual_finalization:
-                state.pending = True  # the caller may put gradients where they belong by himself
+                state.pending = True  # the caller may assign the results to ``.grad`` by hand
         elif event.accumulates is _ELSEWHERE and event.unit not in task.dealt_with:
             task.due.add(event.unit)
         if event.keeps_graph:
@@ -223,9 +223,9 @@ class Scheduler:
         )
 
     def _leave_younger(self, task: Task, number: int, until: int, out: Actions) -> None:
-        """Backward has left all uses above ``until``: the youngest first, as on every rank.
+        """Leave all uses above ``until``, the youngest first, which is the same on every rank.
 
-        Units are resharded before reductions take memory of their own.
+        Reshard their units first, then start reductions, which take memory.
         """
         if not task.open_uses or max(task.open_uses) <= until:
             return
@@ -241,7 +241,7 @@ class Scheduler:
                 self._reduce(state, task, out)
 
     def _leave_unit(self, state: UnitState, out: Actions) -> None:
-        """Nothing in the task reads the unit any more."""
+        """Drop the holds of backward: nothing in the task reads the unit any more."""
         state.holds &= ~_BACKWARD_DONE
         if state.policy.reshard_after_backward:
             state.holds &= ~Hold.KEEP
@@ -254,12 +254,12 @@ class Scheduler:
             self._leave_younger(self._tasks[event.task], event.task, event.until, out)
 
     def _grads_ready(self, event: when.GradsReady, out: Actions) -> None:
-        """Reduce on leaving the unit's earliest use.
+        """Mark the unit as due: reduce it when backward leaves its earliest use.
 
-        Not now: the rest of its backward may read the parameters, whose memory is to be given back
-        before the reduction takes some. Nor would ranks agree on when that is: where other units
-        run between the calls of one, its last gradient may come before, between or after theirs,
-        as each rank uses its parameters.
+        Reducing now would be too early: the rest of the unit's backward may read the parameters,
+        whose memory should be freed before the reduction takes some. Ranks would not agree on the
+        moment either: if other units run between the calls of this unit, its last gradient may come
+        before, between or after theirs, depending on how each rank uses its parameters.
         """
         outer = self._outer_task(event.unit, event.task)
         task = self._task(event.task) if outer is None else outer
@@ -278,7 +278,7 @@ class Scheduler:
                 continue
             state = self._units[key]
             ended.append(state)
-            if state.residency:  # else it was left before
+            if state.residency:  # if sharded, the unit was left before
                 self._leave_unit(state, out)
         for state in ended:
             if state.key in task.due or state.key not in task.dealt_with:
@@ -307,18 +307,18 @@ class Scheduler:
         self.reductions.finish(out)
 
     def _reduce_pending(self, state: UnitState, out: Actions) -> None:
-        """Reduce what waits for a pass that reduces, if this is one."""
+        """Reduce pending and partial gradients of the unit, as far as its policy allows now."""
         if state.pending and state.policy.requires_gradient_sync:
             self.reductions.start(state, out, self.policy.reduction_budget)
         self.reductions.end_partial(state, out)
 
     def _end_backward(self, out: Actions) -> None:
-        """The outermost task has ended."""
+        """End the backward: the outermost task has ended."""
         manual = self.policy.manual_finalization
         self._back.give_up(out)
-        if self._iteration is None:  # else a forward that calls backward goes on
+        if self._iteration is None:  # if set, a forward that called backward is still running
             for state in self._units.values():
-                # Kept for a backward that did not come by; should it come yet, they are gathered.
+                # Kept for a backward that never came; if it still does, the unit is gathered again.
                 if state.residency and state.policy.reshard_after_backward:
                     state.holds &= ~Hold.KEEP
                     self.residents.settle(state, out)
@@ -330,7 +330,7 @@ class Scheduler:
 
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
         task = self._tasks.pop(event.task, None) or Task(0)
-        due = sorted(task.due)  # a nested task may have left some
+        due = sorted(task.due)  # a nested task may have left units here
         out.extend(self._units[key].do.discard for key in dict.fromkeys((*event.leftovers, *due)))
         if self._tasks:
             return
@@ -342,7 +342,7 @@ class Scheduler:
                 self.residents.settle(state, out)
 
     def _outer_task(self, unit: int, task: int) -> Task | None:
-        """Another task that is inside the unit: ``task`` is nested in it."""
+        """Return another task that is inside the unit (``task`` is nested in it), or None."""
         others = (other for number, other in self._tasks.items() if number != task)
         return next((other for other in others if other.is_inside(unit)), None)
 

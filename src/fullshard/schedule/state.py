@@ -1,4 +1,4 @@
-"""What the machine remembers: of a unit, of a running forward, of a running backward."""
+"""The state of the machine: of each unit, of a running forward and of a running backward."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fullshard.schedule.actions import UnitActions, actions_of
 
 
 class Residency(enum.IntEnum):
-    """Where the unsharded parameters of a unit are."""
+    """The place of a unit's unsharded parameters."""
 
     SHARDED = 0
-    """Nowhere: only the shard exists."""
+    """Not in memory: only the shard exists."""
     SECONDARY = 1
-    """Nowhere, but a few ranks have all of them in slices."""
+    """Not in memory, but a few ranks hold all of them together as secondary shards."""
     GATHERING = 2
-    """On their way: the all-gather was started."""
+    """Being gathered: the all-gather was started."""
     UNSHARDED = 3
-    """In memory, shown by the modules."""
+    """In memory and shown by the modules."""
     CONCEALED = 4
-    """In memory, for a backward that may come or to be freed late; the modules show the sharded
-    parameters."""
+    """In memory for a backward that may come, or until they are freed late; the modules show the
+    sharded parameters."""
 
 
 _GATHERING = Residency.GATHERING
@@ -44,13 +44,13 @@ MOVES = frozenset(
         (Residency.CONCEALED, Residency.SECONDARY),
     }
 )
-"""The only moves; an all-gather that was started is always waited for, a wrong guess too."""
+"""The only moves; every all-gather that was started is waited for, even after a wrong guess."""
 
 
 class Hold:
-    """Why a unit is unsharded; a unit's holds are the sum of these bits.
+    """Reasons for a unit to stay unsharded, as bits; a unit's holds are their sum.
 
-    Plain ints: to look up a member of an enum, several times a trigger, took a tenth of the
+    The bits are plain ints: looking up enum members several times per trigger took a tenth of the
     scheduler's time.
     """
 
@@ -59,54 +59,54 @@ class Hold:
     BACKWARD = 1 << 1
     """A use is running its backward."""
     RECOMPUTE = 1 << 2
-    """An activation checkpoint ran the forward again; its backward comes next."""
+    """An activation checkpoint ran the forward again; the backward of the use comes next."""
     KEEP = 1 << 3
-    """Policy: not resharded after forward, or not after backward."""
+    """The policy keeps the unit unsharded after forward, or after backward."""
     HIDDEN = 1 << 4
-    """Gradients may come back by a way that we do not see, and so nobody can tell when they all
-    have; it lasts until the weights are others."""
+    """Gradients may flow back along a path that we do not see, so we cannot tell when all have
+    arrived; this hold lasts until the weights change."""
     USER = 1 << 5
-    """``unshard()``."""
+    """The user called ``unshard()``."""
     GUESS = 1 << 6
-    """Prefetched."""
+    """The unit was prefetched."""
     LATE = 1 << 7
-    """Left, but freed only once the next gather has begun, see ``Residents.put_off``."""
+    """The use was left; the unit is freed once the next gather begins (``Residents.put_off``)."""
 
 
 IN_USE = Hold.FORWARD | Hold.BACKWARD | Hold.RECOMPUTE
 
 
 class AfterForward(enum.Enum):
-    """What becomes of the unsharded parameters after forward."""
+    """The fate of the unsharded parameters after forward."""
 
     AUTO = "auto"
-    """Kept if the unit is the root of the forward, else freed."""
+    """Kept if the unit is the root of the forward, freed otherwise."""
     RESHARD = "reshard"
-    """Freed, gathered again in backward."""
+    """Freed, and gathered again in backward."""
     SECONDARY = "secondary"
-    """Freed but for a slice, from which a smaller group gathers them again in backward."""
+    """Freed except for a secondary shard, from which a smaller group gathers them in backward."""
     KEEP = "keep"
     """Kept until after backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPolicy:
-    """What the user chose for a unit; replaced as a whole, never changed."""
+    """The user's choices for a unit; replaced as a whole, never changed."""
 
     after_forward: AfterForward = AfterForward.AUTO
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
-    """Whether gradients are reduced over replicas, or, where there are any, kept partial."""
+    """True if gradients are reduced over replicas; if False, they are kept partial instead."""
     unshard_in_backward: bool = True
-    """False promises that no backward of the unit reads its parameters, as an embedding's."""
+    """False promises that the unit's backward reads no parameter, as for an embedding."""
     forward_prefetch: tuple[int, ...] = ()
-    """Units to gather when this one enters forward, instead of what the learned order says."""
+    """Units to gather when this unit enters forward, instead of the next one in learned order."""
     backward_prefetch: tuple[int, ...] = ()
-    """The same in backward."""
+    """Units to gather when this unit enters backward, in the same way."""
 
     def renumbered(self, key_of: Mapping[int, int]) -> UnitPolicy:
-        """This policy where units have other keys, and those without are gone."""
+        """Return this policy with unit keys mapped by ``key_of``; drop units missing from it."""
         return replace(
             self,
             forward_prefetch=tuple(key_of[u] for u in self.forward_prefetch if u in key_of),
@@ -115,39 +115,39 @@ class UnitPolicy:
 
 
 class Ahead(enum.Enum):
-    """When the backward of a unit gathers what comes next."""
+    """The moment in a unit's backward at which the next unit is gathered."""
 
     AT_START = enum.auto()
-    """Before it computes gradients, so that communication has all of that time."""
+    """Before the unit computes gradients, so that communication overlaps with all of it."""
     AT_END = enum.auto()
-    """Once it is left and resharded, before its gradients are reduced: no two units are whole."""
+    """After the unit is resharded, before its reduction: two units are never whole at a time."""
     NEVER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class MachinePolicy:
-    """What the user chose for all units together."""
+    """The user's choices for all units together."""
 
     prefetch_budget: int | None = None
-    """Unsharded bytes (the root's apart) up to which units are gathered ahead; None: one unit."""
+    """Unsharded bytes (without the root's) up to which units are gathered ahead; None: one unit."""
     backward_ahead: Ahead = Ahead.AT_START
     is_last_backward: bool = True
-    """Whether the end of a backward also ends the reductions."""
+    """True if the end of a backward also ends the reductions."""
     manual_finalization: bool = False
-    """Whether, instead, ``Finalize`` reduces what is pending and ends the reductions."""
+    """True if ``Finalize`` reduces pending gradients and ends the reductions instead."""
     reduction_budget: int | None = None
-    """Bytes that reductions under way may hold together, each a copy of its unit's gradients;
-    None: one at a time does."""
+    """Bytes that reductions in flight may hold together, each a copy of its unit's gradients;
+    None: one reduction at a time holds a copy."""
 
 
 @dataclass(slots=True)
 class UnitState:
-    """One unit in the machine.
+    """The state of one unit in the machine.
 
-    ``nbytes`` are the unsharded bytes, ``reduction_nbytes`` those that a reduction holds as long as
-    it is under way over the shards; ``num_members`` are the modules that share the unit;
-    ``encloses``: there are units inside of its modules; ``replicated``: other ranks hold the same
-    shards, and gradients are reduced over them too.
+    ``nbytes`` counts the unsharded bytes, ``reduction_nbytes`` the bytes that a reduction holds
+    until it is through with the shards; ``num_members`` counts the modules that share the unit;
+    ``encloses`` is True if there are units inside its modules; ``replicated`` is True if other
+    ranks hold the same shards, so that gradients are reduced over those ranks too.
     """
 
     key: int
@@ -160,18 +160,18 @@ class UnitState:
     residency: Residency = Residency.SHARDED
     holds: int = 0
     pending: bool = False
-    """Whether gradients wait, unsharded, for a backward that reduces."""
+    """True if unsharded gradients wait for a backward that reduces."""
     partial: bool = False
-    """Whether gradients wait, reduced over shards, to be reduced over replicas."""
+    """True if gradients that are reduced over shards wait to be reduced over replicas."""
     generation: int = 0
     """The generation of the weights in the unsharded copy."""
     use: int | None = None
-    """The open use, while a member is running or has still to run."""
+    """The open use, while a member is running or must still run."""
     waiting_members: set[int] = field(default_factory=set)
     graph_uses: dict[int, int] = field(default_factory=dict)
-    """Uses whose backward may come -> how often it has come."""
+    """Uses whose backward may come -> number of times that it has come."""
     graph_generation: int = 0
-    """The generation of the weights in the forwards of these uses."""
+    """The generation of the weights that the forwards of ``graph_uses`` read."""
     do: UnitActions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,11 +179,11 @@ class UnitState:
 
     @property
     def is_held(self) -> bool:
-        """Whether the unsharded parameters are in memory, or on their way there."""
+        """True if the unsharded parameters are in memory or being gathered."""
         return self.residency >= _GATHERING
 
     def move(self, to: Residency) -> None:
-        """Change the residency; the one place where that happens."""
+        """Change the residency; nothing else may change it."""
         if (self.residency, to) not in MOVES:
             raise ProtocolError(
                 f"unit {self.key} cannot go from {self.residency.name} to {to.name}: "
@@ -192,7 +192,7 @@ class UnitState:
         self.residency = to
 
     def forget_past_uses(self, generation: int) -> None:
-        """Forget the uses whose backward came, or cannot come as the weights are others."""
+        """Forget uses whose backward came, or cannot come because the weights changed."""
         if self.graph_uses:
             current = self.graph_generation == generation
             self.graph_uses = {
@@ -201,9 +201,9 @@ class UnitState:
         self.graph_generation = generation
 
     def is_earliest(self, use: int) -> bool:
-        """Whether a backward that is inside ``use`` will not enter an earlier use of the unit.
+        """Return whether a backward inside ``use`` will not enter an earlier use of the unit.
 
-        All ranks agree on it, as they run the same forwards and backwards.
+        All ranks get the same answer, because they run the same forwards and backwards.
         """
         uses = self.graph_uses
         if len(uses) == 1:
@@ -214,30 +214,30 @@ class UnitState:
 
 @dataclass(slots=True)
 class Task:
-    """One backward call: the uses it is inside of, and the reductions that are due.
+    """One backward call: the uses that it is inside of, and the reductions that are due.
 
-    ``first_use`` is the number of the first use that may begin in it.
+    ``first_use`` is the number of the first use that may begin during the call.
     """
 
     first_use: int
     open_uses: dict[int, int] = field(default_factory=dict)
     """Use -> unit, in the order in which backward entered them."""
     entered: dict[int, None] = field(default_factory=dict)
-    """Units, in that order."""
+    """Units, in the order in which backward entered them."""
     dealt_with: set[int] = field(default_factory=set)
-    """Units that were reduced, or need not be."""
+    """Units that were reduced, or need no reduction."""
     due: set[int] = field(default_factory=set)
-    """Units to be reduced when this task leaves their earliest use."""
+    """Units to reduce when this task leaves their earliest use."""
     recomputed: set[int] = field(default_factory=set)
 
     def is_inside(self, unit: int) -> bool:
-        """Whether backward is inside a use of the unit."""
+        """Return whether backward is inside a use of the unit."""
         return unit in self.open_uses.values()
 
 
 @dataclass(slots=True)
 class Iteration:
-    """One root forward, from its enter to its exit: units in the order of entry and of exit."""
+    """One root forward from entry to exit: its units in the order of entry and of exit."""
 
     root: int
     entered: list[int] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""What happens to the machine: one immutable value per kind of event.
+"""The events that the machine answers: one immutable value per kind of event.
 
 A ``task`` is one backward call of autograd, named by its number; ``NO_TASK`` means "outside of any
-backward". A ``use`` is one forward call of a unit; the machine numbers them.
+backward". A ``use`` is one forward call of a unit; the machine numbers the uses.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ NO_TASK = -1
 
 
 class Follows(enum.IntEnum):
-    """What may come back to a unit after its forward, as far as the forward shows."""
+    """The gradients that may flow back into a unit after its forward, as far as we can see."""
 
     NOTHING = 0
     """No gradient can flow back into this forward."""
     READS = 1
-    """No gradient can flow back, but a parameter was handed out to what runs next."""
+    """No gradient can flow back, but a parameter was handed out to later computation."""
     BACKWARD = 2
-    """Every way back leads through an output that carries our hook."""
+    """Every gradient path back leads through an output that carries our hook."""
     HIDDEN = 3
-    """Gradients may flow back by a way that we do not see."""
+    """Gradients may flow back along a path that we do not see."""
 
 
 class ForwardEnter(NamedTuple):
-    """``member`` (a module of the unit, by index) is about to run its forward."""
+    """The trigger of a module, the unit's ``member`` by index, about to run its forward."""
 
     unit: int
     member: int = 0
@@ -37,7 +37,7 @@ class ForwardEnter(NamedTuple):
 
 
 class ForwardExit(NamedTuple):
-    """``member`` has run its forward, or was left by an exception (``failed``)."""
+    """The trigger of a ``member`` that ran its forward, or left by an exception (``failed``)."""
 
     unit: int
     member: int = 0
@@ -47,24 +47,24 @@ class ForwardExit(NamedTuple):
 
 
 class Accumulates(enum.IntEnum):
-    """Into which parameters a backward call brings gradients."""
+    """The parameters into which a backward call accumulates gradients."""
 
     NOWHERE = 0
-    """Into none at all: it is ``autograd.grad``."""
+    """No parameters at all: the call is ``autograd.grad``."""
     ELSEWHERE = 1
-    """Into none of this unit (or only by way of a nested task)."""
+    """No parameters of this unit (or only through a nested task)."""
     HERE = 2
-    """Into some of this unit."""
+    """Some parameters of this unit."""
 
 
 class BackwardEnter(NamedTuple):
-    """The gradient of an output of ``use`` is about to flow into the unit.
+    """The trigger of a gradient about to flow into the unit through an output of ``use``.
 
-    Autograd runs younger nodes first. So whatever began its forward after this use had ended its
-    own, which is every use with a number above ``until``, has ended its backward in this task.
-
-    ``until`` is the number of the last use that began before the output was made; ``keeps_graph``:
-    the backward is differentiable itself (``create_graph``), and its graph reads the parameters.
+    Autograd runs younger nodes first. So every use that began its forward after this use had ended
+    its forward, which is every use with a number above ``until``, has ended its backward in this
+    task. ``until`` is the number of the last use that began before the output was made;
+    ``keeps_graph`` is True if the backward is differentiable itself (``create_graph``), so that its
+    graph reads the parameters.
     """
 
     unit: int
@@ -76,9 +76,9 @@ class BackwardEnter(NamedTuple):
 
 
 class BackwardLeave(NamedTuple):
-    """The gradient of an input is about to flow out of a use: all above ``until`` have been left.
+    """The trigger of a gradient about to leave a use: all uses above ``until`` have been left.
 
-    Told where no ``BackwardEnter`` of another unit comes at the same moment.
+    Raised only where no ``BackwardEnter`` of another unit comes at the same moment.
     """
 
     task: int
@@ -86,82 +86,82 @@ class BackwardLeave(NamedTuple):
 
 
 class GradsReady(NamedTuple):
-    """The last parameter gradient that ``task`` itself computes for the unit has arrived."""
+    """The trigger of the last parameter gradient that ``task`` itself computes for the unit."""
 
     unit: int
     task: int
 
 
 class TaskEnd(NamedTuple):
-    """``task`` ended; ``leftovers`` are units with gradients that no reduction took."""
+    """The end of ``task``; ``leftovers`` are units with gradients that no reduction took."""
 
     task: int
     leftovers: tuple[int, ...] = ()
 
 
 class TaskDied(NamedTuple):
-    """``task`` ended by an exception."""
+    """The end of ``task`` by an exception; ``leftovers`` as in ``TaskEnd``."""
 
     task: int
     leftovers: tuple[int, ...] = ()
 
 
 class Finalize(NamedTuple):
-    """``module.finalize_backward()``: the backwards of a step are over, as the user says.
+    """A call of ``module.finalize_backward()``: the user says that a step's backwards are over.
 
-    Without ``waits`` reductions that are under way end with ``AwaitReductions``.
+    If ``waits`` is False, the reductions in flight end with ``AwaitReductions``.
     """
 
     waits: bool = True
 
 
 class AwaitReductions(NamedTuple):
-    """``handle.wait()`` of a ``Finalize`` that did not, or shards are about to be others."""
+    """The ``handle.wait()`` of a ``Finalize`` that did not wait, or shards that will change."""
 
 
 class UserUnshard(NamedTuple):
-    """``module.unshard()``."""
+    """A call of ``module.unshard()``."""
 
     unit: int
 
 
 class UserWait(NamedTuple):
-    """``handle.wait()``."""
+    """A call of ``handle.wait()`` after ``module.unshard()``."""
 
     unit: int
 
 
 class UserReshard(NamedTuple):
-    """``module.reshard()``."""
+    """A call of ``module.reshard()``, or a reshard by the engine itself."""
 
     unit: int
 
 
 class WeightsChanged(NamedTuple):
-    """Some sharded parameter may have a new value: unsharded copies made before are stale."""
+    """A possible change of sharded parameters: unsharded copies made before are stale."""
 
 
 class SetPolicy(NamedTuple):
-    """Replace the policy of a unit."""
+    """A new policy for a unit."""
 
     unit: int
     policy: UnitPolicy
 
 
 class SetMachinePolicy(NamedTuple):
-    """Replace what holds for all units together."""
+    """A new policy for all units together."""
 
     policy: MachinePolicy
 
 
 class Forget(NamedTuple):
-    """Gradients of a unit that were not reduced to the end are dropped; between steps."""
+    """An order, given between steps, to drop gradients of a unit that were not fully reduced."""
 
     unit: int
 
 
 class Reset(NamedTuple):
-    """Give up the iteration: everything sharded, nothing pending."""
+    """An order to give up the iteration: all units sharded, no gradients pending."""
 
 
 Trigger = (
@@ -186,13 +186,13 @@ Trigger = (
 
 
 def kind_of(trigger: type[Trigger]) -> str:
-    """Return the name of a kind of trigger in text form, and that of its handler."""
+    """Return the name of a kind of trigger in text form; its handler has the same name."""
     name = trigger.__name__
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
 def text(trigger: Trigger) -> str:
-    """Text form: the kind, then its fields.
+    """Return the text form of ``trigger``: its kind, then its fields.
 
     >>> text(GradsReady(unit=2, task=0))
     'grads_ready unit=2 task=0'
