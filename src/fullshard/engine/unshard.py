@@ -194,18 +194,10 @@ class _Gather:
             self._written.append(staging.buffer)
         # This rank's slices of the outputs.
         self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
-        self._landing: Buffer | None = None  # for a shard that comes from the host
-        self._outbound: Outbound | None = None
         self._arrived: Mark | None = None  # arrival of a shard that needs no collective
+        self._from_host: _FromHost | None = None
         if spec.offload is not None:
-            target = self._own[0]
-            if len(self._own) > 1:
-                numel, dtype = layout.shard_numel, flat.dtype
-                kind = Kind.ALL_GATHER_INPUT
-                self._landing = Buffer(numel, dtype, flat.device, kind=kind, meter=meter)
-                target = self._landing.tensor
-                self._landing.free()
-            self._outbound = Outbound(spec.offload, target, lanes)
+            self._from_host = _FromHost(spec, self._own, self._slices, lanes, meter)
         for staging in self._stagings:
             staging.buffer.free()
 
@@ -216,12 +208,11 @@ class _Gather:
         """
         for buffer in self._written:
             buffer.allocate()
-        if self._outbound is not None:
-            if self._landing is not None:
-                self._landing.allocate()
+        if self._from_host is not None:
+            self._from_host.allocate()
             self._lanes.join(Lane.BUS, Lane.GATHER)
             with self._lanes.on(Lane.BUS):
-                brought = self._brought(self._outbound, shard)
+                brought = self._from_host.bring(shard)
                 pending = self._comm.all_gather(self._outputs, brought)
                 if self._comm.group is None:
                     self._arrived = self._lanes.mark()
@@ -236,23 +227,58 @@ class _Gather:
             sources = self._own
         return self._comm.all_gather(self._outputs, sources)
 
-    def _brought(self, outbound: Outbound, shard: Tensor) -> list[Tensor]:
-        """Return slices, on the device, of ``shard`` on the host; the host copies or casts it."""
-        self._meter.copied(sum(own.nbytes for own in self._own))
-        if self._landing is None:
-            outbound.send(shard)
-            return self._own
-        outbound.send(shard)
-        return [self._landing.tensor.narrow(0, *slice_) for slice_ in self._slices]
-
     def finish(self) -> None:
         """Copy the staged parameters to their places."""
         if self._arrived is not None:
             self._lanes.wait_event(Lane.GATHER, self._arrived)
-        if self._landing is not None:
-            self._landing.free()
+        if self._from_host is not None:
+            self._from_host.free()
         for staging in self._stagings:
             staging.empty()
+
+
+class _FromHost:
+    """The way of an offloaded shard to this rank's slices of what is gathered.
+
+    A single slice is copied to its place, several by way of a landing buffer on the device.
+    """
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        own: Sequence[Tensor],
+        slices: Sequence[tuple[int, int]],
+        lanes: Lanes,
+        meter: StorageMeter,
+    ) -> None:
+        self._meter = meter
+        self._sources = list(own)
+        self._landing: Buffer | None = None
+        if len(own) > 1:
+            numel, like = spec.layout.shard_numel, own[0]
+            kind = Kind.ALL_GATHER_INPUT
+            self._landing = Buffer(numel, like.dtype, like.device, kind=kind, meter=meter)
+            self._sources = [self._landing.tensor.narrow(0, *slice_) for slice_ in slices]
+        target = own[0] if self._landing is None else self._landing.tensor
+        assert spec.offload is not None
+        self._outbound = Outbound(spec.offload, target, lanes)
+        self.free()
+
+    def allocate(self) -> None:
+        """Allocate the landing buffer, if there is one."""
+        if self._landing is not None:
+            self._landing.allocate()
+
+    def bring(self, shard: Tensor) -> list[Tensor]:
+        """Return slices, on the device, of ``shard`` on the host; the host copies or casts it."""
+        self._meter.copied(sum(source.nbytes for source in self._sources))
+        self._outbound.send(shard)
+        return self._sources
+
+    def free(self) -> None:
+        """Free the landing buffer, if there is one."""
+        if self._landing is not None:
+            self._landing.free()
 
 
 def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
