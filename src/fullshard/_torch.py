@@ -1,6 +1,6 @@
-"""Every private or version-dependent name of PyTorch that fullshard uses (2.11 to 2.15).
+"""Every private or version-dependent PyTorch name that fullshard uses (2.11 to 2.15).
 
-When a PyTorch release breaks fullshard, this is the file to look at: one, however long.
+When a PyTorch release breaks fullshard, look here first: this stays one file, however long.
 """
 
 from __future__ import annotations
@@ -103,16 +103,16 @@ __all__ = [
 
 
 class OwnDispatch(DTensor):
-    """For DTensors whose class has a ``__torch_dispatch__`` of its own.
+    """A base class for DTensor subclasses that define ``__torch_dispatch__`` themselves.
 
-    Before 2.12 DTensor's dispatcher does not ask it (PyTorch's issue 177716). There what is called
-    from Python gets to the class by way of ``__torch_function__``, what PyTorch itself calls, as
-    ``__setitem__`` does, by way of ``handle_dtensor_op``; what autograd calls does not.
+    Before 2.12, DTensor's dispatcher ignores that method (PyTorch issue 177716). There, calls from
+    Python reach the class through ``__torch_function__``; calls from inside PyTorch, such as those
+    of ``__setitem__``, through ``handle_dtensor_op``; calls from autograd do not reach the class.
     """
 
 
 class _Asking(TorchDispatchMode):
-    """Ask the classes of the arguments."""
+    """A mode that passes each operation to the ``OwnDispatch`` class among its arguments."""
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -137,12 +137,12 @@ if _VERSION < (2, 12):
 
 
 # Collectives. 2.13 deprecates all_gather_into_tensor and reduce_scatter_tensor, 2.11 lacks their
-# successors; the methods of the group are the same in all versions, and cost less host time. Groups
-# written in Python, such as one whose ranks are threads, have those of their own version alone.
+# successors; the methods of a process group are the same in all versions and cost less host time.
+# Groups written in Python, such as one whose ranks are threads, have only their version's methods.
 #
-# A backend with streams has one of its own for each group, of the default priority, and its work
-# there is waited for; ``in_order`` asks it to take the stream that is current. Then nothing is left
-# to wait for, and it returns None. One that cannot returns its work as ever.
+# A backend with streams uses a separate stream per group, of the default priority, and returns work
+# to wait for. ``in_order`` asks the backend to use the current stream; then nothing is left to wait
+# for, and the call returns None. A backend that cannot do this returns its work as usual.
 
 
 def all_gather(
@@ -152,7 +152,7 @@ def all_gather(
     *,
     in_order: bool = False,
 ) -> dist.Work | None:
-    """Start the backend's all-gather of each 1-D source into its 1-D output, all in one call."""
+    """Start the backend's all-gather of every 1-D source into its 1-D output, in one call."""
     if is_of_python(group) and hasattr(group, "all_gather_single_coalesced"):
         return group.all_gather_single_coalesced(list(outputs), list(sources))
     options = _gather_options(in_order)
@@ -223,51 +223,51 @@ def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist
 
 
 def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What gathers, and reduces and scatters, in ``torch.distributed`` now; it may be replaced."""
+    """Return ``torch.distributed``'s all-gather and reduce-scatter; users may replace them."""
     if hasattr(dist, "all_gather_single"):
         return dist.all_gather_single, dist.reduce_scatter_single
     return dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def is_of_python(group: dist.ProcessGroup) -> bool:
-    """Whether the group has no backends, but methods of its own."""
+    """Return whether ``group`` is written in Python: it has methods, but no backends."""
     return not group._device_types
 
 
 def has_peers(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether what the group carries comes from other processes; a stand-in's is made up."""
+    """Return whether ``group`` gets data from other processes: no Python group, no fake backend."""
     return not is_of_python(group) and backend_name(group, device_type) != "fake"
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
-    """Device types that the group can communicate on."""
+    """Return the device types on which ``group`` can communicate."""
     if is_of_python(group):
         return [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     return [device.type for device in group._device_types]
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
-    """Name of the backend that serves ``device_type``."""
+    """Return the name of the backend that serves ``device_type``."""
     if is_of_python(group):
         return dist.get_backend(group)
     return group._get_backend(torch.device(device_type)).name()
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    """How long the group waits for a peer."""
+    """Return how long ``group`` waits for a peer."""
     if is_of_python(group):
         return dist.constants.default_pg_timeout
     options = group._get_backend(torch.device(device_type)).options
-    if options is None:  # of a stand-in that no peer answers
+    if options is None:  # a stand-in backend without peers
         return dist.constants.default_pg_timeout
     timeout: timedelta = options._timeout
     return timeout
 
 
 def group_options(group: dist.ProcessGroup, device_type: str) -> Any:
-    """What NCCL's part of ``group`` was made with, for another group; None for other backends.
+    """Return the NCCL options of ``group`` for a new group; None for other backends.
 
-    The time-out apart, which is an argument of its own, and what ``group`` was split from.
+    Omits what ``group`` was split from. The ``timeout`` passed to ``new_group`` has priority.
     """
     if is_of_python(group):
         return None
@@ -285,10 +285,10 @@ def group_options(group: dist.ProcessGroup, device_type: str) -> Any:
 
 @contextmanager
 def apart_from_the_default_group() -> Iterator[None]:
-    """A group that is made in the block is made by its own ranks alone.
+    """Let the ranks of a new group create it in this block without the other ranks.
 
-    Where the default group is bound to a device, PyTorch splits that one's communicator, in which
-    NCCL needs all ranks; a group of its own connects when it is used first.
+    If the default group is bound to a device, PyTorch splits that group's communicator, for which
+    NCCL needs all ranks. A separate communicator, as made here, connects at its first use.
     """
     world = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
@@ -303,7 +303,7 @@ def apart_from_the_default_group() -> Iterator[None]:
 
 
 def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether the backend's reduce-scatter knows a mean for every dtype (gloo's does not)."""
+    """Return whether the backend's reduce-scatter can average every dtype (gloo's cannot)."""
     return backend_name(group, device_type) == "nccl"
 
 
@@ -311,15 +311,15 @@ def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def fuses_copies(device: torch.device) -> bool:
-    """Whether ``chunk_cat`` and ``split_with_sizes_copy`` are one kernel each on ``device``."""
+    """Return whether ``chunk_cat`` and ``split_copy`` are one kernel each on ``device``."""
     return device.type == "cuda"
 
 
 def chunk_cat(sources: Sequence[Tensor], out: Tensor) -> None:
-    """Write to row r of ``out`` (2-D) the r-th of ``len(out)`` chunks of dim 0 of each source.
+    """Cut dim 0 of each source into ``len(out)`` chunks; copy chunk r to row r of ``out`` (2-D).
 
-    A chunk has its share of rows, rounded up; where there are fewer, zeros. The sources are
-    contiguous, as a kernel reads them so in any case.
+    The number of rows per chunk is rounded up; zeros fill chunks with fewer rows. The sources
+    must be contiguous, because the kernel reads contiguous memory in any case.
     """
     is_mixed = len({source.dtype for source in sources}) > 1
     chunk_cat = torch.ops.fsdp.chunk_cat_mixed_dtype if is_mixed else torch._chunk_cat
@@ -327,12 +327,12 @@ def chunk_cat(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 def split_copy(source: Tensor, places: Sequence[Tensor]) -> None:
-    """Copy ``source`` (2-D) to ``places``, which lie side by side in it; all are contiguous."""
+    """Copy adjacent column blocks of ``source`` (2-D) to ``places``; all tensors are contiguous."""
     torch.split_with_sizes_copy(source, [p.shape[1] for p in places], dim=1, out=list(places))
 
 
 def casts_in_chunk_cat(sources: set[torch.dtype], out: torch.dtype) -> bool:
-    """Whether ``chunk_cat`` is one kernel for each of ``sources``."""
+    """Return whether ``chunk_cat`` into dtype ``out`` is one kernel per dtype in ``sources``."""
     if len(sources) > 1 and not hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype"):  # new in 2.15
         return False
     return sources == {out} or (sources <= {torch.bfloat16, out} and out is torch.float32)
@@ -342,12 +342,12 @@ def casts_in_chunk_cat(sources: set[torch.dtype], out: torch.dtype) -> bool:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of PyTorch is active."""
+    """Return whether a PyTorch profiler is active."""
     return profiler._is_profiler_enabled
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
-    """What is made and written here has memory, also where ``torch.func`` runs the forward."""
+    """Return a context outside of ``torch.func`` transforms, so that tensors in it have memory."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _NOTHING
     cleared: AbstractContextManager[object] = temporarily_clear_interpreter_stack()
@@ -358,12 +358,12 @@ _NOTHING = nullcontext()
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    """``function.apply(*args)``, which torch leaves untyped."""
+    """Call ``function.apply(*args)``, which torch leaves untyped."""
     return function.apply(*args)
 
 
 def current_task() -> int:
-    """Number of the backward call that this thread is in, -1 outside of any."""
+    """Return the number of the backward call that this thread is in, -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
@@ -375,10 +375,10 @@ def queue_end_of_task(callback: Callable[[], None]) -> None:
 def post_accumulate_grad_hooks(
     params: Iterable[nn.Parameter],
 ) -> list[tuple[nn.Parameter, Callable[[Tensor], None]]]:
-    """What the user registered to be called when the ``grad`` of a parameter is there.
+    """Return the user's hooks that run after ``grad`` is accumulated, each with its parameter.
 
-    Optimizers that ``_apply_optimizer_in_backward`` of ``torch.distributed.optim`` made are among
-    it: what calls them is a hook on another node than one of ours.
+    Includes the optimizers made by ``_apply_optimizer_in_backward`` of ``torch.distributed.optim``,
+    because the hook that would call those optimizers is on a node that is not one of ours.
     """
     hooks: list[tuple[nn.Parameter, Callable[[Tensor], None]]] = []
     for param in params:
@@ -395,7 +395,7 @@ def _step(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
 
 
 class _Unread(TorchDispatchMode):
-    """Answers operations with tensors that have no memory, and reads none of their inputs."""
+    """A mode that answers operations with ``meta`` tensors and reads none of the inputs."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -404,9 +404,9 @@ class _Unread(TorchDispatchMode):
 
 
 def gradient_node(tensor: Tensor) -> Node:
-    """Return the node that receives the gradient of ``tensor``, for a leaf its AccumulateGrad.
+    """Return the node that receives the gradient of ``tensor``: AccumulateGrad for a leaf.
 
-    PyTorch asks a view for it, which wrapper subclasses may compute; their memory may be in flight.
+    PyTorch's lookup makes a view, which a wrapper subclass may compute from memory still in flight.
     """
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, DTensor):
         return get_gradient_edge(tensor).node
@@ -420,7 +420,7 @@ def gradient_node(tensor: Tensor) -> Node:
 
 
 def set_grad(param: Tensor, grad: Tensor | None) -> None:
-    """``param.grad = grad``, also of another dtype than ``param`` expects."""
+    """Set ``param.grad``; if ``param`` expects another dtype, set its ``grad_dtype`` first."""
     if grad is not None and param.grad_dtype not in (None, grad.dtype):
         param.grad = None
         param.grad_dtype = grad.dtype
@@ -428,7 +428,7 @@ def set_grad(param: Tensor, grad: Tensor | None) -> None:
 
 
 def put_grad(param: Tensor, grad: Tensor) -> None:
-    """``param.grad = grad``, in the dtype that ``param`` expects by now."""
+    """Set ``param.grad``, cast to the dtype that ``param`` now expects."""
     try:
         param.grad = grad
     except RuntimeError:
@@ -439,17 +439,17 @@ def put_grad(param: Tensor, grad: Tensor) -> None:
 
 
 def follows_grad_dtype() -> bool:
-    """Whether FSDP2 of the installed PyTorch goes by the ``grad_dtype`` of parameters.
+    """Return whether FSDP2 of the installed PyTorch honors the ``grad_dtype`` of parameters.
 
-    Since 2.15 it reduces and shows gradients in it, unset in the parameter's own dtype, where no
-    dtype of reduction is given. Before, it reduces in the dtype of computation, and forgets what
-    was set on a parameter that it shards.
+    Since 2.15 it reduces and shows gradients in ``grad_dtype``, by default the parameter's own
+    dtype, unless a reduction dtype is given. Before, it reduces in the compute dtype, and drops
+    the ``grad_dtype`` of a parameter that it shards.
     """
     return _VERSION >= (2, 15)
 
 
 def grad_dtypes(params: Iterable[Tensor]) -> list[torch.dtype | None]:
-    """The dtype that ``.grad`` of each must have; None: any."""
+    """Return the dtype that ``.grad`` of each parameter must have; None means any dtype."""
     return list(map(_grad_dtype, params))
 
 
@@ -457,16 +457,16 @@ _grad_dtype = attrgetter("grad_dtype")
 
 
 def explicit_grad_dtype(param: Tensor) -> tuple[torch.dtype | None] | None:
-    """What the user set as ``grad_dtype`` of ``param``, in a tuple; None: nothing.
+    """Return the ``grad_dtype`` that the user set on ``param``, in a tuple; None if it is unset.
 
-    None always where FSDP2 of the installed PyTorch does not ask for it.
+    Always None if FSDP2 of the installed PyTorch ignores ``grad_dtype``.
     """
     is_set = follows_grad_dtype() and param._has_grad_dtype_override  # type: ignore[attr-defined]
     return (param.grad_dtype,) if is_set else None
 
 
 def keep_grad_dtype(explicit: tuple[torch.dtype | None] | None, param: Tensor) -> None:
-    """Set what ``explicit_grad_dtype`` told of another on ``param``, if it has none of its own."""
+    """Apply ``explicit``, another tensor's ``explicit_grad_dtype``, unless ``param`` has one."""
     if explicit is None or explicit_grad_dtype(param) is not None:
         return
     grad, param.grad = param.grad, None
@@ -477,9 +477,9 @@ def keep_grad_dtype(explicit: tuple[torch.dtype | None] | None, param: Tensor) -
 
 
 def num_pending_nodes(nodes: Iterable[Node]) -> int | None:
-    """How many of these accumulating nodes the current backward call will run, or has run.
+    """Return how many AccumulateGrad ``nodes`` the current backward call will run or has run.
 
-    None inside of ``autograd.grad``, which accumulates into no leaf.
+    None inside ``autograd.grad``, which accumulates into no leaf.
     """
     try:
         return sum(map(torch._C._will_engine_execute_node, nodes))
@@ -488,16 +488,16 @@ def num_pending_nodes(nodes: Iterable[Node]) -> int | None:
 
 
 def node_number(node: Node) -> int:
-    """The node's place in the order in which nodes were made; backward runs high ones first."""
+    """Return the position of ``node`` in creation order; backward runs high numbers first."""
     return node._sequence_nr()
 
 
 def sequence_number() -> int:
-    """The number that this thread's next autograd node will get."""
+    """Return the number that this thread's next autograd node will get."""
     return torch._C._autograd._get_sequence_nr()
 
 
-# DTensor. The public ``from_local`` is an autograd function and checks again what we know.
+# DTensor. The public ``from_local`` is an autograd function and repeats checks that we have done.
 
 
 def dtensor_spec(
@@ -508,7 +508,7 @@ def dtensor_spec(
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Where a DTensor of this global shape and stride lies."""
+    """Return the spec of a DTensor with this global shape and stride."""
     return DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
 
 
@@ -518,10 +518,10 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 def dtensor_around(
     local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
 ) -> AnyDTensor:
-    """A DTensor of class ``cls`` around ``local`` itself, without a check.
+    """Return a DTensor of class ``cls`` around ``local`` itself, without checks.
 
-    It takes over where ``local`` begins in its storage, as compilers need it; unless that is at the
-    start, PyTorch can neither copy nor pickle it.
+    The DTensor keeps the storage offset of ``local``, which compilers need. Unless that offset is
+    0, PyTorch can neither copy nor pickle the DTensor.
     """
     return cls(local, spec, requires_grad=requires_grad)
 
@@ -529,9 +529,9 @@ def dtensor_around(
 def dtensor_from_spec(
     local: Tensor, spec: DTensorSpec, *, requires_grad: bool, cls: type[AnyDTensor]
 ) -> AnyDTensor:
-    """A DTensor of class ``cls`` in the memory of ``local``, without a check.
+    """Return a DTensor of class ``cls`` that shares the memory of ``local``, without checks.
 
-    It is around ``local`` itself if that begins where its storage does.
+    A plain ``local`` tensor with a storage offset is replaced by an ``own_storage`` view.
     """
     if local.storage_offset() and type(local) is Tensor:
         local = own_storage(local)
@@ -539,12 +539,12 @@ def dtensor_from_spec(
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """The local tensor itself (``to_local`` makes a new view each time)."""
+    """Return the local tensor itself (``to_local`` makes a new view each time)."""
     return tensor._local_tensor
 
 
 def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
-    """``local``, of the shape of the local tensor of ``tensor``, as a DTensor placed alike."""
+    """Return ``local``, shaped like the local tensor of ``tensor``, as a DTensor placed like it."""
     spec = tensor._spec
     meta = spec.tensor_meta
     if meta is not None and meta.dtype != local.dtype:
@@ -554,28 +554,28 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def dtensor_as(tensor: DTensor, cls: type[AnyDTensor]) -> AnyDTensor:
-    """One of class ``cls`` around the same local tensor, unknown to autograd."""
+    """Return a DTensor of class ``cls`` with the same local tensor, detached from autograd."""
     return dtensor_around(tensor._local_tensor, tensor._spec, requires_grad=False, cls=cls)
 
 
 def repoint(tensor: DTensor, local: Tensor) -> None:
-    """Make ``tensor`` stand for another local tensor of the same shape and dtype."""
+    """Replace the local tensor of ``tensor`` with another one of the same shape and dtype."""
     tensor._local_tensor = local
 
 
 def make_param(tensor: Tensor) -> None:
-    """Let ``tensor``, of a class of its own, be an ``nn.Parameter`` by ``isinstance``."""
+    """Make ``isinstance`` accept ``tensor``, a tensor subclass, as an ``nn.Parameter``."""
     tensor._is_param = True
 
 
 class _Seen(threading.local):
-    """The handlers that the dispatcher finds in this thread; None for those of all threads."""
+    """The handlers that the dispatcher uses in this thread; None means the shared handlers."""
 
     handlers: dict[Any, Any] | None = None
 
 
 class _Dispatcher(type(DTensor._op_dispatcher)):  # type: ignore[misc]
-    """DTensor's dispatcher, in which one thread can do without a handler that others find."""
+    """DTensor's dispatcher, from which one thread can drop a handler that other threads keep."""
 
     @property
     def _custom_op_handlers(self) -> dict[Any, Any]:
@@ -592,14 +592,14 @@ _seen = _Seen()
 
 
 def handle_dtensor_op(op: Any, handler: Any) -> None:
-    """Let DTensor call ``handler(op, args, kwargs)`` for ``op``, whatever its arguments are."""
+    """Make DTensor call ``handler(op, args, kwargs)`` for ``op``, whatever the arguments are."""
     dispatcher = DTensor._op_dispatcher
     dispatcher.__class__ = _Dispatcher
     dispatcher._custom_op_handlers[op] = _asking_own(handler) if _VERSION < (2, 12) else handler
 
 
 def _asking_own(handler: Any) -> Any:
-    """``handler``, but a class with a ``__torch_dispatch__`` of its own is asked instead."""
+    """Wrap ``handler``: subclasses of ``OwnDispatch`` run ``__torch_dispatch__`` instead."""
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         cls = type(args[0])
@@ -611,7 +611,7 @@ def _asking_own(handler: Any) -> Any:
 
 
 def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """What DTensor itself does for an ``op`` that is handled."""
+    """Run ``op`` as DTensor does without our handler, in this thread only."""
     before = _seen.handlers
     _seen.handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
     _seen.handlers.pop(op, None)
@@ -622,87 +622,87 @@ def default_dtensor_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def transposed_in_place(tensor: DTensor) -> DTensor:
-    """``tensor.t_()``, which DTensors do not have."""
+    """Transpose ``tensor`` in place and return it, because DTensors have no ``t_()``."""
     new = cast("DTensor", tensor.detach().t())
     tensor._local_tensor, tensor._spec = new._local_tensor, new._spec
-    with no_dispatch():  # what the object itself tells of its shape
+    with no_dispatch():  # update the shape that the object itself reports
         torch.ops.aten.t_.default(tensor)
     return tensor
 
 
 def shares_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether they are views of the same memory."""
+    """Return whether ``one`` and ``other`` are views of one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """The tensor dim that ``placement`` cuts, strided or not."""
+    """Return the tensor dim that ``placement`` shards, strided or not; else None."""
     return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def is_sum(placement: Placement) -> bool:
-    """Whether ranks hold terms of a sum or a mean, and nothing more is to it.
+    """Return whether the ranks hold the plain terms of a sum or a mean.
 
-    Subclasses, such as that of an embedding's output, mask or scale what they hold.
+    Subclasses of ``Partial``, such as that of an embedding's output, mask or scale the terms.
     """
     return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
 
 
 def is_mean(placement: Placement) -> bool:
-    """Whether it is a mean."""
+    """Return whether the ranks hold the plain terms of a mean."""
     return type(placement) is Partial and placement.reduce_op == "avg"
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """``tensor``, or the result of the collective that it stands for, once that is there."""
+    """Return ``tensor``, or wait if a collective is still producing it and return the result."""
     if isinstance(tensor, AsyncCollectiveTensor):
         return cast("Tensor", tensor.trigger_wait())
     return tensor
 
 
-# Meshes. The dims of a mesh and of its slices are cuts of one list of ranks, their root's.
+# Meshes. A mesh and its slices share the rank list of their root; each mesh dimension divides it.
 
 
 def root_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks of the mesh that ``mesh`` is a slice of, in order; equal for equal roots."""
+    """Return the ranks of the root mesh of ``mesh``, in order; equal for equal roots."""
     return mesh._flatten_rank_map
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """All dims of named slices of one root, as one mesh with their groups.
+    """Return one mesh with all dims of ``meshes``, named slices of one root, and their groups.
 
     Raises:
-        RuntimeError: they have different roots, or overlap.
+        RuntimeError: if the slices have different roots, or overlap.
     """
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """``mesh`` as a 1-D mesh; its group is made the first time, by a collective of all ranks.
+    """Return ``mesh`` as a 1-D mesh; the first call makes its group, a collective of all ranks.
 
     Raises:
-        ValueError: the name is that of other dims.
+        ValueError: if ``name`` belongs to other dims.
     """
     return mesh._flatten(name)
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether ``replicate``, the function for DDP, was applied to ``module``."""
+    """Return whether ``replicate``, the function for DDP, was applied to ``module``."""
     contract = _contract()
     return contract is not None and "replicate" in module.__dict__.get(contract.REGISTRY_KEY, ())
 
 
 def has_spmd_types(param: Tensor) -> bool:
-    """Whether ``param`` says over which axes it is cut by the package ``spmd_types``.
+    """Return whether ``param`` has ``spmd_types`` annotations of the axes that shard it.
 
-    PyTorch's FSDP2 takes such parameters from 2.15 on. Who annotates has imported the package.
+    FSDP2 accepts such parameters since 2.15. Code that annotates them has imported the package.
     """
     package = sys.modules.get("spmd_types")
     return package is not None and bool(package.get_local_type(param))
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Let ``replicate`` around ``module`` leave its parameters to us."""
+    """Mark ``module`` as sharded, so that ``replicate`` around it leaves its parameters to us."""
     contract = _contract()
     if contract is not None:
         registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
@@ -710,12 +710,12 @@ def mark_sharded(module: nn.Module) -> None:
 
 
 def _contract() -> Any:
-    """The registry of torch's functions for modules; whoever uses ``replicate`` has imported it."""
+    """Return the module in which ``replicate`` registers; None if it has not been imported."""
     return sys.modules.get("torch.distributed._composable.contract")
 
 
 def overrides_setattr(module: nn.Module) -> bool:
-    """Whether assigning an attribute of ``module`` does more than ``nn.Module`` does."""
+    """Return whether the class of ``module`` overrides ``nn.Module.__setattr__``."""
     return type(module).__setattr__ is not nn.Module.__setattr__
 
 
@@ -723,9 +723,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def never_compiled(function: Function) -> Function:
-    """``function``, which Dynamo leaves alone, with all that it calls.
+    """Return ``function``, marked so that Dynamo skips it and everything that it calls.
 
-    ``torch.compiler.disable`` does the same by a wrapper that costs host time at each call, and
+    ``torch.compiler.disable`` does the same, but its wrapper costs host time at each call, and it
     imports the compiler.
     """
     marked: Any = function
@@ -737,7 +737,7 @@ def never_compiled(function: Function) -> Function:
 
 
 def num_holders(tensors: list[Tensor]) -> int:
-    """Grows while somebody else, in Python or in C++, refers to one of ``tensors``."""
+    """Return a count that is higher while other Python or C++ code holds any of ``tensors``."""
     return sum(map(sys.getrefcount, tensors)) + sum(map(_num_uses, tensors))
 
 
@@ -745,7 +745,7 @@ _num_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defi
 
 
 def num_owners(storages: Iterable[torch.UntypedStorage]) -> int:
-    """How many tensors and others share these storages."""
+    """Return how many tensors and other owners share ``storages``."""
     return sum(map(torch._C._storage_Use_Count, map(_address_of_storage, storages)))
 
 
@@ -753,9 +753,9 @@ _address_of_storage = attrgetter("_cdata")
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """The memory of ``view`` as a tensor with a storage of just that part.
+    """Return the memory of ``view`` as a tensor whose storage is just that part.
 
-    What is pickled takes its whole storage along.
+    Pickling a tensor saves its whole storage.
     """
     return own_part(view, 0, view.shape, view.stride())
 
@@ -763,9 +763,9 @@ def own_storage(view: Tensor) -> Tensor:
 def own_part(
     flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
 ) -> Tensor:
-    """Elements of ``flat`` from number ``start`` on, with a storage of just that part.
+    """Return the elements of ``flat`` from index ``start``, with a storage of just that part.
 
-    ``stride`` is None for a contiguous tensor.
+    ``stride`` is None for a contiguous tensor. The memory is shared with ``flat``, except on meta.
     """
     if flat.is_meta:
         return flat.new_empty(shape)
@@ -775,30 +775,30 @@ def own_part(
     begin = (flat.storage_offset() + start) * flat.itemsize
     storage = flat.untyped_storage()[begin : begin + length * flat.itemsize]
     part = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    # Without strides it is contiguous, which torch's annotations do not say.
+    # Empty strides make the result contiguous, which torch's annotations do not say.
     return part.set_(storage, 0, shape, () if stride is None else stride)
 
 
 def keep_alive(tensor: Tensor, other: Tensor) -> None:
-    """Let ``other`` live as long as the storage of ``tensor``, which does not count it.
+    """Keep ``other`` alive as long as the storage of ``tensor``, which does not count ``other``.
 
-    The Python object of a storage lives as long as that, and no copy takes its attributes along.
+    The Python object of a storage lives as long as the storage, and copies omit its attributes.
     """
     tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether ``tensor`` only plays its part, under a ``FakeTensorMode``."""
+    """Return whether ``tensor`` is a ``FakeTensor``, made under a ``FakeTensorMode``."""
     return isinstance(tensor, FakeTensor)
 
 
 def preserved_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """What is written to ``tensors`` in the block is no modification in the eyes of autograd."""
+    """Return a context in which autograd does not count writes to ``tensors`` as modifications."""
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def versions(tensors: Iterable[Tensor]) -> int:
-    """Grows whenever one of ``tensors`` is visibly written."""
+    """Return a count that grows whenever one of ``tensors`` is visibly written."""
     return sum(map(_version, tensors))
 
 

@@ -8,17 +8,17 @@
     |   `-- AssertedConfigError ... that PyTorch checks by an assertion   (also AssertionError)
     |-- UnsupportedError        legal in PyTorch, but cannot be sharded   (also NotImplementedError)
     |   |-- NotBuiltError       planned, not built yet
-    |   `-- RaggedOperationError  a RaggedTensor holds no rows, columns or single elements
+    |   `-- RaggedOperationError  needs rows, columns or single elements of a RaggedTensor
     |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
     |   |-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
-    |   `-- BusyError           ... while parameters are lent or a pass runs (also ValueError)
-    |-- LostRankError           another process is gone, or silent      (also RuntimeError)
+    |   `-- BusyError           ... during a loan, a forward or a backward (also ValueError)
+    |-- LostRankError           another process is gone, or silent        (also RuntimeError)
     |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
-Each class is also an instance of the builtin that PyTorch raises in the same place, so that code
-written for PyTorch's FSDP keeps catching what it caught. A message says what was given, what was
-expected and what to do, and names the unit and the parameter.
+Each class also derives from the builtin that PyTorch raises in the same place, so that code written
+for PyTorch's FSDP still catches the same errors. A message says what was given, what was expected
+and what to do, and names the unit and the parameter.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ __all__ = [
 
 
 class FullshardError(Exception):
-    """Root of the tree: ``except FullshardError`` catches all that fullshard raises on purpose."""
+    """The root of the tree: ``except FullshardError`` catches every error raised on purpose."""
 
 
 class ConfigError(FullshardError, ValueError):
-    """An argument has a value that cannot work; nothing was changed."""
+    """An argument with a value that cannot work; nothing was changed."""
 
 
 class ArgumentTypeError(ConfigError, TypeError):
-    """An argument has a type that cannot work; nothing was changed."""
+    """An argument with a type that cannot work; nothing was changed."""
 
 
 class AlreadyShardedError(ConfigError, AssertionError):
-    """The module was given to ``fully_shard`` before."""
+    """A module that was passed to ``fully_shard`` before."""
 
 
 class ExtensionError(ConfigError, AssertionError):
-    """The all-gather hooks of a tensor do something else than their protocol says."""
+    """All-gather hooks of a tensor that violate their protocol."""
 
 
 class AssertedConfigError(ConfigError, AssertionError):
@@ -67,19 +67,19 @@ class AssertedConfigError(ConfigError, AssertionError):
 
 
 class UnsupportedError(FullshardError, NotImplementedError):
-    """PyTorch allows it, but it cannot be sharded."""
+    """A feature that PyTorch allows, but that cannot be sharded."""
 
 
 class NotBuiltError(UnsupportedError):
-    """Part of the documented interface that is not built yet."""
+    """A part of the documented interface that is not built yet."""
 
 
 class RaggedOperationError(UnsupportedError):
-    """An operation that does not mean the same on the intervals of a ``RaggedTensor``."""
+    """An operation that has another meaning on the intervals of a ``RaggedTensor``."""
 
 
 class ProtocolError(FullshardError, RuntimeError):
-    """Calls came in an order that cannot work, such as a forward with parameters on ``meta``."""
+    """Calls in an order that cannot work, such as a forward with parameters on ``meta``."""
 
 
 class AssertedProtocolError(ProtocolError, AssertionError):
@@ -87,16 +87,16 @@ class AssertedProtocolError(ProtocolError, AssertionError):
 
 
 class BusyError(ProtocolError, ValueError):
-    """Parameters are lent, or a forward or a backward is running; nothing was changed."""
+    """A call during a loan of parameters, a forward or a backward; nothing was changed."""
 
 
 class LostRankError(FullshardError, RuntimeError):
-    """A process that this one exchanges parameters or gradients with has ended, or hangs."""
+    """A peer process, which exchanges parameters or gradients with us, that ended or hangs."""
 
 
 class NonFiniteError(FullshardError, RuntimeError):
-    """The norm of the gradients is not finite, and the caller asked to be told."""
+    """A gradient norm that is not finite, raised because the caller asked for the check."""
 
 
 class LayoutError(FullshardError, ValueError):
-    """A layout would break one of its invariants."""
+    """A layout that would break one of its invariants."""
