@@ -19,6 +19,10 @@ torch.set_num_threads(1)
 settings.register_profile("fullshard", derandomize=True, deadline=None)
 settings.load_profile("fullshard")
 
+LONG = tuple(
+    f"tests/ranks/test_{name}" for name in ("train", "examples", "frameworks", "memory", "tensor")
+)
+
 FIGURES = pytest.StashKey[Counter[str]]()
 """What the checker of lanes looked at."""
 
@@ -59,7 +63,11 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests on ranks with many variants leave enough to run, unless files were asked for."""
+    """Of tests on ranks with many variants leave enough to run, unless files were asked for.
+
+    Those that take long come first, so that no worker has one left when the others are done.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     if config.getoption("--all") or config.getoption("keyword") or _names_a_file(config):
         return
     alike: dict[str, list[pytest.Function]] = {}

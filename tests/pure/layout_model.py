@@ -57,10 +57,10 @@ def scatter(layout: Layout, params: list[list[int]]) -> list[Buffer]:
         for index, segment in enumerate(layout.segments_of(rank)):
             assert segment.param == index
             at = segment.shard_offset
-            for run in range(segment.count):
+            for stretch in range(segment.count):
                 for element in range(segment.length):
                     assert 0 <= at < layout.shard_numel and shard[at] is PADDING
-                    shard[at] = params[index][segment.start + run * segment.step + element]
+                    shard[at] = params[index][segment.start + stretch * segment.step + element]
                     at += 1
     return shards
 
@@ -114,7 +114,7 @@ def block_of(ragged: Ragged, spec: ParamSpec) -> int:
 
 
 def starts_of_pieces(layout: Layout, param: int) -> list[int]:
-    return [run.start for run in layout.runs(param)]
+    return [stretch.start for stretch in layout.stretches(param)]
 
 
 def is_uncut(layout: Layout, ragged: Ragged) -> bool:

@@ -106,9 +106,11 @@ def test_runs_walk_through_each_parameter(layout: Layout) -> None:
     shards = scatter(layout, params)
     for index, param in enumerate(params):
         walked: Buffer = []
-        for run in layout.runs(index):
-            assert run.start == len(walked)
-            walked += shards[run.rank][run.shard_offset : run.shard_offset + run.length]
+        for stretch in layout.stretches(index):
+            assert stretch.start == len(walked)
+            walked += shards[stretch.rank][
+                stretch.shard_offset : stretch.shard_offset + stretch.length
+            ]
         assert walked == param
 
 

@@ -7,22 +7,22 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.optim.runs import Place, find_runs
+from fullshard.optim.runs import Position, find_runs
 
-numbered = st.builds(Place, st.sampled_from("ab"), st.integers(0, 12))
-unnumbered = st.builds(Place, st.sampled_from("xy"), st.none())
+numbered = st.builds(Position, st.sampled_from("ab"), st.integers(0, 12))
+unnumbered = st.builds(Position, st.sampled_from("xy"), st.none())
 places = st.lists(st.none() | numbered | unnumbered, max_size=30)
 
 
 @given(places)
-def test_every_parameter_is_in_one_run(given: list[Place | None]) -> None:
+def test_every_parameter_is_in_one_run(given: list[Position | None]) -> None:
     runs = find_runs(given)
     assert sorted(index for run in runs for index in run) == list(range(len(given)))
     assert runs == sorted(runs)
 
 
 @given(places)
-def test_members_of_a_run_are_neighbours(given: list[Place | None]) -> None:
+def test_members_of_a_run_are_neighbours(given: list[Position | None]) -> None:
     for run in find_runs(given):
         for one, two in pairwise(given[index] for index in run):
             assert one is not None and two is not None and one.line == two.line
@@ -31,7 +31,7 @@ def test_members_of_a_run_are_neighbours(given: list[Place | None]) -> None:
 
 
 @given(st.lists(st.none() | numbered | unnumbered, max_size=30, unique=True))
-def test_no_two_runs_could_be_one(given: list[Place | None]) -> None:
+def test_no_two_runs_could_be_one(given: list[Position | None]) -> None:
     ends = [(given[run[0]], given[run[-1]]) for run in find_runs(given)]
     for first, _ in ends:
         for _, last in ends:
@@ -42,17 +42,24 @@ def test_no_two_runs_could_be_one(given: list[Place | None]) -> None:
 
 
 def test_runs_follow_memory_and_not_the_order_of_parameters() -> None:
-    order = [Place("a", 2), Place("a", 0), None, Place("b", 1), Place("a", 1), Place("a", 4)]
+    order = [
+        Position("a", 2),
+        Position("a", 0),
+        None,
+        Position("b", 1),
+        Position("a", 1),
+        Position("a", 4),
+    ]
     assert find_runs(order) == [(1, 4, 0), (2,), (3,), (5,)]
 
 
 def test_what_takes_no_room_is_next_to_everyone_on_its_line() -> None:
-    order = [Place("a", None), Place("b", 0), Place("a", None), None, Place("a", None)]
+    order = [Position("a", None), Position("b", 0), Position("a", None), None, Position("a", None)]
     assert find_runs(order) == [(0, 2, 4), (1,), (3,)]
 
 
 def test_parameters_in_one_place_step_one_after_the_other() -> None:
-    assert find_runs([Place("a", 0), Place("a", 0), Place("a", 1)]) == [(0,), (1, 2)]
+    assert find_runs([Position("a", 0), Position("a", 0), Position("a", 1)]) == [(0,), (1, 2)]
 
 
 def test_nothing_makes_no_run() -> None:

@@ -56,7 +56,7 @@ def full_optim_state(
     state = stepped.by_name(saved)
     _check_alike("full_optim_state_dict", tree, state)
     values = full(tree, list(_rows(state)), rank0_only=rank0_only, cpu=cpu)
-    named = _named(stepped, saved, state, values)
+    named = _by_names(stepped, saved, state, values)
     return named if not rank0_only or tree.is_first else {}
 
 
@@ -101,7 +101,7 @@ def sharded_optim_state(
     mesh = tree.mesh if whole_mesh else None
     with torch.no_grad():
         values = sharded(_rows(state), mesh, plain_shards=plain_shards)
-        return _named(stepped, saved, state, values)
+        return _by_names(stepped, saved, state, values)
 
 
 def _rows(state: Mapping[str, Kept]) -> Iterator[Row]:
@@ -116,7 +116,7 @@ def _check_alike(what: str, tree: Tree, state: Mapping[str, Kept]) -> None:
     check_alike(what, tree, spread)
 
 
-def _named(
+def _by_names(
     stepped: Stepped, saved: StateDict, state: Mapping[str, Kept], values: Iterable[tuple[Row, Any]]
 ) -> dict[str, Any]:
     """Return a state dict by parameter name, with the tensors of ``values``."""

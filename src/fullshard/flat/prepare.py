@@ -28,7 +28,7 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
     """
     if device_id is None:
         return None
-    device = _named(device_id)
+    device = _device_named(device_id)
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     there = {p.device for p in module.parameters()} - {torch.device("cpu"), torch.device("meta")}
@@ -40,7 +40,7 @@ def checked_device(device_id: Any, module: nn.Module) -> torch.device | None:
     return device
 
 
-def _named(device_id: Any) -> torch.device:
+def _device_named(device_id: Any) -> torch.device:
     """Return the device; a number means an accelerator or, if there is none, the CPU."""
     if isinstance(device_id, int) and not torch.accelerator.is_available():
         return torch.device("cpu")

@@ -151,7 +151,7 @@ def _member(owned: OwnedParam, choices: Choices) -> tuple[DataMesh, _Member]:
             f"shard_placement_fn: got Shard({dim}) for parameter {owned.name} with "
             f"layout={choices.layout!r}, which cuts on no dim; return None, or use PerParameter()"
         )
-    parallel = _named(owned, lambda: mesh.parallel_spec(owned.param, owned.name))
+    parallel = _naming(owned, lambda: mesh.parallel_spec(owned.param, owned.name))
     shape = owned.param.shape if parallel is None else parallel.local_shape
     policy = choices.policy.for_param(owned.name, owned.param)
     return mesh, _Member(owned, ParamSpec(owned.name, tuple(shape), dim or 0), parallel, policy)
@@ -201,7 +201,7 @@ def _form(
     form = DTensorForm(
         [member.owned.param.shape for member in members],
         [
-            _named(member.owned, partial(mesh.place, member.parallel, cut))
+            _naming(member.owned, partial(mesh.place, member.parallel, cut))
             for member, cut in zip(members, cuts, strict=True)
         ],
         RaggedTensor if ragged else DTensor,
@@ -209,7 +209,7 @@ def _form(
     return form if choices.shown is Shown.DTENSORS else PlainForm(form)
 
 
-def _named(owned: OwnedParam, decide: Callable[[], Decided]) -> Decided:
+def _naming(owned: OwnedParam, decide: Callable[[], Decided]) -> Decided:
     """Return the result of ``decide``; add the name of the parameter to errors."""
     try:
         return decide()

@@ -19,7 +19,7 @@ from fullshard.engine import Bucket, Unit
 from fullshard.errors import ProtocolError
 from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.places import Place, Places
-from fullshard.tensors import PlacedPart, PlainForm, announce_parts, flat_part_of
+from fullshard.tensors import PlacedPiece, PlainForm, announce_pieces, flat_part_of
 
 FLAT_PARAM = "_flat_param"
 """Name of the flat parameter in the wrapped module."""
@@ -56,13 +56,13 @@ class FlatParameter:
         assert isinstance(form, PlainForm)
         places = form.dtensors.places
         if self.bucket.spec.parallel is None:
-            parts = [PlacedPart(places[0], 0, self.param.numel())]
+            parts = [PlacedPiece(places[0], 0, self.param.numel())]
         else:
             parts = [
-                PlacedPart(place, piece.offset, piece.numel)
+                PlacedPiece(place, piece.offset, piece.numel)
                 for place, piece in zip(places, pieces, strict=True)
             ]
-        announce_parts(self.param, parts)
+        announce_pieces(self.param, parts)
         # torch.distributed.checkpoint.state_dict reads this private attribute of PyTorch's.
         self.param._fqns = tuple(map(clean_name, self.bucket.names))  # type: ignore[attr-defined]
 

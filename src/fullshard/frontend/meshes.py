@@ -180,7 +180,7 @@ def checked_mesh(mesh: Any, dp_mesh_dims: Any = None) -> DataMesh:
             f"fully_shard(mesh=...): this rank is not in {mesh}; shard a module on the ranks of "
             "its mesh only"
         )
-    found = _named(mesh, dp_mesh_dims) if dp_mesh_dims is not None else data_mesh(mesh)
+    found = _mesh_with_roles(mesh, dp_mesh_dims) if dp_mesh_dims is not None else data_mesh(mesh)
     served = device_types_of(found.mesh)
     if mesh.device_type not in served:
         raise ConfigError(
@@ -207,7 +207,7 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
     return DataMesh(mesh) if mesh.ndim == 1 else DataMesh(mesh, shard_dim=1, replicate_dim=0)
 
 
-def _named(mesh: DeviceMesh, dims: Any) -> DataMesh:
+def _mesh_with_roles(mesh: DeviceMesh, dims: Any) -> DataMesh:
     if not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
         raise ArgumentTypeError(
             f"fully_shard(dp_mesh_dims=...): got {type(dims).__name__}, expected a "

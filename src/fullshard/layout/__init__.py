@@ -41,7 +41,7 @@ from fullshard.layout.layout import Layout, LayoutStrategy
 from fullshard.layout.per_param import PerParameter
 from fullshard.layout.ragged import Granularity, Ragged
 from fullshard.layout.remap import Move, remap
-from fullshard.layout.segment import Band, Run, Segment, StridedCopy
+from fullshard.layout.segment import Band, Segment, Stretch, StridedCopy
 from fullshard.layout.spec import ParamSpec, round_up
 from fullshard.layout.subset import subset
 
@@ -57,7 +57,7 @@ __all__ = [
     "ParamSpec",
     "PerParameter",
     "Ragged",
-    "Run",
+    "Stretch",
     "Segment",
     "Slot",
     "StridedCopy",

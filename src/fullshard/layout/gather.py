@@ -92,7 +92,7 @@ def plan_param_gather(layout: Layout, param: int) -> ParamGather | None:
     if all(band.segment.count == 1 for band in kept):
         is_alike = all(band.segment.shard_offset == start for band in kept)
         is_wasteful = layout.world > 1 and layout.world * numel >= 2 * layout.params[param].numel
-        if is_alike and not is_wasteful and all(_follows(band, numel) for band in kept):
+        if is_alike and not is_wasteful and all(_is_next_row(band, numel) for band in kept):
             return ParamGather(start, numel, ())
         return None
     copies = joined([band.copy(numel) for band in kept])
@@ -103,7 +103,7 @@ def plan_param_gather(layout: Layout, param: int) -> ParamGather | None:
     )
 
 
-def _follows(band: Band, row: int) -> bool:
+def _is_next_row(band: Band, row: int) -> bool:
     """Return whether elements have the same neighbors in slices of ``row`` as in the parameter."""
     part = band.segment
     is_run = part.count == 1 and part.start == band.first_rank * row

@@ -21,7 +21,7 @@ def check_param(index: int, spec: ParamSpec, bands: Sequence[Band], *, world: in
     """Check that each rank is in one band and each element of the parameter in one segment.
 
     All segments of a parameter repeat with the same `step`, `count` times. So it is enough that
-    the first runs of all ranks, in rank order, tile ``[0, step)``:
+    the first stretches of all ranks, in rank order, tile ``[0, step)``:
 
         rank 0   rank 1   rank 2 | rank 0   rank 1   rank 2 |
         |---------- step --------|---------- step --------|      count * step == numel

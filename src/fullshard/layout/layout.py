@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fullshard.errors import LayoutError
 from fullshard.layout.invariants import check_param, check_shards, check_unsharded
-from fullshard.layout.segment import Band, Run, Segment, StridedCopy, joined, runs
+from fullshard.layout.segment import Band, Segment, Stretch, StridedCopy, joined, stretches
 from fullshard.layout.spec import ParamSpec
 
 
@@ -96,9 +96,9 @@ class Layout:
         """
         return self._band(rank, param).local_shape
 
-    def runs(self, param: int) -> Iterator[Run]:
-        """Yield all runs of parameter `param` in the shards, in the order of its elements."""
-        return runs(self.bands[param])
+    def stretches(self, param: int) -> Iterator[Stretch]:
+        """Yield all stretches of parameter `param` in the shards, in the order of its elements."""
+        return stretches(self.bands[param])
 
     def copies(
         self, row: int, *, below: int | None = None, above: int = 0

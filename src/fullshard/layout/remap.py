@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fullshard.errors import LayoutError
 from fullshard.layout.layout import Layout
-from fullshard.layout.segment import Run
+from fullshard.layout.segment import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def remap(source: Layout, target: Layout) -> tuple[Move, ...]:
     source_of = _match(source, target)
     moves: list[Move] = []
     for param, index in enumerate(source_of):
-        moves += _merged(_sweep(param, source.runs(index), target.runs(param)))
+        moves += _merged(_sweep(param, source.stretches(index), target.stretches(param)))
     return tuple(moves)
 
 
@@ -77,7 +77,7 @@ def _match(source: Layout, target: Layout) -> list[int]:
     return [source_index[spec.name] for spec in target.params]
 
 
-def _sweep(param: int, sources: Iterator[Run], targets: Iterator[Run]) -> Iterator[Move]:
+def _sweep(param: int, sources: Iterator[Stretch], targets: Iterator[Stretch]) -> Iterator[Move]:
     """Cut the elements wherever either side cuts; both sides hold each element once, in order."""
     source, target = next(sources, None), next(targets, None)
     while source and target:
@@ -109,7 +109,7 @@ def _merged(moves: Iterator[Move]) -> list[Move]:
     for move in moves:
         pair = (move.source_rank, move.target_rank)
         at = last.get(pair)
-        if at is not None and _follows(result[at], move):
+        if at is not None and _continues(result[at], move):
             result[at] = replace(result[at], length=result[at].length + move.length)
         else:
             last[pair] = len(result)
@@ -117,7 +117,7 @@ def _merged(moves: Iterator[Move]) -> list[Move]:
     return result
 
 
-def _follows(before: Move, move: Move) -> bool:
+def _continues(before: Move, move: Move) -> bool:
     return (
         before.source_offset + before.length == move.source_offset
         and before.target_offset + before.length == move.target_offset

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One rank's part of one parameter: `count` runs of `length` elements, `step` apart.
+    """One rank's part of one parameter: `count` stretches of `length` elements, `step` apart.
 
     The right half of a (2, 6) parameter cut on dim 1, at the start of rank 1's shard:
 
@@ -22,10 +22,10 @@ class Segment:
     Attributes:
         param: index in `Layout.params`.
         start: first element, in the parameter's row-major order.
-        length: elements of one run.
-        count: number of runs.
-        step: distance between the starts of successive runs, in the parameter.
-        shard_offset: offset in the rank's shard, where the runs are end to end.
+        length: elements of one stretch.
+        count: number of stretches.
+        step: distance between the starts of successive stretches, in the parameter.
+        shard_offset: offset in the rank's shard, where the stretches are end to end.
     """
 
     param: int
@@ -42,7 +42,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Stretch:
     """Elements that are contiguous both in a parameter and in a rank's shard."""
 
     start: int  # first element, in the parameter's row-major order
@@ -146,11 +146,11 @@ class Band:
         )
 
 
-def runs(bands: Sequence[Band]) -> Iterator[Run]:
-    """Yield all runs of one parameter, in the order of its elements.
+def stretches(bands: Sequence[Band]) -> Iterator[Stretch]:
+    """Yield all stretches of one parameter, in the order of its elements.
 
     This needs no sorting because the bands of a parameter, in rank order, tile the distance
-    between two runs (an invariant of `Layout`).
+    between two stretches (an invariant of `Layout`).
     """
     count = bands[0].segment.count
     for index in range(count):
@@ -161,14 +161,16 @@ def runs(bands: Sequence[Band]) -> Iterator[Run]:
             start = part.start + index * part.step
             shard_offset = part.shard_offset + index * part.length
             for i in range(band.num_ranks):
-                yield Run(start + i * part.length, part.length, band.first_rank + i, shard_offset)
+                yield Stretch(
+                    start + i * part.length, part.length, band.first_rank + i, shard_offset
+                )
 
 
 def joined(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
     """Return the same copies, with contiguous copies joined that adjoin on both sides."""
     result: list[StridedCopy] = []
     for copy in copies:
-        if result and _follows(result[-1], copy):
+        if result and _adjoins(result[-1], copy):
             before = result[-1]
             result[-1] = StridedCopy(
                 param=before.param,
@@ -183,7 +185,7 @@ def joined(copies: Sequence[StridedCopy]) -> list[StridedCopy]:
     return result
 
 
-def _follows(before: StridedCopy, copy: StridedCopy) -> bool:
+def _adjoins(before: StridedCopy, copy: StridedCopy) -> bool:
     return (
         before.param == copy.param
         and len(before.sizes) == len(copy.sizes) == 1

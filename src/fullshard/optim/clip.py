@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim.joined import joined
-from fullshard.tensors import Spread, placed_parts_of, spread_of
+from fullshard.tensors import Spread, placed_pieces_of, spread_of
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
     for param, grad in grads:
         if isinstance(grad, DTensor):
             continue
-        parts = placed_parts_of(param)
+        parts = placed_pieces_of(param)
         if not parts:
             found.setdefault(_PLAIN, _Alike(_PLAIN)).locals.append(grad)
         for (mesh, placements), start, numel in parts:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.optim.groups import Groups, numbered
 from fullshard.optim.run import Run, same
-from fullshard.optim.runs import Place, find_runs
+from fullshard.optim.runs import Position, find_runs
 from fullshard.optim.states import is_placed_like
 from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part
 
@@ -54,19 +54,19 @@ class Candidate:
         grad_part = part if grad is None else _part_of(local_part(grad))
         return cls(param, group, age, local, part, grad_part)
 
-    def place(self, *, by_grad: bool) -> Place | None:
-        """Return the place, None if in no buffer; without ``by_grad``, assume an ideal gradient."""
+    def position(self, *, by_grad: bool) -> Position | None:
+        """Return the position, None if in no buffer; not ``by_grad``: for an ideal gradient."""
         if not self.local.numel():
-            return Place((self.group, self.age, self.local.dtype, self.local.device), None)
+            return Position((self.group, self.age, self.local.dtype, self.local.device), None)
         grad_part = self.grad_part if by_grad else self.part
         if self.part is None or grad_part is None:
             return None
         shift = (grad_part.number - self.part.number, grad_part.start - self.part.start)
         line = (self.group, self.age, id(self.part.flat), id(grad_part.flat), *shift)
-        return Place(line, self.part.number)
+        return Position(line, self.part.number)
 
 
-def _place_of_gradient(param: Tensor) -> FlatPart | None:
+def _position_of_gradient(param: Tensor) -> FlatPart | None:
     return None if param.grad is None else _part_of(local_part(param.grad))
 
 
@@ -89,8 +89,8 @@ class Freedom(NamedTuple):
 
 def line_up(candidates: Sequence[Candidate]) -> tuple[list[Run], Freedom]:
     """Return new runs, and how far gradients may move before these are outdated."""
-    runs = find_runs([one.place(by_grad=True) for one in candidates])
-    fewest = find_runs([one.place(by_grad=False) for one in candidates])
+    runs = find_runs([one.position(by_grad=True) for one in candidates])
+    fewest = find_runs([one.position(by_grad=False) for one in candidates])
     strays = (one.param for one in candidates if one.part and not one.grad_part)
     freedom = Freedom(len(runs) == len(fewest), next(strays, None))
     return [_run_of([candidates[i] for i in run]) for run in runs], freedom
@@ -159,7 +159,7 @@ class Lineup:
             and [len(group["params"]) for group in groups] == self._sizes
             and list(map(is_, grads, repeat(None))) == self._absent
             and self._find(params) == self._addresses
-            and (self._stray is None or _place_of_gradient(self._stray) is None)
+            and (self._stray is None or _position_of_gradient(self._stray) is None)
             and self._chains.hold(grads, anywhere=self._is_free)
             and all(is_ready(params[n], grads[n]) for n in self._loose)
         )

@@ -37,7 +37,7 @@ def same(one: Iterable[object], other: Iterable[object]) -> bool:
     return all(map(is_, chain(one, (_MISSING,)), chain(other, (_MISSING,))))
 
 
-class Part(NamedTuple):
+class Extent(NamedTuple):
     """The position of a parameter's elements in the tensor of its run."""
 
     offset: int
@@ -60,12 +60,12 @@ class Run:
         """Create a run with parameters at ``offsets``, or None for one that keeps its shape."""
         self.params = tuple(params)
         self.tensor = nn.Parameter(torch.empty(0, device="cpu"))
-        self.parts: tuple[Part, ...] | None = None
+        self.parts: tuple[Extent, ...] | None = None
         shapes = [local_part(param).shape for param in params]
         self._shape = shapes[0]
         if offsets is not None:
             self.parts = tuple(
-                Part(offset, shape.numel(), shape)
+                Extent(offset, shape.numel(), shape)
                 for offset, shape in zip(offsets, shapes, strict=True)
             )
             self._shape = torch.Size([self.parts[-1].offset + self.parts[-1].numel])

@@ -1,7 +1,7 @@
 """The decision which parameters can step as one tensor, made without tensors.
 
 memory       | w1 | b1 | w2 | b2 |  .  .  | w3 |
-line            x    x    y    x              x     places on one line differ only in number
+line            x    x    y    x              x     positions on one line differ only in number
 runs           (w1   b1) (w2) (b2             w3)   neighbors on one line
 """
 
@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """The place of a parameter in memory.
+class Position(NamedTuple):
+    """The position of a parameter in memory.
 
     Attributes:
         line: everything that members of a run have in common: their group, the buffers of
@@ -26,24 +26,24 @@ class Place(NamedTuple):
     number: int | None
 
 
-def find_runs(places: Sequence[Place | None]) -> list[tuple[int, ...]]:
+def find_runs(positions: Sequence[Position | None]) -> list[tuple[int, ...]]:
     """Split all parameters into the fewest runs whose members are neighbors on one line.
 
     Args:
-        places: one place per parameter; None for a parameter without neighbors. On any one line
-            either all numbers are None or none is.
+        positions: one per parameter; None for a parameter without neighbors. On any one line either
+            all numbers are None or none is.
 
     Returns:
-        Runs of indices into ``places``; each run is in memory order, runs by first member.
+        Runs of indices into ``positions``; each run is in memory order, runs by first member.
     """
     lines: dict[Hashable, list[tuple[int, int]]] = {}
     runs: list[tuple[int, ...]] = []
-    for index, place in enumerate(places):
-        if place is None:
+    for index, position in enumerate(positions):
+        if position is None:
             runs.append((index,))
             continue
-        line = lines.setdefault(place.line, [])
-        line.append((len(line) if place.number is None else place.number, index))
+        line = lines.setdefault(position.line, [])
+        line.append((len(line) if position.number is None else position.number, index))
     for line in lines.values():
         line.sort()
         cuts = [i for i, (one, two) in enumerate(pairwise(line), 1) if one[0] + 1 != two[0]]

@@ -26,7 +26,7 @@ from fullshard.tensors.parallel import (
 from fullshard.tensors.parallel_grads import local_gradients
 from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh, names_of
 from fullshard.tensors.parts import Spread, spread_of
-from fullshard.tensors.pieces import PlacedPart, announce_parts, placed_parts_of
+from fullshard.tensors.pieces import PlacedPiece, announce_pieces, placed_pieces_of
 from fullshard.tensors.ragged_cut import is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
@@ -38,7 +38,7 @@ __all__ = [
     "FlatPart",
     "HookArguments",
     "ParallelSpec",
-    "PlacedPart",
+    "PlacedPiece",
     "PlainForm",
     "RaggedShard",
     "RaggedTensor",
@@ -47,7 +47,7 @@ __all__ = [
     "SpmdMesh",
     "Spread",
     "announce_flat",
-    "announce_parts",
+    "announce_pieces",
     "carry_attributes",
     "find_tensors",
     "flat_part_of",
@@ -66,7 +66,7 @@ __all__ = [
     "place_in_order_of_cuts",
     "plainly_sharded",
     "taken_by",
-    "placed_parts_of",
+    "placed_pieces_of",
     "plain",
     "post_all_gather",
     "pre_all_gather",

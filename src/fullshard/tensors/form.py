@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.tensors.parallel import ShardPlace
-from fullshard.tensors.pieces import PlacedPart, announce_parts
+from fullshard.tensors.pieces import PlacedPiece, announce_pieces
 
 
 def local_part(shown: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class PlainForm:
 
     def introduce(self, index: int, shown: Tensor) -> None:
         """See ``ShardForm``."""
-        announce_parts(shown, [PlacedPart(self.dtensors.places[index], 0, shown.numel())])
+        announce_pieces(shown, [PlacedPiece(self.dtensors.places[index], 0, shown.numel())])
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
         """See ``ShardForm``; empty tensors all have the same address."""

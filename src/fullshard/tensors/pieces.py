@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fullshard.tensors.parallel import ShardPlace
 
 
-class PlacedPart(NamedTuple):
+class PlacedPiece(NamedTuple):
     """Some elements of a plain Parameter, and of the Parameter's gradient, that share one place.
 
     Attributes:
@@ -25,14 +25,14 @@ class PlacedPart(NamedTuple):
     numel: int
 
 
-_parts: MutableMapping[Tensor, tuple[PlacedPart, ...]] = WeakIdKeyDictionary()
+_pieces: MutableMapping[Tensor, tuple[PlacedPiece, ...]] = WeakIdKeyDictionary()
 
 
-def announce_parts(param: Tensor, parts: Sequence[PlacedPart]) -> None:
-    """Announce the ``parts`` of ``param``, for ``placed_parts_of``, without keeping it alive."""
-    _parts[param] = tuple(parts)
+def announce_pieces(param: Tensor, pieces: Sequence[PlacedPiece]) -> None:
+    """Announce the ``pieces`` of ``param``, for ``placed_pieces_of``, without keeping it alive."""
+    _pieces[param] = tuple(pieces)
 
 
-def placed_parts_of(param: Tensor) -> tuple[PlacedPart, ...]:
-    """Return the parts that were announced for ``param``; an empty tuple if none were."""
-    return _parts.get(param, ())
+def placed_pieces_of(param: Tensor) -> tuple[PlacedPiece, ...]:
+    """Return the pieces that were announced for ``param``; an empty tuple if none were."""
+    return _pieces.get(param, ())
