@@ -19,10 +19,6 @@ torch.set_num_threads(1)
 settings.register_profile("fullshard", derandomize=True, deadline=None)
 settings.load_profile("fullshard")
 
-LONG = tuple(
-    f"tests/ranks/test_{name}" for name in ("train", "examples", "frameworks", "memory", "tensor")
-)
-
 FIGURES = pytest.StashKey[Counter[str]]()
 """What the checker of lanes looked at."""
 
@@ -65,16 +61,16 @@ def pytest_terminal_summary(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tests on ranks with many variants leave enough to run, unless files were asked for.
 
-    Those that take long come first, so that no worker has one left when the others are done.
+    Without those that are marked ``more``.
     """
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     if config.getoption("--all") or config.getoption("keyword") or _names_a_file(config):
         return
+    left_out = {item for item in items if item.get_closest_marker("more")}
     alike: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.nodeid.startswith("tests/ranks/"):
+        is_on_ranks = isinstance(item, pytest.Function) and item.nodeid.startswith("tests/ranks/")
+        if is_on_ranks and item not in left_out:
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
     for variants in alike.values():
         if len(variants) > MANY:
             chosen = covering([tuple(item.callspec._idlist) for item in variants])

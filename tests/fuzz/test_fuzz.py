@@ -15,7 +15,7 @@ from tests.fuzz.hunt import Figures, hunt
 from tests.fuzz.shrink import shrink
 from tests.ranks.pool import RankPool
 
-SEEDS = range(40)
+SEEDS = range(30)
 WITHIN = 40
 """Cases in which a planted defect is found, of those that have what shows it."""
 

@@ -125,32 +125,26 @@ def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     assert_same_run(shell, "whole", "killed")
 
 
-def test_workers_end_when_their_launcher_is_killed(shell: Shell) -> None:
-    options = ["--data", "text", "--out", "orphaned", *OPTIONS.split()]
-    with shell.started(*options, "--steps", "10000") as job:
-        shell.wait_for(RunDir(shell.folder / "orphaned").metrics)
-        workers = children_of(job.pid)
-        job.kill()
-        assert len(workers) == 2
-        deadline_s = time.monotonic() + 30
-        while any(map(is_alive, workers)) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        assert not any(map(is_alive, workers))
-
-
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: reads /proc")
-def test_nothing_listens_to_the_network(shell: Shell) -> None:
-    options = ["--data", "text", "--out", "quiet", *OPTIONS.split()]
+def test_nothing_listens_to_the_network_and_workers_end_when_their_launcher_is_killed(
+    shell: Shell,
+) -> None:
+    options = ["--data", "text", "--out", "orphaned", *OPTIONS.split()]
     with shell.started(*options, "--steps", "10000") as job:
-        shell.wait_for(RunDir(shell.folder / "quiet").metrics)
+        shell.wait_for(RunDir(shell.folder / "orphaned").metrics)
         workers = children_of(job.pid)
         assert len(workers) == 2
         found = listening([job.pid, *workers])
-    assert found  # gloo's own
-    assert found <= LOOPBACK
+        assert found  # gloo's own
+        assert found <= LOOPBACK
+        job.kill()
+        deadline_s = time.monotonic() + 30
+        while any(map(is_alive, workers)) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert not any(map(is_alive, workers))
 
 
 def test_torchrun_is_the_same_job_and_4_workers_with_half_the_batch_read_the_same(
