@@ -299,13 +299,13 @@ def _names_of_torch_distributed(file: Source) -> Iterator[str]:
 
 
 def import_cycles(files: Iterable[Source]) -> list[str]:
-    """Rings of module-level imports; those for type checkers alone do not count."""
+    """Rings of module-level imports, those for type checkers alone included."""
     by_name = {file.module: file for file in files}
     edges = {
         name: {
             target
             for item in imports_of(file)
-            if not item.in_function and not item.for_typing
+            if not item.in_function
             if (target := _our_module(item, by_name)) is not None and target != name
         }
         for name, file in by_name.items()

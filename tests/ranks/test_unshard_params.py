@@ -105,7 +105,7 @@ def state_of(model: Any) -> list[Any]:
     states = [unit.engine.scheduler.residents.units[unit.key] for unit in units]  # type: ignore[union-attr]
     held = units[0].engine.meter.held_nbytes[Kind.FULL]  # type: ignore[union-attr]
     flags = [param.requires_grad for param in model.parameters()]
-    loans = [unit.loan for unit in units]
+    loans = [unit.is_lent for unit in units]
     return [shown, [(state.residency, state.holds) for state in states], held, flags, loans]
 
 

@@ -34,7 +34,7 @@ def usable(model: Any, plain: nn.Module) -> None:
     for one in (model, plain):
         step(one, torch.optim.SGD(one.parameters(), lr=0.1))
     assert apart(model, plain) < 1e-12
-    assert all(unit.loan is None for unit in units_below([model]))
+    assert not any(unit.is_lent for unit in units_below([model]))
 
 
 # Refusals.

@@ -240,7 +240,7 @@ class Use:
                     self._input_nodes.append(node)
         self._sides = self.unit.sides()
 
-    def end(self, outputs: Iterable[Tensor], last_use: int) -> Follows:
+    def end(self, outputs: Iterable[Tensor], last_use: int, inside: Iterable[Unit]) -> Follows:
         """End the forward call: hook its outputs to learn when backward will enter this use.
 
         Return whether we see all paths back. Backward runs younger nodes first, so a node that the
@@ -285,19 +285,9 @@ class Use:
             for tensor in outputs:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(_passed_by, weakref.ref(self.backward)))
-        if outside or (newest < made - 1 and self._can_have_graph(inputs)):
+        if outside or (newest < made - 1 and _can_have_graph(inside, inputs)):
             return Follows.HIDDEN
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
-
-    def _can_have_graph(self, inputs: Iterable[Tensor]) -> bool:
-        """Return whether anything in this forward may need gradients.
-
-        Node numbers do not tell: a custom Function takes one even if nothing requires grad.
-        """
-        engine = self.unit.engine
-        units = engine.units if self.unit.encloses and engine is not None else [self.unit]
-        trainable = any(bucket.trainable for unit in units for bucket in unit.buckets)
-        return trainable or any(tensor.requires_grad for tensor in inputs)
 
     def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
         self.unit.check_not_lent("a backward")
@@ -328,3 +318,12 @@ class Use:
                 "moved, cast, or changed in precision or communication since the forward; what "
                 "that read is gone. Call backward() before"
             )
+
+
+def _can_have_graph(units: Iterable[Unit], inputs: Iterable[Tensor]) -> bool:
+    """Return whether anything in a forward on ``inputs`` inside of ``units`` may need gradients.
+
+    Node numbers do not tell: a custom Function takes one even if nothing requires grad.
+    """
+    trainable = any(bucket.trainable for unit in units for bucket in unit.buckets)
+    return trainable or any(tensor.requires_grad for tensor in inputs)

@@ -316,7 +316,8 @@ class Engine:
         use = self._uses.get(unit.key)
         if use is None or not use.running:
             return  # another hook failed before ours, so the member never entered
-        follows = use.end(() if failed else outputs, self.scheduler.last_use)
+        inside = self.units if unit.encloses else [unit]
+        follows = use.end(() if failed else outputs, self.scheduler.last_use, inside)
         if failed:
             follows = Follows.NOTHING
         task = _torch.current_task()
@@ -332,7 +333,7 @@ class Engine:
             ProtocolError: parameters are on the meta device.
         """
         for unit in units:
-            if unit.loan is None:
+            if not unit.is_lent:
                 self.take_over(unit)
                 unit.check_ready()
                 unit.sync_requires_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,6 @@ from fullshard.engine.reduce import Gradients
 from fullshard.engine.spec import BucketSpec
 from fullshard.errors import AssertedProtocolError, BusyError, ProtocolError, UnsupportedError
 from fullshard.schedule import UnitPolicy, UnitState
-
-if TYPE_CHECKING:
-    from fullshard.engine.executor import Engine
-    from fullshard.engine.loan import Loan
 
 
 class Registration(Protocol):
@@ -79,8 +75,8 @@ class Unit:
         self.registration = registration
         self.num_members = num_members
         self.encloses = encloses
-        self.engine: Engine | None = None
-        self.loan: Loan | None = None  # set while ``unshard_params`` lends full parameters
+        self.engine: object = None  # the ``Engine`` that runs the unit
+        self.is_lent = False  # True while ``unshard_params`` lends full parameters
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
 
@@ -91,7 +87,7 @@ class Unit:
         """
         new = copy.copy(self)
         new.buckets = tuple(bucket.copy(memo) for bucket in self.buckets)
-        new.engine = new.loan = None
+        new.engine, new.is_lent = None, False
         new.forget_nodes()
         memo[id(self)] = new
         return new
@@ -275,7 +271,7 @@ class Unit:
 
     def check_not_lent(self, what: str) -> None:
         """Raise ``BusyError`` while full parameters are on loan."""
-        if self.loan is not None:
+        if self.is_lent:
             raise BusyError(
                 f"{what} while unshard_params() lends the full parameters of unit "
                 f"{self.name or '(root)'}; units are expected to be in states of rest: leave the "

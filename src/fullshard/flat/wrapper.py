@@ -154,7 +154,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         self._given = Given.of(mesh, given)
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
-        check_not_sharded(collect([self], params))  # shards differ in size between ranks
+        check_not_sharded(collect([self], params).params)  # shards differ in size between ranks
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
             move(module, params, modules, device)
@@ -384,5 +384,5 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
 
     def _clean(self, name: str) -> str:
         unit = unit_of(self)
-        is_lent = unit is not None and unit.loan is not None
+        is_lent = unit is not None and unit.is_lent
         return name.replace(f"{WRAPPED}.", "") if is_lent else name

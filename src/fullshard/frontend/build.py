@@ -20,7 +20,7 @@ from fullshard.frontend.finalization import check_ends_by_itself
 from fullshard.frontend.flat_param import FlatPlaces, innermost
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.module import sharded_class
-from fullshard.frontend.ownership import collect, enlist, managed, unit_of, units_below
+from fullshard.frontend.ownership import Subtree, collect, enlist, unit_of
 from fullshard.frontend.places import Places
 from fullshard.schedule import UnitPolicy
 from fullshard.tensors import handle_ops_on
@@ -30,12 +30,15 @@ log = logging.getLogger("fullshard")
 
 def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
     """Return the plan for ``shard_modules``; raise if ``modules`` cannot be sharded."""
-    for unit in units_below(modules):
+    return _plan(collect(modules, choices.ignored), choices)
+
+
+def _plan(below: Subtree, choices: Choices) -> Plan:
+    for unit in below.units:
         engine_of(unit).check_idle("fully_shard")
         check_ends_by_itself(unit)
-    owned = collect(modules, choices.ignored)
-    check_params(owned, choices.layout)
-    return plan_buckets(owned, choices)
+    check_params(below.params, choices.layout)
+    return plan_buckets(below.params, choices)
 
 
 def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
@@ -44,8 +47,8 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     If users see DTensors, the class of each module becomes ``FSDP<Name>``; otherwise ``modules`` is
     one of our wrappers, which already has the methods.
     """
-    plan = plan_unit(modules, choices)
-    below = units_below(modules)
+    below = collect(modules, choices.ignored)
+    plan = _plan(below, choices)
     device = device_of(choices.mesh)
     buckets = [
         Bucket(spec, [p.param for p in params])
@@ -58,10 +61,10 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         places,
         device=device,
         num_members=len(modules),
-        encloses=bool(below),
+        encloses=bool(below.units),
     )
-    _move_buffers(modules, device)
-    Engine.join((engine_of(u) for u in below), unit, UnitPolicy(choices.after_forward))
+    _move_buffers(below.modules, device)
+    Engine.join((engine_of(u) for u in below.units), unit, UnitPolicy(choices.after_forward))
     places.show_sharded(buckets)
     for param in chain.from_iterable(bucket.sharded_params for bucket in buckets):
         if isinstance(param, DTensor):
@@ -72,7 +75,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         for module in modules:
             module.__class__ = sharded_class(type(module))
             _torch.mark_sharded(module)
-    for module in managed(modules):
+    for module in below.modules:
         # Dynamo treats modules with these attributes as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = choices.shown is not Shown.FLAT  # type: ignore[assignment]
@@ -97,7 +100,7 @@ def _places(
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    for module in managed(modules):
+    for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)

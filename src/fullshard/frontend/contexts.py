@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -79,22 +79,24 @@ def unshard_params(
     )
     units = _units_to_lend(module, recurse=recurse)
     _check_lendable(units, "unshard_params")
-    loans: list[Loan] = []
+    loans: dict[Unit, Loan] = {}
     keep = on_error == "keep"
     try:
         for unit in units:
-            loans.append(Loan(unit, terms, engine_of(unit).meter))
+            loans[unit] = Loan(unit, terms, engine_of(unit).meter)
         yield
         keep = True
     finally:
         _take_back(loans, keep=keep)
 
 
-def _take_back(loans: Sequence[Loan], *, keep: bool) -> None:
+def _take_back(loans: Mapping[Unit, Loan], *, keep: bool) -> None:
     """Restore the modules of all units, then write all or nothing, then raise the first problem."""
-    problems = [loan.take_back(keep=keep) for loan in loans]
-    for loan in loans:
+    problems = [loan.take_back(keep=keep) for loan in loans.values()]
+    for unit, loan in loans.items():
         loan.write(keep=keep and not any(problems))
+        if loan.terms.writeback:
+            engine_of(unit).rewritten(unit)
     for problem in problems:
         if problem is not None:
             raise problem

@@ -161,5 +161,5 @@ class _StateDictHooks:
 def engine_of(unit: Unit) -> Engine:
     """Return the engine that runs ``unit``; every unit of a sharded module has an engine."""
     engine = unit.engine
-    assert engine is not None
+    assert isinstance(engine, Engine)
     return engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -93,8 +93,20 @@ class OwnedParam:
     places: list[Place] = field(default_factory=list)
 
 
-def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[OwnedParam]:
-    """Return the parameters below ``modules`` that no inner unit owns and the call does not ignore.
+@dataclass(frozen=True)
+class Subtree:
+    """The modules and parameters below the modules of a call, as ``collect`` finds them."""
+
+    units: list[Unit]
+    """The units that have members inside, as of ``units_below``."""
+    modules: list[nn.Module]
+    """The modules that are in no inner unit, as of ``managed``."""
+    params: list[OwnedParam]
+    """The parameters that no inner unit owns and the call does not ignore."""
+
+
+def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Subtree:
+    """Return all that lies below ``modules``, for a call that ignores the parameters ``ignored``.
 
     Tied parameters occur once, with all their places. This includes places inside inner units whose
     calls ignored the parameter, even if all its places are in several inner units. The order is
@@ -102,18 +114,24 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Ow
     """
     ignored_ids = {id(param) for param in ignored}
     owned: dict[int, OwnedParam] = {}
-    for prefix, module in _named_managed(modules):
+    left: dict[nn.Parameter, list[_Left]] = {}  # by inner units, as their calls ignored them
+    outside, inside = _walk(modules)
+    for module, prefix in outside.items():
         for name, param in module._parameters.items():
-            if param is None or id(param) in ignored_ids:
-                continue
-            entry = owned.setdefault(id(param), OwnedParam(param, prefix + name))
-            entry.places.append(Place(module, name))
-    for param, places in _left_by_inner_units(modules, ignored_ids).items():
+            if param is not None and id(param) not in ignored_ids:
+                entry = owned.setdefault(id(param), OwnedParam(param, prefix + name))
+                entry.places.append(Place(module, name))
+    for module, (prefix, unit) in inside.items():
+        for name, param in module._parameters.items():
+            place = Place(module, name)
+            if param is not None and id(param) not in ignored_ids and not owner_of(place):
+                left.setdefault(param, []).append(_Left(unit, prefix + name, place))
+    for param, places in left.items():
         units = {unit for unit, _, _ in places}
         if id(param) in owned or len(units) > 1:
             entry = owned.setdefault(id(param), OwnedParam(param, places[0].full_name))
-            entry.places.extend(left.place for left in places)
-    return list(owned.values())
+            entry.places.extend(one.place for one in places)
+    return Subtree(units_below(modules), list(outside), list(owned.values()))
 
 
 class _Left(NamedTuple):
@@ -124,47 +142,32 @@ class _Left(NamedTuple):
     place: Place
 
 
-def _left_by_inner_units(
-    modules: Sequence[nn.Module], ignored_ids: set[int]
-) -> dict[nn.Parameter, list[_Left]]:
-    """Return the parameters that calls for modules inside ``modules`` ignored, with places."""
-    found: dict[nn.Parameter, list[_Left]] = {}
-    seen: set[nn.Module] = set()
+def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules below ``modules``, each once, except those of inner units and of DDP."""
+    return list(_walk(modules)[0])
+
+
+def _walk(
+    modules: Sequence[nn.Module],
+) -> tuple[dict[nn.Module, str], dict[nn.Module, tuple[str, Unit]]]:
+    """Return the modules outside and inside of inner units, with the prefix of parameter names.
+
+    Modules inside come with their unit. Modules that DDP replicates are left out.
+    """
+    outside: dict[nn.Module, str] = {}
+    inside: dict[nn.Module, tuple[str, Unit]] = {}
 
     def visit(prefix: str, module: nn.Module, around: Unit | None) -> None:
-        if module in seen or _torch.is_replicated(module):
-            return
-        seen.add(module)
         unit = unit_of(module) or around
-        for name, param in module._parameters.items():
-            place = Place(module, name)
-            if param is None or unit is None or id(param) in ignored_ids or owner_of(place):
-                continue
-            found.setdefault(param, []).append(_Left(unit, prefix + name, place))
+        if module in (outside if unit is None else inside) or _torch.is_replicated(module):
+            return
+        if unit is None:
+            outside[module] = prefix
+        else:
+            inside[module] = prefix, unit
         for name, child in module.named_children():
             visit(f"{prefix}{name}.", child, unit)
 
     for index, module in enumerate(modules):
         visit(f"{index}." if len(modules) > 1 else "", module, None)
-    return found
-
-
-def managed(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules below ``modules``, each once, except those of inner units and of DDP."""
-    return [module for _, module in _named_managed(modules)]
-
-
-def _named_managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of ``managed``, each with the prefix of the names of its parameters."""
-    seen: set[nn.Module] = set()
-
-    def visit(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or unit_of(module) is not None or _torch.is_replicated(module):
-            return
-        seen.add(module)
-        yield prefix, module
-        for name, child in module.named_children():
-            yield from visit(f"{prefix}{name}.", child)
-
-    for index, module in enumerate(modules):
-        yield from visit(f"{index}." if len(modules) > 1 else "", module)
+    return outside, {module: found for module, found in inside.items() if module not in outside}
