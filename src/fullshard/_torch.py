@@ -28,78 +28,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, placement_types
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "DTensorSpec",
-    "OwnDispatch",
-    "StridedShard",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "apart_from_the_default_group",
-    "apply",
-    "backend_name",
-    "broadcast",
-    "current_task",
-    "default_dtensor_op",
-    "device_types",
-    "dtensor_around",
-    "dtensor_as",
-    "dtensor_from_spec",
-    "dtensor_like",
-    "dtensor_spec",
-    "flattened_mesh",
-    "explicit_grad_dtype",
-    "follows_grad_dtype",
-    "grad_dtypes",
-    "gradient_node",
-    "group_options",
-    "handle_dtensor_op",
-    "has_average",
-    "has_peers",
-    "has_spmd_types",
-    "is_fake",
-    "is_profiling",
-    "is_mean",
-    "is_of_python",
-    "is_replicated",
-    "is_sum",
-    "joined_mesh",
-    "keep_grad_dtype",
-    "local_of",
-    "make_param",
-    "mark_sharded",
-    "keep_alive",
-    "node_number",
-    "num_holders",
-    "num_owners",
-    "own_part",
-    "own_storage",
-    "num_pending_nodes",
-    "queue_end_of_task",
-    "reduce_scatter",
-    "repoint",
-    "never_compiled",
-    "outside_of_transforms",
-    "overrides_setattr",
-    "post_accumulate_grad_hooks",
-    "preserved_versions",
-    "public_collectives",
-    "put_grad",
-    "root_ranks",
-    "sequence_number",
-    "sharded_dim",
-    "shares_storage",
-    "timeout_of",
-    "transposed_in_place",
-    "versions",
-    "waited",
-]
+StridedShard = placement_types._StridedShard
 
 
 class OwnDispatch(DTensor):

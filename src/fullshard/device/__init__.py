@@ -5,5 +5,3 @@ from __future__ import annotations
 from fullshard.device.host import host_tensor
 from fullshard.device.storage import Buffer, Kind, StorageMeter
 from fullshard.device.streams import Lane, Lanes, Mark, make_lanes
-
-__all__ = ["Buffer", "Kind", "Lane", "Lanes", "Mark", "StorageMeter", "host_tensor", "make_lanes"]

@@ -23,24 +23,3 @@ from fullshard.engine.policy import (
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Registration, Unit
 from fullshard.engine.waiting import Partial
-
-__all__ = [
-    "Bucket",
-    "BucketSpec",
-    "CPUOffloadPolicy",
-    "Engine",
-    "GradDtypes",
-    "Loan",
-    "MixedPrecisionPolicy",
-    "Offload",
-    "OffloadPolicy",
-    "Partial",
-    "ReducePolicy",
-    "Registration",
-    "Terms",
-    "Unit",
-    "check_extendable",
-    "gather_full_param",
-    "is_first",
-    "is_first_copy",
-]

@@ -23,19 +23,3 @@ from fullshard.frontend.module import (
     register_fsdp_forward_method,
 )
 from fullshard.frontend.placement import ShardPlacementResult
-
-__all__ = [
-    "ChosenUnit",
-    "ChosenUnits",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "GradientReductionHandle",
-    "ShardPlacementResult",
-    "UnshardHandle",
-    "fully_shard",
-    "iter_full_params",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "shard_blocks",
-    "unshard_params",
-]

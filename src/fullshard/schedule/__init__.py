@@ -19,19 +19,3 @@ from fullshard.schedule.state import (
     UnitPolicy,
     UnitState,
 )
-
-__all__ = [
-    "Action",
-    "AfterForward",
-    "Ahead",
-    "Event",
-    "Hold",
-    "MachinePolicy",
-    "Op",
-    "Recorder",
-    "Residency",
-    "Scheduler",
-    "Transcript",
-    "UnitPolicy",
-    "UnitState",
-]

@@ -262,8 +262,7 @@ class Scheduler:
         before, between or after theirs, depending on how each rank uses its parameters.
         """
         outer = self._outer_task(event.unit, event.task)
-        task = self._task(event.task) if outer is None else outer
-        task.due.add(event.unit)
+        (outer or self._task(event.task)).due.add(event.unit)
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
         task = self._tasks.pop(event.task, None) or Task(self._num_uses)
