@@ -473,6 +473,12 @@ def dtensor_from_spec(
     return dtensor_around(local, spec, requires_grad=requires_grad, cls=cls)
 
 
+def are_placed_alike(one: DTensor, other: DTensor) -> bool:
+    """Return whether both have the same mesh, placements and shape."""
+    a, b = one._spec, other._spec
+    return a is b or (a.placements == b.placements and a.mesh == b.mesh and a.shape == b.shape)
+
+
 def local_of(tensor: DTensor) -> Tensor:
     """Return the local tensor itself (``to_local`` makes a new view each time)."""
     return tensor._local_tensor

@@ -15,13 +15,19 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.tensors.gathered_view import VIEW_HANDLERS
+from fullshard.tensors.pointwise import POINTWISE_HANDLERS
 from fullshard.tensors.random import RANDOM_HANDLERS
 from fullshard.tensors.writes import WRITE_HANDLERS
 
 Handler = Callable[[Any, DTensor, tuple[Any, ...], dict[str, Any]], object]
 """A function of the operation, its target DTensor, and all positional and named arguments."""
 
-_HANDLERS: dict[Any, Handler] = {**RANDOM_HANDLERS, **VIEW_HANDLERS, **WRITE_HANDLERS}
+_HANDLERS: dict[Any, Handler] = {
+    **POINTWISE_HANDLERS,
+    **RANDOM_HANDLERS,
+    **VIEW_HANDLERS,
+    **WRITE_HANDLERS,
+}
 _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
@@ -38,6 +44,8 @@ def handle_ops_on(mesh: DeviceMesh) -> None:
 
 def _dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     target = kwargs.get("out", args[0])
+    if isinstance(target, (list, tuple)):
+        target = next((one for one in target if isinstance(one, DTensor)), None)
     if not isinstance(target, DTensor) or not _is_ours(target):
         return _torch.default_dtensor_op(op, args, kwargs)
     return _HANDLERS[op](op, target, args, kwargs)

@@ -1,0 +1,96 @@
+"""Operations of optimizers on DTensors, applied to their local tensors.
+
+For each call with a number PyTorch derives placements anew, which takes ten times as long as the
+operation on a small tensor, and it refuses lists of DTensors that mix meshes or plain tensors. An
+operation that treats each element by itself needs none of that if its operands are placed alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.tensors.own_parts import is_partial
+
+aten = torch.ops.aten
+
+_LISTS = (
+    "abs add addcdiv addcmul clamp_max clamp_min copy div lerp maximum minimum mul neg reciprocal "
+    "sign sqrt sub zero"
+).split()
+_FUSED = "adagrad adam adamw sgd".split()
+
+
+def _on_locals(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Apply ``op`` to a DTensor, and to operands that are placed alike or numbers."""
+    if is_partial(target) or not all(_fits(arg, target) for arg in args):
+        return _torch.default_dtensor_op(op, args, kwargs)
+    result = op(*map(_local, args), **kwargs)
+    return target if result is _torch.local_of(target) else _torch.dtensor_like(target, result)
+
+
+def _on_lists(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Apply ``op`` to lists of tensors, alike in each position, and to numbers."""
+    targets = args[0]
+    if (
+        any(isinstance(one, DTensor) and is_partial(one) for one in targets)
+        or not all(_fits_each(arg, targets) for arg in args)
+        or any(isinstance(value, DTensor) for value in kwargs.values())
+    ):
+        return _torch.default_dtensor_op(op, args, kwargs)
+    results = op(*([*map(_local, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
+    if results is None:  # in place
+        return None
+    return [
+        _torch.dtensor_like(one, result) if isinstance(one, DTensor) else result
+        for one, result in zip(targets, results, strict=True)
+    ]
+
+
+def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
+    return all(map(_fits, arg, targets)) if _is_list(arg) else not isinstance(arg, Tensor)
+
+
+def _fits(operand: Any, target: Tensor) -> bool:
+    """Return whether ``operand`` is placed like ``target``, or one number for all ranks."""
+    if isinstance(operand, DTensor):
+        return isinstance(target, DTensor) and _torch.are_placed_alike(operand, target)
+    if isinstance(operand, Tensor):
+        return not operand.dim() or not isinstance(target, DTensor)
+    return True
+
+
+def _local(operand: Any) -> Any:
+    return _torch.local_of(operand) if isinstance(operand, DTensor) else operand
+
+
+def _is_list(arg: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(arg, (list, tuple))
+
+
+def _overloads(name: str) -> Iterator[Any]:
+    """Yield the overloads of an operation that return a result or work in place."""
+    packet = getattr(aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        if not overload.endswith("out"):
+            yield getattr(packet, overload)
+
+
+_NAMES = (
+    *(f"_foreach_{name}" for name in _LISTS),
+    *(f"_foreach_{name}_" for name in _LISTS),
+    *(f"_fused_{name}_" for name in _FUSED),
+)
+# Of operations on single tensors, those that take numbers; for others PyTorch caches placements.
+POINTWISE_HANDLERS = {
+    aten.add_.Tensor: _on_locals,
+    aten.div.Tensor: _on_locals,
+    aten.div_.Tensor: _on_locals,
+    aten.mul_.Tensor: _on_locals,
+    **{op: _on_lists for name in _NAMES for op in _overloads(name)},
+}

@@ -1,0 +1,166 @@
+"""Optimizers of PyTorch step DTensors by their local tensors, whatever the lists mix."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fullshard import fully_shard
+from tests.ranks.models import noise
+from tests.ranks.net import apart, make, shard, step
+from tests.ranks.pool import RankPool
+from tests.ranks.test_sharded_optimizer import FUSED, OPTIMIZERS
+
+WAYS: dict[str, dict[str, Any]] = {"one by one": {"foreach": False}, "lists": {"foreach": True}}
+
+
+def steps_like_unsharded(kind: str, how: dict[str, Any]) -> float:
+    cls, options = OPTIMIZERS[kind]
+    plain: Any = make()
+    model: Any = shard(copy.deepcopy(plain))
+    for one in (plain, model):
+        optimizer = cls(one.parameters(), **{**options, **how})
+        for number in range(4):
+            step(one, optimizer, number)
+    for param in model.parameters():
+        assert all(
+            isinstance(value, DTensor) and value.placements == param.placements
+            for value in optimizer.state[param].values()
+            if isinstance(value, Tensor) and value.dim()
+        )
+    return apart(model, plain)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_steps_like_the_unsharded_model(pool: RankPool, world: int, kind: str, way: str) -> None:
+    if kind == "rprop" and way == "one by one":
+        pytest.skip("PyTorch's Rprop indexes with masks, which DTensors cannot")
+    assert max(pool.run(world, steps_like_unsharded, kind, WAYS[way])) <= 1e-14
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_steps_like_the_unsharded_model(pool: RankPool, kind: str) -> None:
+    """SGD and Adagrad as well, which PyTorch refuses for DTensors."""
+    assert max(pool.run(2, steps_like_unsharded, kind, {"fused": True})) <= 1e-14
+
+
+class Mixed(nn.Module):
+    """Parameters on two meshes, and one that is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(6, 5)
+        self.expert = nn.Linear(5, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(torch.tanh(self.dense(x))) * self.gain
+
+
+def mixes(how: dict[str, Any]) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    everyone = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    plain: Any = Mixed().double()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.expert, mesh=mesh)
+    fully_shard(model, mesh=everyone, ignored_params={model.gain})
+    meshes: set[DeviceMesh] = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    assert len(meshes) == 2
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, **how)
+        for number in range(3):
+            one(noise(4, 6, seed=number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return apart(model, plain)
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=["lists", "fused"])
+def test_a_list_may_mix_meshes_and_plain_tensors(pool: RankPool, how: dict[str, Any]) -> None:
+    """PyTorch refuses such lists."""
+    assert max(pool.run(4, mixes, how)) <= 1e-14
+
+
+def derives_no_placements(how: dict[str, Any]) -> int:
+    """How often a step asks PyTorch where results lie, once it has stepped before."""
+    model: Any = shard(make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
+    step(model, optimizer)
+    model(noise(4, 6)).square().mean().backward()
+    asked = []
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
+    names = ("propagate", "propagate_op_sharding", "propagate_op_sharding_non_cached")
+    before = {name: getattr(propagator, name) for name in names}
+
+    def counted(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def asks(*args: Any, **kwargs: Any) -> Any:
+            asked.append(args)
+            return ask(*args, **kwargs)
+
+        return asks
+
+    try:
+        for name in names:
+            setattr(propagator, name, counted(before[name]))
+        optimizer.step()
+    finally:
+        for name in names:
+            setattr(propagator, name, before[name])
+    return len(asked)
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=["lists", "fused"])
+def test_a_step_derives_no_placements(pool: RankPool, how: dict[str, Any]) -> None:
+    assert pool.run(2, derives_no_placements, how) == [0, 0]
+
+
+def on_others() -> None:
+    """Operands that are placed otherwise, and sums that are still to be made, are PyTorch's."""
+    model: Any = shard(make())
+    weight = model.head.weight
+    mesh, rank, world = weight.device_mesh, weight.device_mesh.get_rank(), weight.device_mesh.size()
+    whole = weight.full_tensor().detach()
+    with torch.no_grad():
+        replicated = DTensor.from_local(noise(5, 7), mesh, [Replicate()])
+        torch._foreach_add_([weight], [replicated])
+        assert torch.equal(weight.full_tensor(), whole + noise(5, 7))
+        weight.add_(replicated, alpha=-1)
+        assert torch.allclose(weight.full_tensor(), whole)
+        half = weight / 2
+        assert isinstance(half, DTensor) and half.placements == (Shard(0),)
+        assert torch.equal(half.full_tensor(), weight.full_tensor() / 2)
+        summed = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
+        total = world * (world + 1) / 2
+        assert torch.equal((summed / 2).full_tensor(), torch.full((3,), total / 2))
+        assert torch.equal((summed + 1).full_tensor(), torch.full((3,), total + 1))
+        (more,) = torch._foreach_add([summed], 1.0)
+        assert torch.equal(more.full_tensor(), torch.full((3,), total + 1))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_placed_otherwise_is_left_to_pytorch(pool: RankPool, world: int) -> None:
+    pool.run(world, on_others)
+
+
+def tells_versions() -> None:
+    """Whoever watches versions, as we do, sees changes; those of lists show nowhere in PyTorch."""
+    weight: Any = shard(make()).head.weight
+    for change in (lambda: weight.mul_(2), lambda: weight.add_(1), lambda: weight.div_(2)):
+        before = weight._version
+        with torch.no_grad():
+            change()
+        assert weight._version > before
+
+
+def test_changes_are_seen(pool: RankPool) -> None:
+    pool.run(2, tells_versions)
