@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
@@ -113,8 +114,27 @@ def block_of(ragged: Ragged, spec: ParamSpec) -> int:
     return {"element": 1, "row": spec.numel, "tensor": spec.numel}.get(given, given)
 
 
+class Stretch(NamedTuple):
+    """Elements that are contiguous both in a parameter and in a rank's shard."""
+
+    start: int  # first element, in the parameter's row-major order
+    length: int
+    rank: int
+    shard_offset: int
+
+
+def stretches(layout: Layout, param: int) -> list[Stretch]:
+    """All stretches of a parameter, in the order of its elements."""
+    return sorted(
+        Stretch(s.start + i * s.step, s.length, rank, s.shard_offset + i * s.length)
+        for rank in range(layout.world)
+        for s in (layout.segments_of(rank)[param],)
+        for i in range(s.count if s.length else 0)
+    )
+
+
 def starts_of_pieces(layout: Layout, param: int) -> list[int]:
-    return [stretch.start for stretch in layout.stretches(param)]
+    return [stretch.start for stretch in stretches(layout, param)]
 
 
 def is_uncut(layout: Layout, ragged: Ragged) -> bool:

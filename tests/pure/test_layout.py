@@ -28,6 +28,7 @@ from tests.pure.layout_model import (
     spec_lists,
     specs,
     strategies,
+    stretches,
     values,
     worlds,
 )
@@ -106,7 +107,7 @@ def test_runs_walk_through_each_parameter(layout: Layout) -> None:
     shards = scatter(layout, params)
     for index, param in enumerate(params):
         walked: Buffer = []
-        for stretch in layout.stretches(index):
+        for stretch in stretches(layout, index):
             assert stretch.start == len(walked)
             walked += shards[stretch.rank][
                 stretch.shard_offset : stretch.shard_offset + stretch.length

@@ -14,7 +14,6 @@ built, without a process group. All offsets, lengths and strides count elements,
     Layout.copies(row)             the strided copies between parameters and gathered shards
     Layout.describe()              the padding and the cuts as text; also ``print(layout)``
     subset(layout, params)         the layout of some of the parameters, without room for the rest
-    remap(source, target)          the moves from one layout's shards to another's
 
 The same two parameters, w of shape (5, 2) and b of shape (5,), on 2 ranks with align=2 (a dot is
 an element of padding):
@@ -40,8 +39,7 @@ from fullshard.layout.gather import (
 from fullshard.layout.layout import Layout, LayoutStrategy
 from fullshard.layout.per_param import PerParameter
 from fullshard.layout.ragged import Granularity, Ragged
-from fullshard.layout.remap import Move, remap
-from fullshard.layout.segment import Band, Segment, Stretch, StridedCopy
+from fullshard.layout.segment import Band, Segment, StridedCopy
 from fullshard.layout.spec import ParamSpec, round_up
 from fullshard.layout.subset import subset
 
@@ -52,12 +50,10 @@ __all__ = [
     "Granularity",
     "Layout",
     "LayoutStrategy",
-    "Move",
     "ParamGather",
     "ParamSpec",
     "PerParameter",
     "Ragged",
-    "Stretch",
     "Segment",
     "Slot",
     "StridedCopy",
@@ -66,7 +62,6 @@ __all__ = [
     "plan_gather",
     "plan_param_gather",
     "plan_slots",
-    "remap",
     "round_up",
     "subset",
 ]

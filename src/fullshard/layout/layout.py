@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fullshard.errors import LayoutError
 from fullshard.layout.invariants import check_param, check_shards, check_unsharded
-from fullshard.layout.segment import Band, Segment, Stretch, StridedCopy, joined, stretches
+from fullshard.layout.segment import Band, Segment, StridedCopy, joined
 from fullshard.layout.spec import ParamSpec
 
 
@@ -95,10 +95,6 @@ class Layout:
             LayoutError: if there is no such rank.
         """
         return self._band(rank, param).local_shape
-
-    def stretches(self, param: int) -> Iterator[Stretch]:
-        """Yield all stretches of parameter `param` in the shards, in the order of its elements."""
-        return stretches(self.bands[param])
 
     def copies(
         self, row: int, *, below: int | None = None, above: int = 0

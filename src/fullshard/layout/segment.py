@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,16 +39,6 @@ class Segment:
     def numel(self) -> int:
         """Number of elements that this rank keeps, possibly 0."""
         return self.length * self.count
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Elements that are contiguous both in a parameter and in a rank's shard."""
-
-    start: int  # first element, in the parameter's row-major order
-    length: int
-    rank: int
-    shard_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,26 +134,6 @@ class Band:
             staging_offset=self.first_rank * row + part.shard_offset,
             staging_strides=staging_strides,
         )
-
-
-def stretches(bands: Sequence[Band]) -> Iterator[Stretch]:
-    """Yield all stretches of one parameter, in the order of its elements.
-
-    This needs no sorting because the bands of a parameter, in rank order, tile the distance
-    between two stretches (an invariant of `Layout`).
-    """
-    count = bands[0].segment.count
-    for index in range(count):
-        for band in bands:
-            part = band.segment
-            if part.length == 0:
-                continue
-            start = part.start + index * part.step
-            shard_offset = part.shard_offset + index * part.length
-            for i in range(band.num_ranks):
-                yield Stretch(
-                    start + i * part.length, part.length, band.first_rank + i, shard_offset
-                )
 
 
 def joined(copies: Sequence[StridedCopy]) -> list[StridedCopy]:

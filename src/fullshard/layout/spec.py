@@ -17,7 +17,7 @@ class ParamSpec:
     10
 
     Attributes:
-        name: fully qualified name, for messages and for matching two layouts in `remap`.
+        name: fully qualified name.
         shape: global shape; sizes of zero are legal.
         shard_dim: the tensor dim that `PerParameter` cuts, not negative; `Ragged` ignores it.
     """
