@@ -34,6 +34,7 @@ class Compared:
         if text in self._texts:
             return
         if not _torch.has_peers(group, self._device_type):
+            self._texts.add(text)
             return
         digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_NBYTES).digest()
         own = (digest + text.encode())[:_SAID_NBYTES].ljust(_SAID_NBYTES, b"\0")
