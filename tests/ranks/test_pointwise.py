@@ -38,7 +38,9 @@ def steps_like_unsharded(kind: str, how: dict[str, Any]) -> float:
     return apart(model, plain)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more), 3]
+)
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_steps_like_the_unsharded_model(pool: RankPool, world: int, kind: str, way: str) -> None:
