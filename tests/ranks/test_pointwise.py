@@ -87,10 +87,9 @@ def mixes(how: dict[str, Any]) -> float:
     return apart(model, plain)
 
 
-@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=["lists", "fused"])
-def test_a_list_may_mix_meshes_and_plain_tensors(pool: RankPool, how: dict[str, Any]) -> None:
+def test_a_fused_step_may_mix_meshes_and_plain_tensors(pool: RankPool) -> None:
     """PyTorch refuses such lists."""
-    assert max(pool.run(4, mixes, how)) <= 1e-14
+    assert max(pool.run(4, mixes, {"fused": True})) <= 1e-14
 
 
 def derives_no_placements(how: dict[str, Any]) -> int:
@@ -121,9 +120,8 @@ def derives_no_placements(how: dict[str, Any]) -> int:
     return len(asked)
 
 
-@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=["lists", "fused"])
-def test_a_step_derives_no_placements(pool: RankPool, how: dict[str, Any]) -> None:
-    assert pool.run(2, derives_no_placements, how) == [0, 0]
+def test_a_fused_step_derives_no_placements(pool: RankPool) -> None:
+    assert pool.run(2, derives_no_placements, {"fused": True}) == [0, 0]
 
 
 def on_others() -> None:

@@ -147,7 +147,9 @@ def same_state(state: Any, expected: Any) -> None:
             assert (got.shape, got.dtype, got.device) == (value.shape, value.dtype, value.device)
             if isinstance(value, DTensor):
                 assert got.placements == value.placements
-            assert torch.equal(local_part(got), local_part(value)), name
+            ours, theirs = local_part(got), local_part(value)
+            close = 8 * torch.finfo(ours.dtype).eps
+            assert torch.allclose(ours, theirs, rtol=close, atol=close / 8), name
 
 
 @both_layouts
@@ -158,7 +160,10 @@ def test_steps_like_the_optimizer_itself(
     pool: RankPool, world: int, layout: str, kind: str, foreach: bool
 ) -> None:
     dtype = torch.float32 if world == 2 else torch.float64
-    assert set(pool.run(world, trains, layout, kind, dtype, {"foreach": foreach})) == {0.0}
+    # On some processors PyTorch's kernels multiply and add at once, but not at the end of a tensor,
+    # so that the last bit depends on where a joined parameter begins.
+    off = max(pool.run(world, trains, layout, kind, dtype, {"foreach": foreach}))
+    assert off <= 4 * torch.finfo(dtype).eps
 
 
 @both_layouts

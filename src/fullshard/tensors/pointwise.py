@@ -1,7 +1,7 @@
 """Operations of optimizers on DTensors, applied to their local tensors.
 
 For each call with a number PyTorch derives placements anew, which takes ten times as long as the
-operation on a small tensor, and it refuses lists of DTensors that mix meshes or plain tensors. An
+operation on a small tensor, and it refuses lists that mix meshes, or DTensors and plain tensors. An
 operation that treats each element by itself needs none of that if its operands are placed alike.
 """
 
@@ -18,12 +18,6 @@ from fullshard import _torch
 from fullshard.tensors.own_parts import is_partial
 
 aten = torch.ops.aten
-
-_LISTS = (
-    "abs add addcdiv addcmul clamp_max clamp_min copy div lerp maximum minimum mul neg reciprocal "
-    "sign sqrt sub zero"
-).split()
-_FUSED = "adagrad adam adamw sgd".split()
 
 
 def _on_locals(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -43,13 +37,7 @@ def _on_lists(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str,
         or any(isinstance(value, DTensor) for value in kwargs.values())
     ):
         return _torch.default_dtensor_op(op, args, kwargs)
-    results = op(*([*map(_local, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
-    if results is None:  # in place
-        return None
-    return [
-        _torch.dtensor_like(one, result) if isinstance(one, DTensor) else result
-        for one, result in zip(targets, results, strict=True)
-    ]
+    return op(*([*map(_local, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
 
 
 def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
@@ -81,11 +69,9 @@ def _overloads(name: str) -> Iterator[Any]:
             yield getattr(packet, overload)
 
 
-_NAMES = (
-    *(f"_foreach_{name}" for name in _LISTS),
-    *(f"_foreach_{name}_" for name in _LISTS),
-    *(f"_fused_{name}_" for name in _FUSED),
-)
+# Of operations on lists, those that PyTorch's DTensors lack, and the fused ones, to which deriving
+# placements adds more time than they take.
+_NAMES = ("_foreach_copy_", *(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")))
 # Of operations on single tensors, those that take numbers; for others PyTorch caches placements.
 POINTWISE_HANDLERS = {
     aten.add_.Tensor: _on_locals,
