@@ -71,7 +71,9 @@ def _overloads(name: str) -> Iterator[Any]:
 
 # Of operations on lists, those that PyTorch's DTensors lack, and the fused ones, to which deriving
 # placements adds more time than they take.
-_NAMES = ("_foreach_copy_", *(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")))
+_NAMES = (
+    "_foreach_copy_ _foreach_sign_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_".split()
+)
 # Of operations on single tensors, those that take numbers; for others PyTorch caches placements.
 POINTWISE_HANDLERS = {
     aten.add_.Tensor: _on_locals,
