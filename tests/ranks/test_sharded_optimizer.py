@@ -32,11 +32,13 @@ class Adagrad(torch.optim.Adagrad):
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"per_parameter": {}, "ragged": {"layout": Ragged()}}
+# Where something times a number is added, the number is a power of two: on some processors PyTorch
+# rounds once for both, but not at a tensor's end, which is elsewhere in joined parameters.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "sgd": (SGD, {"lr": 0.1}),
-    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
-    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "sgd": (SGD, {"lr": 0.125}),
+    "momentum": (SGD, {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.125}),
+    "nesterov": (SGD, {"lr": 0.125, "momentum": 0.5, "nesterov": True, "maximize": True}),
+    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.125}),
     "adamw": (AdamW, {"lr": 0.01}),
     "amsgrad": (AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
     "adagrad": (Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
@@ -81,14 +83,14 @@ def train(model: Any, make_optimizer: Make) -> Optimizer:
     late = [model.first.bias, model.gain]
     others = [param for param in model.parameters() if all(param is not one for one in late)]
     groups = [
-        {"params": [param for param in others if param.dim() > 1], "weight_decay": 0.05},
-        {"params": [param for param in others if param.dim() == 1], "lr": 0.02},
+        {"params": [param for param in others if param.dim() > 1], "weight_decay": 0.0625},
+        {"params": [param for param in others if param.dim() == 1], "lr": 0.03125},
     ]
     optimizer = make_optimizer(groups)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     for number in range(9):
         if number == 2:
-            optimizer.add_param_group({"params": late, "weight_decay": 0.01})
+            optimizer.add_param_group({"params": late, "weight_decay": 0.015625})
         for at, requires_grad in ((3, False), (6, True)):
             if number == at:
                 model.back.requires_grad_(requires_grad)
@@ -147,9 +149,7 @@ def same_state(state: Any, expected: Any) -> None:
             assert (got.shape, got.dtype, got.device) == (value.shape, value.dtype, value.device)
             if isinstance(value, DTensor):
                 assert got.placements == value.placements
-            ours, theirs = local_part(got), local_part(value)
-            close = 8 * torch.finfo(ours.dtype).eps
-            assert torch.allclose(ours, theirs, rtol=close, atol=close / 8), name
+            assert torch.equal(local_part(got), local_part(value)), name
 
 
 @both_layouts
@@ -160,10 +160,7 @@ def test_steps_like_the_optimizer_itself(
     pool: RankPool, world: int, layout: str, kind: str, foreach: bool
 ) -> None:
     dtype = torch.float32 if world == 2 else torch.float64
-    # On some processors PyTorch's kernels multiply and add at once, but not at the end of a tensor,
-    # so that the last bit depends on where a joined parameter begins.
-    off = max(pool.run(world, trains, layout, kind, dtype, {"foreach": foreach}))
-    assert off <= 4 * torch.finfo(dtype).eps
+    assert set(pool.run(world, trains, layout, kind, dtype, {"foreach": foreach})) == {0.0}
 
 
 @both_layouts

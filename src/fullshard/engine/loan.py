@@ -49,7 +49,7 @@ class Loan:
     def __init__(self, unit: Unit, terms: Terms, meter: StorageMeter) -> None:
         """Gather the full parameters and show them; a collective of the ranks of each bucket."""
         self._unit = unit
-        self.terms = terms
+        self._terms = terms
         self._meter = meter
         self._nbytes = 0
         self._taken: list[list[Tensor] | None] = [None] * len(unit.buckets)
@@ -61,7 +61,7 @@ class Loan:
 
     def _fill(self, bucket: Bucket) -> list[nn.Parameter] | None:
         """Return the full parameters of a bucket, with gradients if the terms ask for them."""
-        spec, terms = bucket.spec, self.terms
+        spec, terms = bucket.spec, self._terms
         if terms.rank0_only and not is_first_copy(spec):
             return None
         values: list[Tensor] = gather_full(spec, bucket.shards.values(), self._meter)
@@ -124,23 +124,21 @@ class Loan:
             self._taken = self._unit.registration.take_back(self._unit.buckets)
         except ConfigError as error:
             problem, keep = error, False
-        if not self.terms.writeback:
+        if not self._terms.writeback:
             return None
-        if self.terms.check:
+        if self._terms.check:
             with torch.no_grad():
                 problem = self._check(keep=keep) or problem
         return problem
 
     def write(self, *, keep: bool) -> None:
-        """Write the values taken back into the shards if ``terms`` say so and ``keep`` is True.
+        """Write the values taken back into the shards if ``keep`` is True.
 
-        The caller then calls ``Engine.rewritten``.
+        For terms with ``writeback`` only; the caller then calls ``Engine.rewritten``.
         """
-        if not self.terms.writeback:
-            return
         with torch.inference_mode(False), torch.no_grad():
             for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
-                if self.terms.rank0_only:
+                if self._terms.rank0_only:
                     self._write_first(bucket, params, keep=keep)
                 elif keep and params is not None:
                     self._write_own(bucket, params)
@@ -152,7 +150,7 @@ class Loan:
             cut_into(local_part(param).detach(), segment, flat)
         bucket.shards.put(flat)
         _freeze(bucket, [param.requires_grad for param in params])
-        if self.terms.with_grads:
+        if self._terms.with_grads:
             grads = _grads(bucket, params)
             row = _zero_row(bucket)
             for segment, grad in zip(bucket.spec.segments, grads, strict=True):
@@ -166,7 +164,7 @@ class Loan:
         grads: list[Tensor | None] = [None] * num
         flags = [0] * (1 + 2 * num)
         if params is not None:
-            grads = _grads(bucket, params) if self.terms.with_grads else grads
+            grads = _grads(bucket, params) if self._terms.with_grads else grads
             flags = [keep, *(p.requires_grad for p in params), *(g is not None for g in grads)]
         is_kept, *flags = flags_of_first(spec, flags)
         if not is_kept:
@@ -178,7 +176,7 @@ class Loan:
         share_first(spec, flat)
         bucket.shards.put(flat)
         _freeze(bucket, [bool(flag) for flag in flags[:num]])
-        if self.terms.with_grads:
+        if self._terms.with_grads:
             present = [bool(flag) for flag in flags[num:]]
             row = _zero_row(bucket)
             for i in range(num):
@@ -198,7 +196,7 @@ class Loan:
                 continue
             assert params is not None
             is_apart = differing(bucket.spec, [local_part(param).detach() for param in params])
-            if self.terms.with_grads:
+            if self._terms.with_grads:
                 grads = differing(bucket.spec, _grads(bucket, params))
                 is_apart = [one or other for one, other in zip(is_apart, grads, strict=True)]
             names += [name for name, apart in zip(bucket.names, is_apart, strict=True) if apart]

@@ -87,15 +87,15 @@ def unshard_params(
         yield
         keep = True
     finally:
-        _take_back(loans, keep=keep)
+        _take_back(loans, terms, keep=keep)
 
 
-def _take_back(loans: Mapping[Unit, Loan], *, keep: bool) -> None:
+def _take_back(loans: Mapping[Unit, Loan], terms: Terms, *, keep: bool) -> None:
     """Restore the modules of all units, then write all or nothing, then raise the first problem."""
     problems = [loan.take_back(keep=keep) for loan in loans.values()]
-    for unit, loan in loans.items():
-        loan.write(keep=keep and not any(problems))
-        if loan.terms.writeback:
+    if terms.writeback:
+        for unit, loan in loans.items():
+            loan.write(keep=keep and not any(problems))
             engine_of(unit).rewritten(unit)
     for problem in problems:
         if problem is not None:

@@ -98,9 +98,9 @@ class Subtree:
     """The modules and parameters below the modules of a call, as ``collect`` finds them."""
 
     units: list[Unit]
-    """The units that have members inside, as of ``units_below``."""
+    """The units that have members inside, see ``units_below``."""
     modules: list[nn.Module]
-    """The modules that are in no inner unit, as of ``managed``."""
+    """The modules that are in no inner unit, see ``managed``."""
     params: list[OwnedParam]
     """The parameters that no inner unit owns and the call does not ignore."""
 

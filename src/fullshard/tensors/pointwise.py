@@ -7,7 +7,7 @@ operation that treats each element by itself needs none of that if its operands 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -61,18 +61,15 @@ def _is_list(arg: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(arg, (list, tuple))
 
 
-def _overloads(name: str) -> Iterator[Any]:
-    """Yield the overloads of an operation that return a result or work in place."""
-    packet = getattr(aten, name, None)
-    for overload in packet.overloads() if packet is not None else ():
-        if not overload.endswith("out"):
-            yield getattr(packet, overload)
-
-
 # Of operations on lists, those that PyTorch's DTensors lack, and the fused ones, to which deriving
 # placements adds more time than they take.
-_NAMES = (
-    "_foreach_copy_ _foreach_sign_ _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_".split()
+_ON_LISTS = (
+    aten._foreach_copy_,
+    aten._foreach_sign_,
+    aten._fused_adagrad_,
+    aten._fused_adam_,
+    aten._fused_adamw_,
+    aten._fused_sgd_,
 )
 # Of operations on single tensors, those that take numbers; for others PyTorch caches placements.
 POINTWISE_HANDLERS = {
@@ -80,5 +77,5 @@ POINTWISE_HANDLERS = {
     aten.div.Tensor: _on_locals,
     aten.div_.Tensor: _on_locals,
     aten.mul_.Tensor: _on_locals,
-    **{op: _on_lists for name in _NAMES for op in _overloads(name)},
+    **{getattr(op, name): _on_lists for op in _ON_LISTS for name in op.overloads()},
 }
