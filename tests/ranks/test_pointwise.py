@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,38 +89,6 @@ def mixes(how: dict[str, Any]) -> float:
 def test_a_fused_step_may_mix_meshes_and_plain_tensors(pool: RankPool) -> None:
     """PyTorch refuses such lists."""
     assert max(pool.run(4, mixes, {"fused": True})) <= 1e-14
-
-
-def derives_no_placements(how: dict[str, Any]) -> int:
-    """How often a step asks PyTorch where results lie, once it has stepped before."""
-    model: Any = shard(make())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
-    step(model, optimizer)
-    model(noise(4, 6)).square().mean().backward()
-    asked = []
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
-    names = ("propagate", "propagate_op_sharding", "propagate_op_sharding_non_cached")
-    before = {name: getattr(propagator, name) for name in names}
-
-    def counted(ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asks(*args: Any, **kwargs: Any) -> Any:
-            asked.append(args)
-            return ask(*args, **kwargs)
-
-        return asks
-
-    try:
-        for name in names:
-            setattr(propagator, name, counted(before[name]))
-        optimizer.step()
-    finally:
-        for name in names:
-            setattr(propagator, name, before[name])
-    return len(asked)
-
-
-def test_a_fused_step_derives_no_placements(pool: RankPool) -> None:
-    assert pool.run(2, derives_no_placements, {"fused": True}) == [0, 0]
 
 
 def on_others() -> None:

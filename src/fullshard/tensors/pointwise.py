@@ -1,8 +1,8 @@
 """Operations of optimizers on DTensors, applied to their local tensors.
 
-For each call with a number PyTorch derives placements anew, which takes ten times as long as the
-operation on a small tensor, and it refuses lists that mix meshes, or DTensors and plain tensors. An
-operation that treats each element by itself needs none of that if its operands are placed alike.
+PyTorch first finds out where the result lies, which takes longer than the operation if tensors are
+small, and it refuses lists that mix meshes, or DTensors and plain tensors. An operation that treats
+each element by itself needs none of that if its operands are placed alike.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _is_list(arg: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(arg, (list, tuple))
 
 
-# Of operations on lists, those that PyTorch's DTensors lack, and the fused ones, to which deriving
-# placements adds more time than they take.
+# Of operations on lists, those that PyTorch's DTensors lack, and the fused ones. Others would take
+# longer this way.
 _ON_LISTS = (
     aten._foreach_copy_,
     aten._foreach_sign_,
@@ -71,9 +71,8 @@ _ON_LISTS = (
     aten._fused_adamw_,
     aten._fused_sgd_,
 )
-# Of operations on single tensors, those that take numbers; for others PyTorch caches placements.
+# Of operations on single tensors, those that take numbers, with which PyTorch's DTensors are slow.
 POINTWISE_HANDLERS = {
-    aten.add_.Tensor: _on_locals,
     aten.div.Tensor: _on_locals,
     aten.div_.Tensor: _on_locals,
     aten.mul_.Tensor: _on_locals,
