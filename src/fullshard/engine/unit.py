@@ -177,10 +177,14 @@ class Unit:
         for whole in self._wholes():
             whole.start()
 
-    def finish_unshard(self) -> None:
-        """Make the unsharded parameters usable and show them in the modules."""
+    def wait_for_gathers(self) -> None:
+        """Make compute wait for gathers in flight, which read the shards."""
         for whole in self._wholes():
             whole.finish()
+
+    def finish_unshard(self) -> None:
+        """Make the unsharded parameters usable and show them in the modules."""
+        self.wait_for_gathers()
         self.registration.show_unsharded(self.buckets)
 
     def conceal(self) -> None:

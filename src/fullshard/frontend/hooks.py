@@ -109,7 +109,8 @@ class _Cast:
 def install_state_dict_hooks(unit: Unit, places: Places) -> None:
     """Make state dicts hold sharded parameters, even during a forward.
 
-    The hooks only exchange for a moment what the modules show; nothing is moved or freed.
+    The hooks exchange for a moment what the modules show, and loads wait for gathers in flight;
+    nothing is moved or freed.
     """
     hooks = _StateDictHooks(unit, places)
     for module in places.modules():
@@ -137,6 +138,7 @@ class _StateDictHooks:
 
     def before_load(self, module: nn.Module, *_: Any) -> None:
         self._enter()
+        self.unit.wait_for_gathers()  # before what they read is written
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         # Only record: with assign=True other parameters of the unit may not be loaded yet.
