@@ -16,6 +16,7 @@ from fullshard import (
     ShardingStrategy,
     UnshardHandle,
     fully_shard,
+    unshard_params,
 )
 from fullshard.errors import ProtocolError
 from fullshard.frontend.ownership import unit_of
@@ -83,6 +84,34 @@ def test_a_forward_waits_for_what_was_started(pool: RankPool, world: int) -> Non
     for difference, gathers in pool.run(world, forward_after_start):
         assert difference <= EXACT
         assert gathers == 3  # once for each unit, none of them again
+
+
+def rewritten_in_flight(how: str) -> tuple[float, float]:
+    """Write other weights while a gather is in flight; compare what wait and a forward show."""
+    model, other = shard(make()), shard(make())
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(2)
+    wanted = full_parameters(other)
+    handle: Any = model.blocks[1].unshard(async_op=True)
+    if how == "loan":
+        with unshard_params(model), torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(wanted[name])
+    else:
+        model.load_state_dict(other.state_dict())
+    handle.wait()
+    shown = {f"blocks.1.{name}": param for name, param in model.blocks[1].named_parameters()}
+    off = max((param - wanted[name]).abs().max().item() for name, param in shown.items())
+    return off, (model(batch()) - other(batch())).abs().max().item()
+
+
+@worlds
+@pytest.mark.parametrize("how", ["load", "loan"])
+def test_what_is_written_during_a_gather_is_shown_by_wait(
+    pool: RankPool, world: int, how: str
+) -> None:
+    assert pool.run(world, rewritten_in_flight, how) == [(0.0, 0.0)] * world
 
 
 def handle_left_alone() -> list[bool]:
