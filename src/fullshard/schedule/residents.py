@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.schedule.actions import Action
+from fullshard.schedule.actions import FENCE, Action
 from fullshard.schedule.state import IN_USE, Hold, Residency, UnitState
 
 Actions = list[Action]
@@ -43,6 +43,14 @@ class Residents:
             self.end_late(out)
         if state.residency is not _UNSHARDED:
             self.wait(state, out)
+
+    def begin(self, state: UnitState, out: Actions, *, fence: bool) -> None:
+        """Start to gather the unit unless its copy is current, after a fence if asked."""
+        gathers: Actions = []
+        self.refresh(state, gathers)
+        if not state.is_held:
+            self.gather(state, gathers)
+        out += [FENCE, *gathers] if gathers and fence else gathers
 
     def refresh(self, state: UnitState, out: Actions) -> None:
         """Gather the unit again, in place, if the weights changed since its copy was made.

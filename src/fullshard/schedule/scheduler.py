@@ -366,22 +366,14 @@ class Scheduler:
     def _user_unshard(self, event: when.UserUnshard, out: Actions) -> None:
         state = self._units[event.unit]
         state.holds |= Hold.USER
-        self._gather_for_user(state, out)
+        self.residents.begin(state, out, fence=self.idle)
 
     def _user_wait(self, event: when.UserWait, out: Actions) -> None:
         state = self._units[event.unit]
         if state.residency is Residency.GATHERING:
-            self._gather_for_user(state, out)
+            self.residents.begin(state, out, fence=self.idle)
         if state.residency in (Residency.GATHERING, Residency.CONCEALED):
             self.residents.wait(state, out)
-
-    def _gather_for_user(self, state: UnitState, out: Actions) -> None:
-        """Start to gather the unit unless it holds a copy of the current weights."""
-        gathers: Actions = []
-        self.residents.refresh(state, gathers)
-        if not state.is_held:
-            self.residents.gather(state, gathers)
-        out += [FENCE, *gathers] if gathers and self.idle else gathers
 
     def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
         state = self._units[event.unit]
