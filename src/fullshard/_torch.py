@@ -197,6 +197,12 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
     return timeout
 
 
+def default_store() -> dist.Store:
+    """Return the store through which the default process group was made."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def group_options(group: dist.ProcessGroup, device_type: str) -> Any:
     """Return the NCCL options of ``group`` for a new group; None for other backends.
 

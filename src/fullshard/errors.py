@@ -12,6 +12,7 @@
     |-- ProtocolError           calls came in an order that cannot work   (also RuntimeError)
     |   |-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
     |   `-- BusyError           ... during a loan, a forward or a backward (also ValueError)
+    |-- CheckpointError         a checkpoint is damaged, or not written (also RuntimeError)
     |-- LostRankError           another process is gone, or silent        (also RuntimeError)
     |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
@@ -29,6 +30,7 @@ __all__ = [
     "AssertedConfigError",
     "AssertedProtocolError",
     "BusyError",
+    "CheckpointError",
     "ConfigError",
     "ExtensionError",
     "FullshardError",
@@ -88,6 +90,10 @@ class AssertedProtocolError(ProtocolError, AssertionError):
 
 class BusyError(ProtocolError, ValueError):
     """A call during a loan of parameters, a forward or a backward; nothing was changed."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A checkpoint that is damaged, or could not be written or read; nothing was changed."""
 
 
 class LostRankError(FullshardError, RuntimeError):

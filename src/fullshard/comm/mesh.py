@@ -132,6 +132,23 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
     values.copy_(there)
 
 
+def all_gather_bytes(own: Tensor) -> Tensor:
+    """Return the bytes of all ranks of the default group, one row each, on the CPU.
+
+    ``own`` is flat, on the CPU, and has the same size on all ranks.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cpu")
+    served = _torch.device_types(group)
+    if device.type not in served:
+        kind = next(iter(served))
+        device = torch.device(kind, torch.get_device_module(kind).current_device())
+    gathered = torch.empty(group.size(), len(own), dtype=torch.uint8, device=device)
+    dist.all_gather([*gathered], own.to(device), group=group)
+    return gathered.cpu()
+
+
 def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite ``tensors`` with those of the first rank of ``group``, many in one broadcast."""
     alike: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}

@@ -17,7 +17,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from fullshard import _torch
 from fullshard.comm import all_reduce
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.tensors.ragged_shard import Interval, RaggedShard
+from fullshard.layout.region import Interval, Intervals, Region, cut, whole
+from fullshard.tensors.ragged_shard import RaggedShard
 
 
 def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -51,32 +52,65 @@ def own_part(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Tensor:
-    """Return the part of ``whole`` at ``coordinate``, as ``DTensor.full_tensor`` understands it.
-
-    ``full_tensor`` treats ``_StridedShard`` as a cut after the cuts of later mesh dims if the split
-    factor fits, else as a cut of each of so many pieces. For uneven sizes the two can differ; the
-    cuts that torch itself makes (``distribute_tensor``) always have the second meaning.
-
-    Args:
-        whole: a tensor, or the part of a tensor that mesh dims further left have produced.
-        placements: ``Shard``, ``_StridedShard`` or ``Replicate`` for each mesh dim.
-        mesh_shape: the size of each of these mesh dims.
-        coordinate: the rank's coordinate on each of these mesh dims.
+    """Return the part of ``whole`` at ``coordinate``, see ``region_of``.
 
     Returns:
         A view of ``whole``, or a copy if the part has gaps; parts may be uneven or empty.
     """
-    order = _order_of_cuts(placements, mesh_shape)
     part = whole
-    for mesh_dim in range(len(placements)) if order is None else order:
-        placement, num_ranks = placements[mesh_dim], mesh_shape[mesh_dim]
-        if not isinstance(placement, _CUTS):
-            continue
-        factor = _split_factor(placement) if order is None else 1
-        pieces = (_chunk(part, placement.dim, factor, index) for index in range(factor))
-        own = [_chunk(piece, placement.dim, num_ranks, coordinate[mesh_dim]) for piece in pieces]
-        part = own[0] if factor == 1 else torch.cat(own, placement.dim)
+    for dim, intervals in enumerate(
+        region_of(whole.shape, placements, mesh_shape, coordinate).dims
+    ):
+        pieces = [part.narrow(dim, *one) for one in intervals]
+        part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
     return part
+
+
+def region_of(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> Region:
+    """Return the region at ``coordinate`` of a tensor, as ``DTensor.full_tensor`` understands it.
+
+    ``full_tensor`` treats ``_StridedShard`` as a cut after the cuts of later mesh dims if the split
+    factor fits, else as a cut of each of so many pieces. For uneven sizes the two can differ; the
+    cuts that torch itself makes (``distribute_tensor``) always have the second meaning.
+    ``RaggedShard`` cuts the elements that all other cuts have left.
+
+    Args:
+        shape: of a tensor, or of the part of a tensor that mesh dims further left have produced.
+        placements: shards of any kind, or ``Replicate``, one for each mesh dim.
+        mesh_shape: the size of each of these mesh dims.
+        coordinate: the rank's coordinate on each of these mesh dims.
+    """
+    order = _order_of_cuts(placements, mesh_shape)
+    dims = list(whole(shape).dims)
+    for mesh_dim in range(len(placements)) if order is None else order:
+        placement = placements[mesh_dim]
+        if isinstance(placement, _CUTS):
+            factor = _split_factor(placement) if order is None else 1
+            at = (factor, mesh_shape[mesh_dim], coordinate[mesh_dim])
+            dims[placement.dim] = _chunks(dims[placement.dim], *at)
+    numel = math.prod(sum(one.length for one in intervals) for intervals in dims)
+    own = Interval(0, numel)
+    for placement, index in zip(placements, coordinate, strict=True):
+        if isinstance(placement, RaggedShard):
+            own = placement.interval(index)
+    return Region(tuple(dims), own.start, own.stop)
+
+
+def _chunks(intervals: Intervals, num_pieces: int, num_chunks: int, index: int) -> Intervals:
+    """Return the indices in chunk ``index`` of each of so many pieces of ``intervals``."""
+    size = sum(one.length for one in intervals)
+    pieces = (cut(intervals, *chunk_of(size, num_pieces, piece)) for piece in range(num_pieces))
+    chunks = [
+        cut(piece, *chunk_of(sum(one.length for one in piece), num_chunks, index))
+        for piece in pieces
+    ]
+    filled = [one for chunk in chunks for one in chunk if one.length]
+    return tuple(filled) or chunks[0][:1]
 
 
 _CUTS = (Shard, _torch.StridedShard)
@@ -101,10 +135,6 @@ def _order_of_cuts(
                 return None
             order.insert(pieces.index(_split_factor(placement)), mesh_dim)
     return chain.from_iterable(orders.values())
-
-
-def _chunk(tensor: Tensor, dim: int, num_chunks: int, index: int) -> Tensor:
-    return tensor.narrow(dim, *chunk_of(tensor.shape[dim], num_chunks, index))
 
 
 class Spread(NamedTuple):

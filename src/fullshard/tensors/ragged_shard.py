@@ -8,17 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Placement
 
-
-class Interval(NamedTuple):
-    """Elements ``start`` to ``start + length`` of a tensor, in row-major order."""
-
-    start: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.length
+from fullshard.layout.region import Interval
 
 
 class _Alike(NamedTuple):
@@ -55,6 +45,11 @@ class RaggedShard(Placement):
             rank += num_ranks
             start += num_ranks * length
         self._hash = hash(tuple(self._lengths))
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Pairs of a number of ranks and the length that each of these ranks holds."""
+        return list(self._lengths)
 
     @property
     def num_ranks(self) -> int:

@@ -21,9 +21,10 @@ from fullshard import _torch
 from fullshard.comm import collectives_of, gather_uneven
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.layout.boxes import Box
+from fullshard.layout.region import Interval
 from fullshard.tensors.ragged_cut import cut_of
 from fullshard.tensors.ragged_ops import run_on_intervals
-from fullshard.tensors.ragged_shard import Interval, RaggedShard
+from fullshard.tensors.ragged_shard import RaggedShard
 
 
 class RaggedTensor(_torch.OwnDispatch):

@@ -1,0 +1,262 @@
+"""The data files of a checkpoint: safetensors, whose headers hold a digest of each block of data.
+
+    8 bytes     length of the header
+    header      JSON: for each tensor its dtype, the shape of this rank's part, and its bytes;
+                "__metadata__": the digests, one after the other
+    data        the tensors' bytes, without gaps
+
+Blocks belong to one tensor each, whose last one may be short. The manifest has the digest of the
+header, so it vouches for every byte of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fullshard.checkpoint.manifest import FileInfo, digest_of
+from fullshard.errors import CheckpointError, UnsupportedError
+
+BLOCK_NBYTES = 1 << 15
+"""Size of the blocks; a multiple of every element's size."""
+
+_CHUNK_BLOCKS = 128  # written at once, after their digests were computed
+_SYNC_NBYTES = 256 << 20  # so that no flush takes long
+_DIGEST = 16  # characters
+_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def name_of(dtype: torch.dtype, what: str) -> str:
+    """Return the name of ``dtype`` in a manifest.
+
+    Raises:
+        UnsupportedError: safetensors files cannot hold ``what``, a tensor of this dtype.
+    """
+    if dtype not in _CODES and dtype != torch.complex128:
+        raise UnsupportedError(
+            f"{what} is of {dtype}, which safetensors files do not know; convert it, for example "
+            "to a buffer of torch.uint8"
+        )
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that ``name_of`` named."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"it has tensors of an unknown dtype {name!r}")
+    return dtype
+
+
+def _code(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """Return dtype and shape in a safetensors file, which knows no complex128: pairs of F64."""
+    return ("F64", [*shape, 2]) if dtype == torch.complex128 else (_CODES[dtype], [*shape])
+
+
+def num_blocks(nbytes: int) -> int:
+    """Return the number of blocks of a tensor's data."""
+    return -(-nbytes // BLOCK_NBYTES)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a plain tensor as bytes on the CPU, without a copy if possible."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.numpy()
+
+
+def write(path: Path, pieces: Mapping[str, Tensor], beat: Callable[[], None]) -> tuple[int, str]:
+    """Write plain tensors to a new file and flush it; return its size and its header's digest.
+
+    Args:
+        path: the file.
+        pieces: this rank's parts, by name.
+        beat: called now and then, to tell other ranks that we go on.
+    """
+    # Large elements first, so that every tensor is aligned to its elements.
+    named = sorted(pieces.items(), key=lambda item: -item[1].element_size())
+    blank = _header(named, "0" * (_DIGEST * sum(num_blocks(one.nbytes) for _, one in named)))
+    digests: list[str] = []
+    with path.open("xb", buffering=0) as file:
+        file.seek(len(blank))
+        unsynced = 0
+        for _, tensor in named:
+            data = memoryview(_array(bytes_of(tensor)))
+            for start in range(0, len(data), _CHUNK_BLOCKS * BLOCK_NBYTES):
+                chunk = data[start : start + _CHUNK_BLOCKS * BLOCK_NBYTES]
+                digests += map(xxhash.xxh3_64_hexdigest, _blocks(chunk))
+                _write_all(file, chunk)
+                unsynced += len(chunk)
+                beat()
+            if unsynced > _SYNC_NBYTES:
+                os.fsync(file.fileno())
+                unsynced = 0
+        header = _header(named, "".join(digests))
+        nbytes = file.tell()
+        file.seek(0)
+        _write_all(file, memoryview(header))
+        os.fsync(file.fileno())
+    return max(nbytes, len(header)), digest_of(bytes(header))
+
+
+def _blocks(data: memoryview) -> Iterator[memoryview]:
+    return (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
+
+
+def _write_all(file: BinaryIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _header(named: Sequence[tuple[str, Tensor]], digests: str) -> bytes:
+    stored: dict[str, Any] = {
+        "__metadata__": {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
+    }
+    offset = 0
+    for name, tensor in named:
+        code, shape = _code(tensor.dtype, tensor.shape)
+        end = offset + tensor.nbytes
+        stored[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(stored, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Stored(NamedTuple):
+    """The place of a tensor's data in the file."""
+
+    offset: int
+    nbytes: int
+    first_block: int
+
+
+class DataFile:
+    """A data file of a checkpoint, open for reading; what it returns is verified.
+
+    Raises:
+        CheckpointError: the file is not the one that was written, here and in all methods.
+    """
+
+    def __init__(self, folder: Path, info: FileInfo) -> None:
+        self.path = folder / info.name
+        self.nbytes_read = 0
+        try:
+            self._file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be opened ({error})") from error
+        self._digests: str = ""
+        self._stored: dict[str, _Stored] = {}
+        self._read_header(info)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors of which the file holds a part."""
+        return list(self._stored)
+
+    def nbytes_of(self, name: str) -> int:
+        """Return the size of the part of a tensor."""
+        self._check(name in self._stored, f"has no data of {name}")
+        return self._stored[name].nbytes
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Read the data of a part of a tensor from byte ``start`` on, and verify them.
+
+        Args:
+            name: the tensor.
+            start: offset in the part, at the beginning of a block.
+            into: bytes on the CPU, as many whole blocks as fit, or the last ones of the part.
+        """
+        self._check(name in self._stored, f"has no data of {name}")
+        stored, data = self._stored[name], memoryview(_array(into))
+        block = stored.first_block + start // BLOCK_NBYTES
+        self._read(stored.offset + start, data)
+        self.nbytes_read += len(data)
+        for own in _blocks(data):
+            expected = self._digests[block * _DIGEST : (block + 1) * _DIGEST]
+            if xxhash.xxh3_64_hexdigest(own) != expected:
+                first = stored.offset + (block - stored.first_block) * BLOCK_NBYTES
+                self._fail(
+                    f"bytes {first} to {first + len(own)}, of {name}, are not what was written"
+                )
+            block += 1
+
+    def verify(self) -> Iterator[str]:
+        """Read all data; yield what is wrong with which tensor."""
+        for name, stored in self._stored.items():
+            for start in range(0, stored.nbytes, _CHUNK_BLOCKS * BLOCK_NBYTES):
+                size = min(_CHUNK_BLOCKS * BLOCK_NBYTES, stored.nbytes - start)
+                try:
+                    self.read(name, start, torch.empty(size, dtype=torch.uint8))
+                except CheckpointError as error:
+                    yield str(error)
+                    break
+
+    def _read_header(self, info: FileInfo) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        self._check(size == info.nbytes, f"has {size} bytes, {info.nbytes} were written")
+        length = memoryview(bytearray(8))
+        self._read(0, length)
+        end = 8 + int.from_bytes(length, "little")
+        self._check(end <= size, "has a damaged header")
+        header = memoryview(bytearray(end))
+        self._read(0, header)
+        self._check(
+            digest_of(bytes(header)) == info.digest, "has a damaged header, or is another file"
+        )
+        stored = json.loads(bytes(header[8:]))
+        metadata = stored.pop("__metadata__")
+        self._check(metadata["block_nbytes"] == str(BLOCK_NBYTES), "has blocks of an unknown size")
+        self._digests = metadata["digests"]
+        first = 0
+        for name, tensor in stored.items():
+            start, stop = tensor["data_offsets"]
+            self._stored[name] = _Stored(end + start, stop - start, first)
+            first += num_blocks(stop - start)
+
+    def _read(self, offset: int, into: memoryview) -> None:
+        while into:
+            try:
+                count = os.preadv(self._file.fileno(), [into], offset)
+            except OSError as error:
+                self._fail(f"cannot be read at byte {offset} ({error})")
+            self._check(count > 0, f"ends at byte {offset}")
+            offset, into = offset + count, into[count:]
+
+    def _check(self, is_right: bool, otherwise: str) -> None:
+        if not is_right:
+            self._fail(otherwise)
+
+    def _fail(self, problem: str) -> None:
+        raise CheckpointError(f"{self.path}: {problem}")

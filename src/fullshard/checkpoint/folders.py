@@ -1,0 +1,187 @@
+"""Folders of checkpoints: which are complete, which is the newest, and what is wrong with one.
+
+root/
+  latest                  name of the newest checkpoint
+  step-000100/            a checkpoint; a folder has this name only once it is complete
+    manifest.json
+    rank-00000.safetensors, ...
+  .unfinished-step-000200-1f0e66a2/     left by a job that was killed
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from fullshard.checkpoint.datafile import DataFile
+from fullshard.checkpoint.manifest import MANIFEST, Manifest
+from fullshard.errors import CheckpointError
+
+LATEST = "latest"
+UNFINISHED = ".unfinished-"
+
+
+class CheckpointInfo(NamedTuple):
+    """A complete checkpoint, as its manifest describes it.
+
+    Attributes:
+        path: its folder.
+        step: the step of the training.
+        time: when it was written, in seconds since 1970.
+        world: number of ranks that wrote it.
+        nbytes: size of its data files.
+    """
+
+    path: Path
+    step: int
+    time: float
+    world: int
+    nbytes: int
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint in folder ``path``.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    file = path / MANIFEST
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        why = "there is no such folder" if not path.is_dir() else f"no manifest ({error})"
+        raise CheckpointError(f"{path}: {why}") from error
+    try:
+        return Manifest.from_json(data)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """Return the checkpoints in folder ``root``, the newest step last.
+
+    Folders without a readable manifest, or with a data file that is missing or has another size
+    than it was written with, are left out; ``verify`` says what is wrong with them.
+    """
+    found = [_info(path) for path in _folders(Path(root))]
+    return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.time))
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """Return the newest checkpoint in folder ``root``; None if there is none.
+
+    This is the one that was saved last. If it is gone or incomplete, it is that of the highest step
+    among all that are complete.
+    """
+    root = Path(root)
+    try:
+        name = (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        name = ""
+    if name and Path(name).name == name and _info(root / name) is not None:
+        return root / name
+    complete = list_checkpoints(root)
+    return complete[-1].path if complete else None
+
+
+def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
+    """Read all of the checkpoint in folder ``path`` and compare it with what was written.
+
+    Raises:
+        CheckpointError: with all that is missing, damaged or does not belong there.
+    """
+    path = Path(path)
+    problems = list(_faults(path))
+    if problems:
+        more = f"\n... and {len(problems) - 16} more" if len(problems) > 16 else ""
+        raise CheckpointError("\n".join(problems[:16]) + more)
+    info = _info(path)
+    assert info is not None
+    return info
+
+
+def _faults(path: Path) -> Iterator[str]:
+    try:
+        manifest = read_manifest(path)
+        manifest.check()
+    except CheckpointError as error:
+        yield str(error)
+        return
+    expected = {file.name: set[str]() for file in manifest.files}
+    for name in manifest.names():
+        for info, region in manifest.parts(name):
+            if region.numel:
+                expected[info.name].add(name)
+    for info in manifest.files:
+        try:
+            file = DataFile(path, info)
+        except CheckpointError as error:
+            yield str(error)
+            continue
+        yield from file.verify()
+        for name in sorted(expected[info.name] ^ set(file.names)):
+            verb = "lacks" if name in expected[info.name] else "should not have"
+            yield f"{file.path}: {verb} {name}"
+        file.close()
+    for one in sorted(path.iterdir()):
+        if one.name not in expected and one.name != MANIFEST:
+            yield f"{one}: no file of this checkpoint"
+
+
+def _info(path: Path) -> CheckpointInfo | None:
+    try:
+        manifest = read_manifest(path)
+        if any((path / file.name).stat().st_size != file.nbytes for file in manifest.files):
+            return None
+    except (CheckpointError, OSError):
+        return None
+    nbytes = sum(file.nbytes for file in manifest.files)
+    return CheckpointInfo(path, manifest.step, manifest.time, len(manifest.files), nbytes)
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    try:
+        yield from (one for one in root.iterdir() if not one.name.startswith("."))
+    except OSError:
+        return
+
+
+def write_flushed(path: Path, data: bytes) -> None:
+    """Write a small file by another name, flush it, and give it its name."""
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def flush_folder(path: Path) -> None:
+    """Flush the names of the files in a folder."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
+    """Make a checkpoint of the flushed data files in ``unfinished``; it appears at once or not."""
+    write_flushed(unfinished / MANIFEST, manifest.to_json())
+    flush_folder(unfinished)
+    unfinished.rename(path)
+    flush_folder(path.parent)
+    write_flushed(path.parent / LATEST, f"{path.name}\n".encode())
+    flush_folder(path.parent)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what jobs that were killed left in ``root``; no job may be saving there."""
+    for one in root.glob(f"{UNFINISHED}*"):
+        if one.is_dir():
+            shutil.rmtree(one, ignore_errors=True)
+        else:
+            one.unlink(missing_ok=True)

@@ -1,0 +1,220 @@
+"""Load checkpoints into models of any layout on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard import _torch
+from fullshard.checkpoint import datafile
+from fullshard.checkpoint.folders import read_manifest
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.model import load_sharded_state_dict
+from fullshard.checkpoint.optimizer import optim_state_to_load
+from fullshard.checkpoint.reading import Reader, Wanted
+from fullshard.checkpoint.stepped import Stepped
+from fullshard.checkpoint.tree import Tree
+from fullshard.checkpoint.values import decode
+from fullshard.comm.council import Council
+from fullshard.errors import ConfigError
+from fullshard.layout.region import Region, whole
+from fullshard.optim.states import is_cut, one_for_many
+from fullshard.tensors import region_of
+from fullshard.tensors.parts import coordinate_in
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> Any:
+    """Load the checkpoint in folder ``path`` and return the ``extra`` that was saved.
+
+    Layout, mesh and number of ranks may be others than those that saved; all ranks must call this.
+    Each rank reads what it keeps, or its share of what ranks exchange; everything is verified, and
+    in the memory of the host, before the model or the optimizer is changed.
+
+    Args:
+        path: a folder that ``save`` wrote.
+        model: a model, sharded or not; it may not be on the meta device.
+        optimizer: the optimizer that steps its parameters; None: its state is not read.
+        strict: refuse tensors that only the model or only the checkpoint has, and other dtypes.
+
+    Raises:
+        ConfigError: model, optimizer and checkpoint do not fit, with all differences.
+        CheckpointError: the checkpoint is damaged or incomplete.
+        LostRankError: a rank ended or hangs.
+        ProtocolError: during a forward, a backward or ``unshard_params``.
+
+        All ranks raise the same, and nothing was changed.
+    """
+    path = Path(path)
+    council = Council(f"load {path}")
+    found: list[Any] = []
+
+    def prepare() -> list[str]:
+        manifest = read_manifest(path)
+        target = Target(manifest, model, optimizer, strict=strict)
+        found.extend((manifest, target, Reader(path, manifest, target.wanted, council)))
+        to_exchange: list[str] = found[2].to_exchange()
+        return to_exchange
+
+    exchanged = council.agree(prepare, _union)
+    manifest, target, reader = found
+
+    def read() -> None:
+        with reader:
+            reader.read(exchanged)
+        target.convert(optimizer)
+
+    council.agree(read)
+    target.put(optimizer)
+    return decode(manifest.extra)
+
+
+def _union(said: list[list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in said for name in names))
+
+
+class Target:
+    """What is to be loaded into a model and an optimizer, in new memory of the host.
+
+    Attributes:
+        wanted: this rank's parts, by their names in the checkpoint.
+
+    Raises:
+        ConfigError: model, optimizer and checkpoint do not fit.
+    """
+
+    def __init__(
+        self, manifest: Manifest, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
+    ) -> None:
+        self.wanted: dict[str, Wanted] = {}
+        self._manifest = manifest
+        self._model = model
+        self._strict = strict
+        self._tree = Tree(model, "load")
+        self._model_state: dict[str, Any] = {}
+        self._optimizer_state: dict[str, Any] = {}
+        self._to_load: dict[str, Any] = {}
+        self._problems: list[str] = []
+        self._add_model()
+        if optimizer is not None:
+            self._add_optimizer(optimizer)
+        if self._problems:
+            raise ConfigError("it does not fit; " + "; ".join(self._problems))
+
+    def convert(self, optimizer: Optimizer | None) -> None:
+        """Make what the optimizer loads; changes nothing yet."""
+        if optimizer is not None:
+            self._to_load = optim_state_to_load(
+                self._model, optimizer, self._optimizer_state, "load", strict=self._strict
+            )
+
+    def put(self, optimizer: Optimizer | None) -> None:
+        """Copy everything into the model and the optimizer."""
+        load_sharded_state_dict(self._model, self._model_state, strict=False)
+        if optimizer is not None:
+            optimizer.load_state_dict(self._to_load)
+
+    def _add_model(self) -> None:
+        values = [contents.values for contents in self._manifest.contents]
+        ties = {name: first for one in values for name, first in one["ties"].items()}
+        states = {name: state for one in values for name, state in one["states"].items()}
+        rows = list(self._tree.rows())
+        given: set[int] = set()  # of tied parameters one name is enough
+        for row in rows:
+            name = f"model/{ties.get(row.name, row.name)}"
+            if not isinstance(row.value, Tensor):
+                if row.name in states:
+                    self._model_state[row.name] = decode(states[row.name])
+                    given.add(id(row.value))
+            elif name in self._manifest and id(row.value) not in given:
+                given.add(id(row.value))
+                self._model_state[row.name] = self._want(name, row.value, row.value)
+        missing = [row.name for row in rows if id(row.value) not in given]
+        names = {row.name for row in rows} | {ties.get(row.name, row.name) for row in rows}
+        kinds = (name.partition("/") for name in self._manifest.names())
+        saved = [name for kind, _, name in kinds if kind == "model"]
+        unexpected = [name for name in (*saved, *states) if name not in names]
+        if self._strict and missing:
+            self._problems.append(f"the checkpoint lacks {_some(missing)}")
+        if self._strict and unexpected:
+            self._problems.append(f"the model lacks {_some(unexpected)}")
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        stored = [c.values["optimizer"] for c in self._manifest.contents if "optimizer" in c.values]
+        if not stored:
+            self._problems.append("the checkpoint has no state of an optimizer")
+            return
+        stepped = Stepped(self._tree, optimizer)
+        shown = {**dict(self._tree.named()), **stepped.shown}
+        state: dict[str, dict[str, Any]] = {}
+        kept = list(self._kept())
+        entries = [(name, key, self._manifest.entry(full)) for full, name, key in kept]
+        singles = stepped.singles | one_for_many(
+            (shown[name].shape, key, torch.Size(entry.shape))
+            for name, key, entry in entries
+            if name in shown
+        )
+        for full, name, key in kept:
+            param, entry = shown.get(name), self._manifest.entry(full)
+            if param is None:
+                if self._strict:
+                    self._problems.append(f"the optimizer lacks {name}, which has state {key!r}")
+                continue
+            shape, is_dtensor = torch.Size(entry.shape), entry.placements is not None
+            cut = is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor)
+            like = param if cut else torch.empty(shape, device="meta")
+            state.setdefault(name, {})[key] = self._want(full, like, None)
+        for one in stored:
+            for name, values in one["state"].items():
+                state.setdefault(name, {}).update(decode(values))
+        groups = [group for one in stored for group in decode(one["param_groups"])]
+        self._optimizer_state = {"state": state, "param_groups": groups}
+
+    def _kept(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the optimizer's tensors: name in the checkpoint, parameter, name of the state."""
+        for full in self._manifest.names():
+            kind, _, rest = full.partition("/")
+            if kind == "optimizer":
+                name, _, key = rest.rpartition("/")
+                yield full, name, key
+
+    def _want(self, full: str, like: Tensor, own: Tensor | None) -> Tensor | None:
+        """Return memory for a tensor that is cut like ``like``, and have it filled."""
+        entry = self._manifest.entry(full)
+        if entry.shape != tuple(like.shape):
+            got, expected = tuple(entry.shape), tuple(like.shape)
+            self._problems.append(f"{full} has shape {got} there and {expected} here")
+            return None
+        dtype = datafile.dtype_of(entry.dtype)
+        if own is not None and self._strict and dtype != own.dtype:
+            self._problems.append(f"{full} is of {dtype} there and of {own.dtype} here")
+            return None
+        region, shape = _own(like)
+        local = torch.empty(shape, dtype=dtype)
+        self.wanted[full] = Wanted(region, local.view(-1))
+        return _torch.dtensor_like(like, local) if isinstance(like, DTensor) else local
+
+
+def _own(like: Tensor) -> tuple[Region, torch.Size]:
+    """Return what this rank holds of ``like``, and the shape of its local tensor."""
+    if not isinstance(like, DTensor):
+        return whole(like.shape), like.shape
+    mesh = like.device_mesh
+    region = region_of(like.shape, like.placements, mesh.shape, coordinate_in(mesh))
+    return region, _torch.local_of(like).shape
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,249 @@
+"""Read parts of tensors from the data files of a checkpoint, verified, and each byte seldom twice.
+
+A rank reads whole blocks, as their digests are of whole blocks. If the blocks that it needs of a
+tensor hold much else besides, as when rows were saved and columns are loaded, the ranks exchange
+that tensor: each reads its share of all blocks, and keeps what it needs of everyone's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint import datafile
+from fullshard.checkpoint.datafile import BLOCK_NBYTES, DataFile
+from fullshard.checkpoint.manifest import FileInfo, Manifest
+from fullshard.comm.council import Council
+from fullshard.comm.mesh import all_gather_bytes
+from fullshard.errors import CheckpointError
+from fullshard.layout.region import Region
+
+_TOLERATED = 1.05
+"""Bytes read for each byte kept above which ranks exchange a tensor."""
+
+_EXCHANGED_NBYTES = 64 << 20  # at once, in the memory of each rank
+_CHUNK_NBYTES = 4 << 20  # read between two signs of life
+_ALIGN = 16
+_OTHERS_FAILED = CheckpointError("other ranks could not read their shares")
+
+
+class Wanted(NamedTuple):
+    """A part of a tensor that this rank needs, and flat memory for it on the CPU."""
+
+    region: Region
+    memory: Tensor
+
+
+class _Run(NamedTuple):
+    """Neighboring blocks of a tensor's data in one file: bytes ``start`` to ``stop``."""
+
+    name: str
+    file: FileInfo
+    region: Region  # all that the file holds of the tensor
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class Reader:
+    """Fills the memory of ``wanted``; a context that closes files.
+
+    Attributes:
+        nbytes_read: bytes of tensors read from files so far.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, wanted: Mapping[str, Wanted], council: Council
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._wanted = wanted
+        self._council = council
+        self._files: dict[str, DataFile] = {}
+        self._filled = dict.fromkeys(wanted, 0)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of tensors read from files so far."""
+        return sum(file.nbytes_read for file in self._files.values())
+
+    def to_exchange(self) -> list[str]:
+        """Return the tensors that this rank had better not read alone."""
+        if self._council.world == 1:
+            return []
+        return [
+            name
+            for name, wanted in self._wanted.items()
+            if sum(run.nbytes for run in self._runs(name)) > _TOLERATED * wanted.memory.nbytes
+        ]
+
+    def read(self, exchanged: Sequence[str]) -> None:
+        """Fill all memory; a collective for the tensors that are ``exchanged``, equal on all ranks.
+
+        Raises:
+            CheckpointError: on this rank or another; memory has undefined contents.
+        """
+        failure: Exception | None = None
+        try:
+            for name in self._wanted.keys() - set(exchanged):
+                for run in self._runs(name):
+                    data = torch.empty(run.nbytes, dtype=torch.uint8)
+                    self._read(run, data)
+                    self._use(run, data)
+        except Exception as error:
+            failure = error
+        for batch in self._batches(exchanged):
+            failure = self._exchange(batch, failure)
+            if failure is not None:
+                break
+        if failure is _OTHERS_FAILED:
+            return  # they say why
+        if failure is not None:
+            raise failure
+        for name, wanted in self._wanted.items():
+            if self._filled[name] != wanted.region.numel:
+                raise CheckpointError(
+                    f"{name}: the files have {self._filled[name]} of {wanted.region.numel} elements"
+                )
+
+    def _runs(self, name: str) -> Iterator[_Run]:
+        """Yield the blocks that hold something of what is wanted of a tensor."""
+        wanted = self._wanted[name]
+        itemsize = wanted.memory.element_size()
+        for file, region in self._manifest.parts(name):
+            blocks: set[int] = set()
+            for overlap in region.overlaps(wanted.region):
+                last = (overlap.stop * itemsize - 1) // BLOCK_NBYTES
+                blocks.update(range(overlap.offset * itemsize // BLOCK_NBYTES, last + 1))
+            nbytes = region.numel * itemsize
+            for first, end in _series(sorted(blocks)):
+                start, stop = first * BLOCK_NBYTES, min(end * BLOCK_NBYTES, nbytes)
+                yield _Run(name, file, region, start, stop)
+
+    def _read(self, run: _Run, into: Tensor) -> None:
+        file = self._files.get(run.file.name)
+        if file is None:
+            file = self._files[run.file.name] = DataFile(self._folder, run.file)
+        for start in range(0, run.nbytes, _CHUNK_NBYTES):
+            file.read(run.name, run.start + start, into[start : start + _CHUNK_NBYTES])
+            self._council.beat()
+
+    def _use(self, run: _Run, data: Tensor) -> None:
+        """Copy what is wanted of ``data``, the bytes of ``run``."""
+        wanted = self._wanted.get(run.name)
+        if wanted is None:
+            return
+        memory = wanted.memory
+        size, values = memory.element_size(), data.view(memory.dtype)
+        there = run.region.part(run.start // size, run.stop // size)
+        for one in there.overlaps(wanted.region):
+            target = memory.as_strided(one.sizes, one.other_strides, one.other_offset)
+            at = values.storage_offset() + one.offset
+            target.copy_(values.as_strided(one.sizes, one.strides, at))
+            self._filled[run.name] += one.numel
+
+    def _batches(self, exchanged: Sequence[str]) -> Iterator[list[_Run]]:
+        """Yield all blocks of the ``exchanged`` tensors, a limited number of bytes at a time."""
+        batch: list[_Run] = []
+        room = _EXCHANGED_NBYTES
+        for name in exchanged:
+            itemsize = datafile.dtype_of(self._manifest.entry(name).dtype).itemsize
+            for file, region in self._manifest.parts(name):
+                nbytes, start = region.numel * itemsize, 0
+                while start < nbytes:
+                    stop = min(nbytes, start + room)
+                    batch.append(_Run(name, file, region, start, stop))
+                    room -= -(-(stop - start) // BLOCK_NBYTES) * BLOCK_NBYTES
+                    start = stop
+                    if room <= 0:
+                        yield batch
+                        batch, room = [], _EXCHANGED_NBYTES
+        if batch:
+            yield batch
+
+    def _exchange(self, batch: Sequence[_Run], failure: Exception | None) -> Exception | None:
+        """Read this rank's share of ``batch``, give it to all ranks, and use what they give.
+
+        Args:
+            batch: equal on all ranks.
+            failure: why this rank cannot read its share.
+
+        Returns:
+            Why this rank failed; ``_OTHERS_FAILED`` if only others did, None if nobody did.
+        """
+        shares = [_Share(runs) for runs in _shares(batch, self._council.world)]
+        own = torch.zeros(max(share.nbytes for share in shares), dtype=torch.uint8)
+        try:
+            if failure is None:
+                for run, place in shares[self._council.rank]:
+                    self._read(run, own[place : place + run.nbytes])
+                own[0] = 1
+        except Exception as error:
+            failure = error
+        given = all_gather_bytes(own)
+        if failure is None and not given[:, 0].all():
+            return _OTHERS_FAILED
+        if failure is None:
+            for share, data in zip(shares, given, strict=True):
+                for run, place in share:
+                    self._use(run, data[place : place + run.nbytes])
+        return failure
+
+
+class _Share:
+    """The runs that one rank reads, and their places in the memory that it gives to the others.
+
+    The first byte of this memory says whether the rank could read them.
+    """
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        ends = itertools.accumulate((_aligned(run.nbytes) for run in runs), initial=_ALIGN)
+        *self._places, self.nbytes = ends
+        self._runs = runs
+
+    def __iter__(self) -> Iterator[tuple[_Run, int]]:
+        return zip(self._runs, self._places, strict=True)
+
+
+def _shares(batch: Sequence[_Run], world: int) -> list[list[_Run]]:
+    """Divide the blocks of ``batch`` among ``world`` ranks, as evenly as blocks allow."""
+    shares: list[list[_Run]] = [[] for _ in range(world)]
+    total, passed = sum(run.nbytes for run in batch), 0
+    for run in batch:
+        start = run.start
+        while start < run.stop:
+            rank = min(passed * world // total, world - 1)
+            left = (rank + 1) * total / world - passed
+            stop = min(start + max(round(left / BLOCK_NBYTES), 1) * BLOCK_NBYTES, run.stop)
+            shares[rank].append(run._replace(start=start, stop=stop))
+            passed += stop - start
+            start = stop
+    return shares
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _series(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and end of each series of neighboring numbers; ``numbers`` ascend."""
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[start], numbers[at - 1] + 1
+            start = at

@@ -1,0 +1,166 @@
+"""The elements of a tensor that a rank holds, and what the regions of two ranks have in common.
+
+Rank 1 of a (3, 8) tensor, cut on dim 1, and of that part the second half of the elements:
+
+    . . . . . . . .
+    . . . . . . a b       Region(dims=(((0, 3),), ((4, 4),)), start=6, stop=12)
+    . . . . c d e f
+
+Its elements lie end to end in the rank's local tensor: a b c d e f.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
+
+from fullshard.layout.boxes import boxes
+
+
+class Interval(NamedTuple):
+    """Indices, or elements in row-major order, ``start`` to ``start + length``."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last."""
+        return self.start + self.length
+
+
+Intervals = tuple[Interval, ...]
+"""Ascending intervals of one dim, at least one; only a single one may be empty."""
+
+
+class Overlap(NamedTuple):
+    """A box of elements that two regions have in common, as a strided copy between them.
+
+    Element ``(i, j, ...)`` of the box is element ``offset + i*strides[0] + j*strides[1] + ...`` of
+    a region.
+    """
+
+    sizes: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    other_offset: int
+    other_strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, in the first region."""
+        return self.offset + _dot(self.strides, [size - 1 for size in self.sizes]) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements ``start`` to ``stop``, in row-major order, of a grid of rows, columns and so on.
+
+    Attributes:
+        dims: for each dim of the tensor the indices that are in the grid.
+        start: the first element of the grid that belongs to the region.
+        stop: one past the last.
+    """
+
+    dims: tuple[Intervals, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> Region:
+        """Return elements ``start`` to ``stop`` of this region."""
+        return Region(self.dims, self.start + start, self.start + stop)
+
+    def overlaps(self, other: Region) -> Iterator[Overlap]:
+        """Yield what this region and a region of the same tensor have in common, once."""
+        for brick, its in itertools.product(self._bricks(), other._bricks()):
+            runs = [_common(a, b) for a, b in zip(brick.runs, its.runs, strict=True)]
+            for run in itertools.product(*runs):
+                yield Overlap(
+                    sizes=tuple(one.length for one in run),
+                    offset=brick.offset + _dot(brick.strides, [one.own for one in run]),
+                    strides=brick.strides,
+                    other_offset=its.offset + _dot(its.strides, [one.other for one in run]),
+                    other_strides=its.strides,
+                )
+
+    def _bricks(self) -> Iterator[_Brick]:
+        offset = 0
+        grid = [sum(one.length for one in intervals) for intervals in self.dims]
+        for box in boxes(grid, self.start, self.numel):
+            strides = itertools.accumulate((*box.sizes[:0:-1],), mul, initial=1)
+            runs = map(_runs, self.dims, box.offsets, box.sizes)
+            yield _Brick(offset, tuple(strides)[::-1] if box.sizes else (), tuple(runs))
+            offset += box.numel
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region of a whole tensor."""
+    return Region(tuple((Interval(0, size),) for size in shape), 0, math.prod(shape))
+
+
+def cut(intervals: Intervals, start: int, length: int) -> Intervals:
+    """Return indices number ``start`` to ``start + length`` of those in ``intervals``."""
+    found = [Interval(first, length) for _, first, length in _runs(intervals, start, length)]
+    return tuple(found) or (Interval(intervals[0].start, 0),)
+
+
+class _Run(NamedTuple):
+    """Neighboring indices of one dim, in a box and in the tensor."""
+
+    own: int
+    whole: int
+    length: int
+
+
+class _Brick(NamedTuple):
+    """A box of the grid, end to end in the region."""
+
+    offset: int
+    strides: tuple[int, ...]
+    runs: tuple[list[_Run], ...]
+
+
+class _CommonRun(NamedTuple):
+    own: int
+    other: int
+    length: int
+
+
+def _dot(strides: Sequence[int], index: Sequence[int]) -> int:
+    return sum(a * b for a, b in zip(strides, index, strict=True))
+
+
+def _runs(intervals: Intervals, start: int, length: int) -> list[_Run]:
+    """Return the runs of indices number ``start`` to ``start + length`` of ``intervals``."""
+    found, passed = [], 0
+    for interval in intervals:
+        first = max(start, passed)
+        stop = min(start + length, passed + interval.length)
+        if first < stop:
+            found.append(_Run(first - start, interval.start + first - passed, stop - first))
+        passed += interval.length
+    return found
+
+
+def _common(ours: list[_Run], theirs: list[_Run]) -> list[_CommonRun]:
+    found = []
+    for a, b in itertools.product(ours, theirs):
+        first = max(a.whole, b.whole)
+        stop = min(a.whole + a.length, b.whole + b.length)
+        if first < stop:
+            found.append(_CommonRun(a.own + first - a.whole, b.own + first - b.whole, stop - first))
+    return found
