@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fullshard.checkpoint.manifest import FileInfo, digest_of
+from fullshard.checkpoint.manifest import FileInfo, Part, digest_of
 from fullshard.errors import CheckpointError, UnsupportedError
 
 BLOCK_NBYTES = 1 << 15
@@ -153,6 +153,7 @@ def _header(named: Sequence[tuple[str, Tensor]], digests: str) -> bytes:
 class _Stored(NamedTuple):
     """The place of a tensor's data in the file."""
 
+    kind: tuple[str, list[int]]
     offset: int
     nbytes: int
     first_block: int
@@ -174,31 +175,36 @@ class DataFile:
             raise CheckpointError(f"{self.path}: cannot be opened ({error})") from error
         self._digests: str = ""
         self._stored: dict[str, _Stored] = {}
-        self._read_header(info)
+        try:
+            self._read_header(info)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> DataFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a ``with`` block does it, too."""
         self._file.close()
 
-    @property
-    def names(self) -> list[str]:
-        """The tensors of which the file holds a part."""
-        return list(self._stored)
-
-    def nbytes_of(self, name: str) -> int:
-        """Return the size of the part of a tensor."""
+    def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        """Check that the file's part of a tensor has this dtype and this shape."""
         self._check(name in self._stored, f"has no data of {name}")
-        return self._stored[name].nbytes
+        found, expected = self._stored[name].kind, _code(dtype, shape)
+        self._check(found == expected, f"has {name} as {found}, the manifest as {expected}")
 
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Read the data of a part of a tensor from byte ``start`` on, and verify them.
 
         Args:
-            name: the tensor.
+            name: the tensor, which ``check`` has found.
             start: offset in the part, at the beginning of a block.
             into: bytes on the CPU, as many whole blocks as fit, or the last ones of the part.
         """
-        self._check(name in self._stored, f"has no data of {name}")
         stored, data = self._stored[name], memoryview(_array(into))
         block = stored.first_block + start // BLOCK_NBYTES
         self._read(stored.offset + start, data)
@@ -212,16 +218,18 @@ class DataFile:
                 )
             block += 1
 
-    def verify(self) -> Iterator[str]:
-        """Read all data; yield what is wrong with which tensor."""
-        for name, stored in self._stored.items():
-            for start in range(0, stored.nbytes, _CHUNK_BLOCKS * BLOCK_NBYTES):
-                size = min(_CHUNK_BLOCKS * BLOCK_NBYTES, stored.nbytes - start)
-                try:
+    def verify(self, expected: Mapping[str, Part]) -> Iterator[str]:
+        """Read all data; yield what is wrong with each tensor, ``expected`` or not."""
+        for name in dict.fromkeys((*expected, *self._stored)):
+            try:
+                self._check(name in expected, f"has {name}, which the manifest has not")
+                self.check(name, dtype_of(expected[name].dtype), expected[name].shape)
+                nbytes = self._stored[name].nbytes
+                for start in range(0, nbytes, _CHUNK_BLOCKS * BLOCK_NBYTES):
+                    size = min(_CHUNK_BLOCKS * BLOCK_NBYTES, nbytes - start)
                     self.read(name, start, torch.empty(size, dtype=torch.uint8))
-                except CheckpointError as error:
-                    yield str(error)
-                    break
+            except CheckpointError as error:
+                yield str(error)
 
     def _read_header(self, info: FileInfo) -> None:
         size = os.fstat(self._file.fileno()).st_size
@@ -242,7 +250,8 @@ class DataFile:
         first = 0
         for name, tensor in stored.items():
             start, stop = tensor["data_offsets"]
-            self._stored[name] = _Stored(end + start, stop - start, first)
+            kind = (tensor["dtype"], tensor["shape"])
+            self._stored[name] = _Stored(kind, end + start, stop - start, first)
             first += num_blocks(stop - start)
 
     def _read(self, offset: int, into: memoryview) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fullshard.checkpoint.datafile import DataFile
-from fullshard.checkpoint.manifest import MANIFEST, Manifest
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, Part
 from fullshard.errors import CheckpointError
 
 LATEST = "latest"
@@ -110,22 +110,18 @@ def _faults(path: Path) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    expected = {file.name: set[str]() for file in manifest.files}
+    expected: dict[str, dict[str, Part]] = {file.name: {} for file in manifest.files}
     for name in manifest.names():
-        for info, region in manifest.parts(name):
-            if region.numel:
-                expected[info.name].add(name)
+        for part in manifest.parts(name):
+            expected[part.file.name][name] = part
     for info in manifest.files:
         try:
             file = DataFile(path, info)
         except CheckpointError as error:
             yield str(error)
             continue
-        yield from file.verify()
-        for name in sorted(expected[info.name] ^ set(file.names)):
-            verb = "lacks" if name in expected[info.name] else "should not have"
-            yield f"{file.path}: {verb} {name}"
-        file.close()
+        with file:
+            yield from file.verify(expected[info.name])
     for one in sorted(path.iterdir()):
         if one.name not in expected and one.name != MANIFEST:
             yield f"{one}: no file of this checkpoint"
@@ -136,7 +132,7 @@ def _info(path: Path) -> CheckpointInfo | None:
         manifest = read_manifest(path)
         if any((path / file.name).stat().st_size != file.nbytes for file in manifest.files):
             return None
-    except (CheckpointError, OSError):
+    except (CheckpointError, OSError, ValueError):
         return None
     nbytes = sum(file.nbytes for file in manifest.files)
     return CheckpointInfo(path, manifest.step, manifest.time, len(manifest.files), nbytes)

@@ -72,6 +72,11 @@ class Entry(NamedTuple):
         pairs = zip(self._placements(), self.grid.shape, strict=True)
         return math.prod(size for placement, size in pairs if isinstance(placement, Replicate))
 
+    @property
+    def is_ragged(self) -> bool:
+        """Return whether ranks hold intervals, as 1-D tensors."""
+        return any(isinstance(one, RaggedShard) for one in self._placements())
+
     def is_written_by(self, rank: int) -> bool:
         """Return whether ``rank`` writes its part, rather than a rank with the same elements."""
         index = 0
@@ -92,6 +97,40 @@ def _region(
     coordinate: tuple[int, ...],
 ) -> Region:
     return region_of(shape, placements, mesh_shape, coordinate)
+
+
+class FileInfo(NamedTuple):
+    """A data file.
+
+    Attributes:
+        name: in the checkpoint's folder.
+        rank: the rank that wrote it.
+        nbytes: its size.
+        digest: the digest of its header, which has the digests of all data.
+        contents: the number of the rank's contents.
+    """
+
+    name: str
+    rank: int
+    nbytes: int
+    digest: str
+    contents: int
+
+
+class Part(NamedTuple):
+    """The part of a tensor that is in one file.
+
+    Attributes:
+        file: the file.
+        region: the elements.
+        dtype: such as "float32".
+        shape: of the tensor in the file.
+    """
+
+    file: FileInfo
+    region: Region
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Contents(NamedTuple):
@@ -178,24 +217,6 @@ def _placement_from_json(stored: Any) -> Placement:
     return Shard(rest[0]) if kind == "shard" else Replicate()
 
 
-class FileInfo(NamedTuple):
-    """A data file.
-
-    Attributes:
-        name: in the checkpoint's folder.
-        rank: the rank that wrote it.
-        nbytes: its size.
-        digest: the digest of its header, which has the digests of all data.
-        contents: the number of the rank's contents.
-    """
-
-    name: str
-    rank: int
-    nbytes: int
-    digest: str
-    contents: int
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The manifest of a checkpoint.
@@ -249,14 +270,15 @@ class Manifest:
         """Return the entry of a tensor as its first rank has it."""
         return next(iter(self._held[name].values()))
 
-    def parts(self, name: str) -> Iterator[tuple[FileInfo, Region]]:
-        """Yield the files that hold some of the tensor, each with the elements that it holds."""
+    def parts(self, name: str) -> Iterator[Part]:
+        """Yield the parts of a tensor; together they are all of it, once."""
         for number, entry in self._held[name].items():
             for rank in entry.grid.ranks:
                 if rank in self._ranks[number] and entry.is_written_by(rank):
                     region = entry.region(rank)
                     if region.numel:
-                        yield self.files[rank], region
+                        shape = (region.numel,) if entry.is_ragged else region.grid
+                        yield Part(self.files[rank], region, entry.dtype, shape)
 
     def check(self) -> None:
         """Check that the parts of each tensor make it up exactly once.
@@ -274,7 +296,7 @@ class Manifest:
             elif any((e.shape, e.dtype) != (entry.shape, entry.dtype) for e in held.values()):
                 problems.append(f"{name}: ranks have it in different shapes or dtypes")
             elif any(e != entry for e in held.values()):
-                numel = sum(region.numel for _, region in self.parts(name))
+                numel = sum(part.region.numel for part in self.parts(name))
                 if numel != entry.numel:
                     problems.append(f"{name}: the ranks hold {numel} of {entry.numel} elements")
         if problems:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.datafile import BLOCK_NBYTES, DataFile
-from fullshard.checkpoint.manifest import FileInfo, Manifest
+from fullshard.checkpoint.manifest import Manifest, Part
 from fullshard.comm.council import Council
 from fullshard.comm.mesh import all_gather_bytes
 from fullshard.errors import CheckpointError
@@ -43,8 +43,7 @@ class _Run(NamedTuple):
     """Neighboring blocks of a tensor's data in one file: bytes ``start`` to ``stop``."""
 
     name: str
-    file: FileInfo
-    region: Region  # all that the file holds of the tensor
+    part: Part
     start: int
     stop: int
 
@@ -125,20 +124,22 @@ class Reader:
         """Yield the blocks that hold something of what is wanted of a tensor."""
         wanted = self._wanted[name]
         itemsize = wanted.memory.element_size()
-        for file, region in self._manifest.parts(name):
+        for part in self._manifest.parts(name):
             blocks: set[int] = set()
-            for overlap in region.overlaps(wanted.region):
+            for overlap in part.region.overlaps(wanted.region):
                 last = (overlap.stop * itemsize - 1) // BLOCK_NBYTES
                 blocks.update(range(overlap.offset * itemsize // BLOCK_NBYTES, last + 1))
-            nbytes = region.numel * itemsize
+            nbytes = part.region.numel * itemsize
             for first, end in _series(sorted(blocks)):
                 start, stop = first * BLOCK_NBYTES, min(end * BLOCK_NBYTES, nbytes)
-                yield _Run(name, file, region, start, stop)
+                yield _Run(name, part, start, stop)
 
     def _read(self, run: _Run, into: Tensor) -> None:
-        file = self._files.get(run.file.name)
+        info = run.part.file
+        file = self._files.get(info.name)
         if file is None:
-            file = self._files[run.file.name] = DataFile(self._folder, run.file)
+            file = self._files[info.name] = DataFile(self._folder, info)
+        file.check(run.name, datafile.dtype_of(run.part.dtype), run.part.shape)
         for start in range(0, run.nbytes, _CHUNK_NBYTES):
             file.read(run.name, run.start + start, into[start : start + _CHUNK_NBYTES])
             self._council.beat()
@@ -150,7 +151,7 @@ class Reader:
             return
         memory = wanted.memory
         size, values = memory.element_size(), data.view(memory.dtype)
-        there = run.region.part(run.start // size, run.stop // size)
+        there = run.part.region.part(run.start // size, run.stop // size)
         for one in there.overlaps(wanted.region):
             target = memory.as_strided(one.sizes, one.other_strides, one.other_offset)
             at = values.storage_offset() + one.offset
@@ -163,11 +164,11 @@ class Reader:
         room = _EXCHANGED_NBYTES
         for name in exchanged:
             itemsize = datafile.dtype_of(self._manifest.entry(name).dtype).itemsize
-            for file, region in self._manifest.parts(name):
-                nbytes, start = region.numel * itemsize, 0
+            for part in self._manifest.parts(name):
+                nbytes, start = part.region.numel * itemsize, 0
                 while start < nbytes:
                     stop = min(nbytes, start + room)
-                    batch.append(_Run(name, file, region, start, stop))
+                    batch.append(_Run(name, part, start, stop))
                     room -= -(-(stop - start) // BLOCK_NBYTES) * BLOCK_NBYTES
                     start = stop
                     if room <= 0:

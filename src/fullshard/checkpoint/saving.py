@@ -114,12 +114,7 @@ def save(
         manifest.check()
         commit(unfinished, path, manifest)
 
-    try:
-        council.agree(write, finish)
-    except BaseException:
-        if council.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    council.agree(write, finish, undo=lambda: shutil.rmtree(unfinished, ignore_errors=True))
 
 
 class Collected:

@@ -48,7 +48,10 @@ class Council:
         self._last_beat = -math.inf
 
     def agree(
-        self, own: Callable[[], Any], decide: Callable[[list[Any]], Any] | None = None
+        self,
+        own: Callable[[], Any],
+        decide: Callable[[list[Any]], Any] | None = None,
+        undo: Callable[[], Any] | None = None,
     ) -> Any:
         """Return, on all ranks, what the first rank decides.
 
@@ -56,6 +59,7 @@ class Council:
             own: gives what this rank contributes, in JSON's types.
             decide: gives the decision for the contributions of all ranks, in rank order, in JSON's
                 types; called on the first rank. None: the decision is None.
+            undo: called on the first rank before any rank raises.
 
         Raises:
             FullshardError: on all ranks, if any ``own`` or ``decide`` raised; of the class that
@@ -68,7 +72,7 @@ class Council:
         except Exception as error:
             failure, said = error, _described(error)
         with self._store_answers():
-            verdict = self._verdict_on(said, decide)
+            verdict = self._verdict_on(said, decide, undo)
         if "error" in verdict:
             raise getattr(errors, verdict["kind"])(f"{self._what}: {verdict['error']}") from failure
         return verdict["value"]
@@ -97,7 +101,10 @@ class Council:
             self._store.set(f"beat/{self.rank}", str(self._beats))
 
     def _verdict_on(
-        self, said: dict[str, Any], decide: Callable[[list[Any]], Any] | None
+        self,
+        said: dict[str, Any],
+        decide: Callable[[list[Any]], Any] | None,
+        undo: Callable[[], Any] | None,
     ) -> dict[str, Any]:
         self._decisions += 1
         verdict_key = f"{self._number}/{self._decisions}"
@@ -108,6 +115,8 @@ class Council:
         else:
             keys = {rank: f"{verdict_key}/{rank}" for rank in range(self.world)}
             verdict = self._decided(keys, decide)
+            if "error" in verdict and undo is not None:
+                undo()
             self._store.set(verdict_key, json.dumps(verdict))
             # Only this rank read these, and all others have read the verdict before this one.
             for key in (*keys.values(), f"{self._number}/{self._decisions - 1}"):

@@ -80,6 +80,11 @@ class Region:
         """Number of elements."""
         return self.stop - self.start
 
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Sizes of the grid."""
+        return tuple(sum(one.length for one in intervals) for intervals in self.dims)
+
     def part(self, start: int, stop: int) -> Region:
         """Return elements ``start`` to ``stop`` of this region."""
         return Region(self.dims, self.start + start, self.start + stop)
@@ -99,8 +104,7 @@ class Region:
 
     def _bricks(self) -> Iterator[_Brick]:
         offset = 0
-        grid = [sum(one.length for one in intervals) for intervals in self.dims]
-        for box in boxes(grid, self.start, self.numel):
+        for box in boxes(self.grid, self.start, self.numel):
             strides = itertools.accumulate((*box.sizes[:0:-1],), mul, initial=1)
             runs = map(_runs, self.dims, box.offsets, box.sizes)
             yield _Brick(offset, tuple(strides)[::-1] if box.sizes else (), tuple(runs))

@@ -1,0 +1,291 @@
+"""What can go wrong with checkpoints on disk is found, named, and changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.checkpoint import datafile
+from fullshard.checkpoint.manifest import MANIFEST, digest_of
+from fullshard.errors import CheckpointError, ConfigError, FullshardError
+from tests.ranks.pool import RankPool
+from tests.ranks.test_checkpoint_files import built, everything, same, saves
+
+
+def alone(seed: int = 0, hidden: int = 96) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(5, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints."""
+    root = tmp_path_factory.mktemp("intact")
+    for step in (1, 2):
+        checkpoint.save(root / f"step-{step}", *alone(step), {"seed": 1}, step=step)
+    checkpoint.save(root / "other", *alone(hidden=32), step=0)
+    return root
+
+
+@pytest.fixture
+def root(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "root"))
+
+
+def is_refused(path: Path) -> str:
+    """Check that load and verify refuse ``path``, and that nothing was changed; return why."""
+    with pytest.raises(CheckpointError) as found:
+        checkpoint.verify(path)
+    model, optimizer = alone()
+    before = everything(model, optimizer)
+    with pytest.raises(FullshardError):
+        checkpoint.load(path, model, optimizer)
+    assert same(everything(model, optimizer), before)
+    return str(found.value)
+
+
+DATA = "rank-00000.safetensors"
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << at % 8
+    file.write_bytes(data)
+
+
+def replace_in_manifest(path: Path, old: str, new: str) -> None:
+    """Change a manifest as somebody would who knows its digest."""
+    text = (path / MANIFEST).read_text()
+    assert old in text
+    stored = json.loads(text.replace(old, new))
+    del stored["digest"]
+    body = json.dumps(stored, separators=(",", ":"))
+    digest = digest_of(body.encode())
+    (path / MANIFEST).write_text(f'{body[:-1]},"digest":"{digest}"}}\n')
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "no manifest": lambda path: (path / MANIFEST).unlink(),
+    "empty manifest": lambda path: (path / MANIFEST).write_bytes(b""),
+    "manifest of another format": lambda path: replace_in_manifest(path, "fullshard ", "other "),
+    "manifest of a later version": lambda path: replace_in_manifest(
+        path, '"version":1', '"version":2'
+    ),
+    "manifest of another step": lambda path: shutil.copy(path.parent / "step-1" / MANIFEST, path),
+    "manifest of another model": lambda path: shutil.copy(path.parent / "other" / MANIFEST, path),
+    "manifest without a field": lambda path: replace_in_manifest(path, '"files"', '"flies"'),
+    "manifest with another shape": lambda path: replace_in_manifest(path, "[96,64]", "[64,96]"),
+    "no data": lambda path: (path / DATA).unlink(),
+    "data is a folder": lambda path: ((path / DATA).unlink(), (path / DATA).mkdir()),
+    "empty data": lambda path: (path / DATA).write_bytes(b""),
+    "data of another step": lambda path: shutil.copy(path.parent / "step-1" / DATA, path),
+    "data of another model": lambda path: shutil.copy(path.parent / "other" / DATA, path),
+    "data cut off": lambda path: os.truncate(path / DATA, (path / DATA).stat().st_size - 1),
+    "data with more at its end": lambda path: append(path / DATA),
+    "a block of zeros": lambda path: zeros(path / DATA),
+    "a missing folder": lambda path: shutil.rmtree(path),
+}
+
+
+def append(file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(bytes(1))
+
+
+def zeros(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size - 4096)
+        opened.write(bytes(4096))
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_every_fault_is_found(root: Path, fault: str) -> None:
+    path = root / "step-2"
+    FAULTS[fault](path)
+    assert str(path) in is_refused(path)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_every_bit_counts(intact: Path, tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "step-2"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(intact / "step-2", path)
+    file = path / data.draw(st.sampled_from([MANIFEST, DATA]))
+    at = data.draw(st.integers(0, file.stat().st_size - 1))
+    flip(file, at)
+    assert str(path) in is_refused(path)
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_every_length_counts(intact: Path, tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "step-2"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(intact / "step-2", path)
+    file = path / data.draw(st.sampled_from([MANIFEST, DATA]))
+    os.truncate(file, data.draw(st.integers(0, file.stat().st_size - 1)))
+    assert str(path) in is_refused(path)
+
+
+def test_a_foreign_file_is_found_by_verify(root: Path) -> None:
+    (root / "step-2" / "rank-00001.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"rank-00001.*: no file of this checkpoint"):
+        checkpoint.verify(root / "step-2")
+
+
+def test_the_newest_complete_checkpoint_is_the_latest(root: Path) -> None:
+    assert checkpoint.latest(root) == root / "other"  # saved last
+    (root / "latest").unlink()
+    assert checkpoint.latest(root) == root / "step-2"  # the highest step
+    for name in ("gone", "../step-1", "", "\0"):
+        (root / "latest").write_text(name)
+        assert checkpoint.latest(root) == root / "step-2"
+    os.truncate(root / "step-2" / DATA, 100)
+    assert checkpoint.latest(root) == root / "step-1"
+    assert [one.step for one in checkpoint.list_checkpoints(root)] == [0, 1]
+    (root / "step-1" / MANIFEST).write_text("{}")
+    (root / "other" / DATA).unlink()
+    assert checkpoint.latest(root) is None
+    assert checkpoint.latest(root / "nowhere") is None
+
+
+def test_anyone_can_read_the_files(root: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, _ = alone(2)
+    found = load_file(root / "step-2" / DATA)
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[f"model/{name}"], value)
+    assert len(found) == 4 + 3 * 4  # exp_avg, exp_avg_sq and step
+
+
+def test_nothing_that_was_pickled_is_read(root: Path) -> None:
+    """The manifest holds values of many types, and none of them names code."""
+    extra = {"a": (1, [2.5, float("inf")], {3: b"x"}), "rng": torch.get_rng_state(), "none": None}
+    model, optimizer = alone()
+    checkpoint.save(root / "new", model, optimizer, extra, step=3)
+    found = checkpoint.load(root / "new", model, optimizer)
+    assert torch.equal(found.pop("rng"), extra.pop("rng"))
+    assert found == extra
+    with pytest.raises(ConfigError, match="extra\\['hook'\\] is of type function"):
+        checkpoint.save(root / "newer", model, optimizer, {"hook": alone}, step=3)
+    assert not (root / "newer").exists()
+
+
+def test_a_save_needs_a_new_path(root: Path) -> None:
+    before = (root / "step-2" / MANIFEST).read_bytes()
+    with pytest.raises(ConfigError, match="something at this path"):
+        checkpoint.save(root / "step-2", *alone(), step=2)
+    assert (root / "step-2" / MANIFEST).read_bytes() == before
+
+
+def test_all_differences_are_in_one_message(root: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 95), nn.Tanh(), nn.Linear(96, 3, bias=False), nn.PReLU())
+    model[2].half()
+    with pytest.raises(ConfigError) as found:
+        checkpoint.load(root / "step-2", model)
+    for part in (
+        "model/0.weight has shape (96, 64) there and (95, 64) here",
+        "model/2.weight is of torch.float32 there and of torch.float16 here",
+        "the checkpoint lacks 3.weight",
+        "the model lacks 2.bias",
+    ):
+        assert part in str(found.value)
+
+
+def save_with_trouble(path: Path, where: int, trouble: str) -> str:
+    """Save while one rank has trouble; all ranks must say the same, and go on."""
+    model, optimizer = built("rows", 1)
+    saves("rows", path / "good")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == where:
+            patch.setattr(*TROUBLE[trouble])
+        try:
+            checkpoint.save(path / "bad", model, optimizer, step=3)
+        except FullshardError as error:
+            said = f"{type(error).__name__}: {error}"
+    assert sorted(one.name for one in path.iterdir()) == ["good", "good.pt", "latest"]
+    assert checkpoint.latest(path) == path / "good"
+    checkpoint.save(path / "next", model, optimizer, step=4)
+    dist.barrier()
+    assert checkpoint.latest(path) == path / "next"
+    checkpoint.verify(path / "next")
+    return said
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def bug(*_: Any) -> None:
+    raise TypeError("a bug")
+
+
+TROUBLE: dict[str, tuple[Any, ...]] = {
+    "full disk": (datafile, "_write_all", full_disk),
+    "bug in an optimizer": (torch.optim.AdamW, "state_dict", bug),
+}
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("trouble", list(TROUBLE))
+def test_trouble_on_one_rank_is_told_on_all(
+    pool: RankPool, tmp_path: Path, where: int, trouble: str
+) -> None:
+    said = pool.run(3, save_with_trouble, tmp_path, where, trouble)
+    assert len(set(said)) == 1
+    assert said[0].startswith("CheckpointError: ") and f"rank {where}: " in said[0]
+    assert ("No space left" in said[0]) == (trouble == "full disk")
+
+
+def load_damaged(path: Path, fault: str, way: str) -> str:
+    model, optimizer = built(way, 2)
+    before = everything(model, optimizer)
+    said = ""
+    try:
+        checkpoint.load(path, model, optimizer)
+    except CheckpointError as error:
+        said = str(error)
+    assert same(everything(model, optimizer), before)
+    return said
+
+
+@pytest.mark.parametrize("way", ["rows", "tp", "one flat"])
+@pytest.mark.parametrize("fault", ["data cut off", "no data", "a block of zeros"])
+def test_damage_that_one_rank_sees_is_told_on_all(
+    pool: RankPool, tmp_path: Path, fault: str, way: str
+) -> None:
+    path = tmp_path / "one"
+    pool.run(2, saves, "rows", path)
+    file = path / "rank-00001.safetensors"
+    file.rename(path / DATA)
+    FAULTS[fault](path)
+    if (path / DATA).exists():
+        (path / DATA).rename(file)
+    pool.run(2, saves, "rows", tmp_path / "two")
+    shutil.copy(tmp_path / "two" / DATA, path)
+    said = pool.run(2, load_damaged, path, fault, way)
+    assert len(set(said)) == 1
+    assert str(file) in said[0]
