@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import fullshard
-from fullshard.checkpoint import LoadPlanner
+from fullshard.checkpoint import Checkpointer
 
 STEPS, BATCH = 30, 96
 folder = Path(sys.argv[1])
@@ -52,16 +50,9 @@ def say(what: str) -> None:
         print(f"{what} on {world}: loss {loss.item() / world:.5f}")
 
 
-step = 0
-complete = sorted(path.parent for path in folder.glob("step-*/.metadata"))  # written last
-if complete:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    # Reads into the tensors of state, and allows for parameters that never had a gradient.
-    dcp.load(state, checkpoint_id=complete[-1], planner=LoadPlanner())
-    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(model, optimizer, **loaded, options=StateDictOptions(strict=False))
-    step = state["step"]
+checkpointer = Checkpointer(folder)
+loaded = checkpointer.load(model, optimizer)  # the newest that is intact
+step = loaded.step if loaded else 0
 say(f"start at step {step}")
 
 end = step + STEPS
@@ -72,7 +63,5 @@ while step < end:
     optimizer.zero_grad()
 say(f"end at step {step}")
 
-model_state, optimizer_state = get_state_dict(model, optimizer)
-state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-dcp.save(state, checkpoint_id=folder / f"step-{step:06d}")
+checkpointer.save(model, optimizer, step=step)
 dist.destroy_process_group()

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 import typer
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.train import launch
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.command import _kinds
 from fullshard.train.config import Dtype, TrainConfig
 from fullshard.train.data import load_text
-from fullshard.train.rundir import CheckpointInfo, RunDir, describe, read_info, write_info
+from fullshard.train.rundir import Origin, RunDir, describe, read_origin
 from fullshard.train.runlock import RunLock
 
 
@@ -65,10 +67,10 @@ def text_file(folder: Path) -> str:
 
 
 def a_checkpoint(run: RunDir, config: TrainConfig, key: str, step: int) -> Path:
-    path = run.checkpoint(step)
-    path.mkdir(parents=True)
+    path = run.checkpoints / f"step-{step:06d}"
     model = choose_architecture(config).description()
-    write_info(path, describe(config, model, step=step, text_key=key, num_workers=config.nproc))
+    origin = describe(config, model, step=step, text_key=key, num_workers=config.nproc)
+    checkpoint.save(path, nn.Linear(1, 1), extra=dataclasses.asdict(origin), step=step)
     return path
 
 
@@ -123,7 +125,7 @@ def test_one_job_at_a_time_trains_in_a_folder(
 def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
     path = a_checkpoint(RunDir(tmp_path), TrainConfig(), "key", 4)
     model = {"dim": 192, "num_layers": 4, "num_heads": 4, "ffn_dim": 512, "vocab_size": 2048}
-    assert read_info(path) == CheckpointInfo(4, "key", 2, model, 16)
+    assert read_origin(path) == Origin(4, "key", 2, model, 16)
 
 
 def test_a_path_is_kept_from_anywhere(started: list[TrainConfig], elsewhere: Path) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from fullshard import checkpoint
 from fullshard.cli import main
 from fullshard.train import launch
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import load_text
-from fullshard.train.rundir import RunDir, describe, write_info
+from fullshard.train.rundir import RunDir, describe
 
 LLAMA = {
     "model_type": "llama",
@@ -181,10 +184,10 @@ def test_a_run_that_cannot_go_on_is_refused(
     config = TrainConfig(data=str(folder / "text.txt"), steps=9)
     key = load_text(config.data, vocab_size=2048).key
     model = {"dim": 192, "num_layers": 4, "num_heads": 4, "ffn_dim": 512, "vocab_size": 2048}
-    checkpoint = RunDir(folder / "runs" / "default").checkpoint(4)
-    checkpoint.mkdir(parents=True)
+    path = RunDir(folder / "runs" / "default").checkpoints / "step-000004"
+    origin = describe(config, model, step=4, text_key=key, num_workers=2)
+    checkpoint.save(path, nn.Linear(1, 1), extra=asdict(origin), step=4)
     (folder / "runs" / "bare").mkdir()
-    write_info(checkpoint, describe(config, model, step=4, text_key=key, num_workers=2))
     for name in ("default", "bare"):
         config.save(RunDir(folder / "runs" / name).config)
     assert_refused(folder, f"--resume {options}", message, capfd)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from fullshard import checkpoint
 from fullshard.errors import ConfigError
 from fullshard.train.architecture import choose_architecture, count_parameters
 from fullshard.train.config import SIZES, Dtype, ModelConfig, TrainConfig, default_lr
@@ -164,6 +166,7 @@ def test_resuming_drops_later_steps_and_a_line_cut_short(tmp_path: Path) -> None
 def test_only_finished_checkpoints_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.newest_checkpoint() is None
-    for name in ("step-000020", "step-000100", "unfinished-step-000200"):
-        (run.checkpoints / name).mkdir(parents=True)
-    assert run.newest_checkpoint() == run.checkpoint(100)
+    for step in (20, 100):
+        checkpoint.save(run.checkpoints / f"step-{step}", nn.Linear(1, 1), step=step)
+    (run.checkpoints / "step-200").mkdir()
+    assert run.newest_checkpoint() == run.checkpoints / "step-100"

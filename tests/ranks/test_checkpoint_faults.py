@@ -20,7 +20,7 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.manifest import MANIFEST, digest_of
-from fullshard.errors import CheckpointError, ConfigError, FullshardError
+from fullshard.errors import CheckpointError, ConfigError, FullshardError, LostRankError
 from tests.ranks.pool import RankPool
 from tests.ranks.test_checkpoint_files import built, everything, same, saves
 
@@ -289,3 +289,81 @@ def test_damage_that_one_rank_sees_is_told_on_all(
     said = pool.run(2, load_damaged, path, fault, way)
     assert len(set(said)) == 1
     assert str(file) in said[0]
+
+
+def leaves_the_others_alone(path: Path) -> str:
+    model, optimizer = built("rows", 1)
+    saves("rows", path / "good")
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "1.5")
+        if dist.get_rank() != 1:
+            try:
+                checkpoint.save(path / "bad", model, optimizer, step=3)
+            except LostRankError as error:
+                said = str(error)
+    dist.barrier()
+    assert checkpoint.latest(path) == path / "good"
+    return said
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named_on_the_others(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    first, absent, last = pool.run(3, leaves_the_others_alone, tmp_path)
+    assert absent == "" and first == last
+    assert "rank(s) 1 gave no sign of life for 1.5 s" in first
+
+
+def loop(path: Path) -> list[str]:
+    """Save six times and keep two; the newest is damaged before the last."""
+    (path / ".unfinished-step-000001-abc").mkdir(exist_ok=True)
+    dist.barrier()
+    checkpointer = checkpoint.Checkpointer(path, every=2, keep=2)
+    model, optimizer = built("rows", 1)
+    assert checkpointer.load(model, optimizer) is None
+    for step in range(1, 13):
+        model(torch.full((4, 192), step / 12).double()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 12:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                zeros(path / "step-000010" / "rank-00001.safetensors")
+            dist.barrier()
+            checkpointer = checkpoint.Checkpointer(path, every=2, keep=2)
+        if checkpointer.is_due(step):
+            checkpointer.save(model, optimizer, {"step": step}, step=step)
+    after = everything(model, optimizer)
+    names = sorted(one.name for one in path.iterdir())
+    dist.barrier()
+    other, its = built("ragged", 2)
+    found = checkpoint.Checkpointer(path).load(other, its)
+    assert found is not None and found.extra == {"step": 12} and found.path.name == "step-000012"
+    assert same(everything(other, its), after)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        zeros(path / "step-000012" / "rank-00000.safetensors")
+    dist.barrier()
+    older = checkpoint.Checkpointer(path).load(other, its)
+    assert older is not None and older.step == 8
+    assert not same_values(everything(other, its), after)
+    return names
+
+
+def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    try:
+        return same(one, other)
+    except AssertionError:
+        return False
+
+
+def test_a_loop_keeps_those_that_are_intact(pool: RankPool, tmp_path: Path) -> None:
+    for names in pool.run(2, loop, tmp_path):
+        assert names == ["latest", "step-000008", "step-000010", "step-000012"]
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}, {"keep": True}, {"every": 1.5}])
+def test_a_checkpointer_refuses_what_makes_no_sense(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a positive int"):
+        checkpoint.Checkpointer(tmp_path, **wrong)

@@ -12,8 +12,8 @@ import sys
 import time
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
 
+from fullshard import checkpoint
 from fullshard.train.config import TrainConfig
 from fullshard.train.rundir import RunDir
 from fullshard.train.runlock import RunLock
@@ -71,10 +71,9 @@ def test_the_run_keeps_its_configuration_and_complete_checkpoints(
     run = RunDir(shell.folder / "whole")
     assert TrainConfig.load(run.config).steps == STEPS
     names = sorted(path.name for path in run.checkpoints.iterdir())
-    assert names == ["step-000003", "step-000006", "step-000008"]
-    saved = FileSystemReader(run.checkpoint(STEPS)).read_metadata().state_dict_metadata
-    assert saved["model.blocks.0.ffn.down.weight"].size == (192, 512)
-    assert "optimizer.state.blocks.0.ffn.down.weight.exp_avg" in saved
+    assert names == ["latest", "step-000003", "step-000006", "step-000008"]
+    for step in (3, 6, 8):
+        assert checkpoint.verify(run.checkpoints / f"step-{step:06d}").step == step
 
 
 def assert_same_run(shell: Shell, expected: str, found: str) -> None:
@@ -112,7 +111,7 @@ def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
 ) -> None:
     options = ["--data", "text", "--out", "killed", *OPTIONS.split()]
     with shell.started(*options) as job:
-        shell.wait_for(RunDir(shell.folder / "killed").checkpoint(3))
+        shell.wait_for(RunDir(shell.folder / "killed").checkpoints / "step-000003")
         os.kill(children_of(job.pid)[-1], signal.SIGKILL)
         outcome = shell.end_of(job)
     assert outcome.exitcode == 1
@@ -186,10 +185,25 @@ def test_a_second_job_in_the_folder_is_refused_by_all_its_workers(shell: Shell) 
 def test_a_failed_worker_ends_the_job_with_its_error_on_top(shell: Shell, stopped: Outcome) -> None:
     run = RunDir(shell.folder / "failing")
     shutil.copytree(shell.folder / "stopped", run.path)
-    (run.checkpoints / "unfinished-step-000006").touch()  # a file where the first makes a folder
+    run.metrics.unlink()
+    run.metrics.mkdir()  # where the first worker writes a file
     outcome = shell.train("--out", "failing", "--resume")
     assert outcome.exitcode == 1
     lines = outcome.err.splitlines()
-    assert lines[0].startswith("fullshard: error: worker 0 of 2 failed: FileExistsError")
+    assert lines[0].startswith("fullshard: error: worker 0 of 2 failed: IsADirectoryError")
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1].endswith("--resume  goes on from step-000005")
+
+
+def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> None:
+    run = RunDir(shell.folder / "damaged")
+    shutil.copytree(shell.folder / "whole", run.path)
+    file = run.checkpoints / "step-000006" / "rank-00001.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-4096, os.SEEK_END)
+        opened.write(bytes(4096))
+    shutil.rmtree(run.checkpoints / "step-000008")
+    outcome = shell.train("--out", "damaged", "--resume")
+    assert outcome.exitcode == 0, outcome.err
+    assert_same_run(shell, "whole", "damaged")
+    assert f"{file}: bytes " in outcome.err

@@ -17,7 +17,7 @@ from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import load_text
 from fullshard.train.loop import Trainer, build_sharded_model, next_token_losses
-from fullshard.train.rundir import RunDir, read_info
+from fullshard.train.rundir import RunDir, read_origin
 from fullshard.train.world import World
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import Shell
@@ -72,7 +72,7 @@ def test_the_command_trains_it(shell: Shell, name: str) -> None:
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.2
     run = RunDir(shell.folder / name)
-    info = read_info(run.checkpoint(6))
+    info = read_origin(run.checkpoints / "step-000006")
     assert info.model["model_type"] == name
     assert info.model["vocab_size"] == 300
     assert "a sample of what it writes now:" in outcome.out.splitlines()
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_2_workers_goes_on_with_4(
     )
     pool.run(2, losses, config, until=2)
     expected = pool.run(2, losses, replace(config, resume=True), until=4)[0]
-    shutil.rmtree(RunDir(Path(config.out)).checkpoint(4))
+    shutil.rmtree(RunDir(Path(config.out)).checkpoints / "step-000004")
     found = pool.run(4, losses, replace(config, resume=True, batch=1), until=4)[0]
     assert found == pytest.approx(expected, rel=1e-5)
 

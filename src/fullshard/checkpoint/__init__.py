@@ -1,14 +1,27 @@
-"""Full and sharded state dicts of models and optimizers.
+"""Checkpoints of models and optimizers on disk, and their full and sharded state dicts.
+
+``save`` writes a folder of ``safetensors`` files, whole or not at all; ``load`` reads it into a
+model of any layout on any number of ranks, verified; ``Checkpointer`` does both in a training loop.
 
 A full state dict holds whole plain tensors, by default on the first rank only; a sharded one holds
 this rank's shards as DTensors. ``full_state_dict``, ``sharded_state_dict``, ``load_...`` and their
-``optim`` counterparts make and load dictionaries. Save the sharded ones to files with
-``torch.distributed.checkpoint`` (load with ``LoadPlanner``), the full ones as any dictionary.
+``optim`` counterparts make and load dictionaries. ``torch.distributed.checkpoint`` writes and
+reads the sharded ones, too (load with ``LoadPlanner``).
 """
 
 from __future__ import annotations
 
-from fullshard.checkpoint.folders import CheckpointInfo, latest, list_checkpoints, verify
+from fullshard.checkpoint.checkpointer import Checkpointer
+from fullshard.checkpoint.comparing import differences
+from fullshard.checkpoint.folders import (
+    CheckpointInfo,
+    TensorInfo,
+    faults,
+    inspect,
+    latest,
+    list_checkpoints,
+    verify,
+)
 from fullshard.checkpoint.loading import load
 from fullshard.checkpoint.model import (
     full_state_dict,
@@ -27,9 +40,14 @@ from fullshard.checkpoint.saving import save
 
 __all__ = [
     "CheckpointInfo",
+    "Checkpointer",
     "LoadPlanner",
+    "TensorInfo",
+    "differences",
+    "faults",
     "full_optim_state_dict",
     "full_state_dict",
+    "inspect",
     "latest",
     "list_checkpoints",
     "load",

@@ -12,16 +12,35 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.datafile import DataFile
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, Part
+from fullshard.checkpoint.values import decode
 from fullshard.errors import CheckpointError
 
 LATEST = "latest"
 UNFINISHED = ".unfinished-"
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: such as "float32".
+        shape: of the whole tensor.
+        mesh: shape of the mesh that held it.
+        placements: one for each dim of the mesh; None: whole on every rank.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    placements: tuple[Placement, ...] | None
 
 
 class CheckpointInfo(NamedTuple):
@@ -33,6 +52,9 @@ class CheckpointInfo(NamedTuple):
         time: when it was written, in seconds since 1970.
         world: number of ranks that wrote it.
         nbytes: size of its data files.
+        extra: what the caller of ``save`` added.
+        versions: of fullshard and PyTorch.
+        tensors: by name, such as "model/head.weight" or "optimizer/head.weight/exp_avg".
     """
 
     path: Path
@@ -40,6 +62,9 @@ class CheckpointInfo(NamedTuple):
     time: float
     world: int
     nbytes: int
+    extra: Any
+    versions: Mapping[str, str]
+    tensors: Mapping[str, TensorInfo]
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -66,7 +91,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     Folders without a readable manifest, or with a data file that is missing or has another size
     than it was written with, are left out; ``verify`` says what is wrong with them.
     """
-    found = [_info(path) for path in _folders(Path(root))]
+    found = map(_complete, _folders(Path(root)))
     return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.time))
 
 
@@ -81,10 +106,42 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
         name = (root / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         name = ""
-    if name and Path(name).name == name and _info(root / name) is not None:
+    if name and Path(name).name == name and _complete(root / name) is not None:
         return root / name
     complete = list_checkpoints(root)
     return complete[-1].path if complete else None
+
+
+def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
+    """Return the description of the checkpoint in folder ``path``; reads no tensors.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or data files are missing or have other sizes.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    for file in manifest.files:
+        try:
+            size = (path / file.name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path / file.name}: is missing ({error})") from error
+        if size != file.nbytes:
+            what = f"has {size} bytes, {file.nbytes} were written"
+            raise CheckpointError(f"{path / file.name}: {what}")
+    entries = {name: manifest.entry(name) for name in manifest.names()}
+    return CheckpointInfo(
+        path=path,
+        step=manifest.step,
+        time=manifest.time,
+        world=len(manifest.files),
+        nbytes=sum(file.nbytes for file in manifest.files),
+        extra=decode(manifest.extra),
+        versions=manifest.versions,
+        tensors={
+            name: TensorInfo(one.dtype, one.shape, one.grid.shape, one.placements)
+            for name, one in entries.items()
+        },
+    )
 
 
 def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
@@ -94,16 +151,22 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
         CheckpointError: with all that is missing, damaged or does not belong there.
     """
     path = Path(path)
-    problems = list(_faults(path))
+    problems = list(faults(path))
     if problems:
         more = f"\n... and {len(problems) - 16} more" if len(problems) > 16 else ""
         raise CheckpointError("\n".join(problems[:16]) + more)
-    info = _info(path)
-    assert info is not None
-    return info
+    return inspect(path)
 
 
-def _faults(path: Path) -> Iterator[str]:
+def faults(path: str | os.PathLike[str], *, first: int = 0, every: int = 1) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint; of the data files only read some.
+
+    Args:
+        path: its folder.
+        first: the number of the first data file to read.
+        every: read this one, and each so many after it.
+    """
+    path = Path(path)
     try:
         manifest = read_manifest(path)
         manifest.check()
@@ -114,7 +177,7 @@ def _faults(path: Path) -> Iterator[str]:
     for name in manifest.names():
         for part in manifest.parts(name):
             expected[part.file.name][name] = part
-    for info in manifest.files:
+    for info in manifest.files[first::every]:
         try:
             file = DataFile(path, info)
         except CheckpointError as error:
@@ -127,15 +190,11 @@ def _faults(path: Path) -> Iterator[str]:
             yield f"{one}: no file of this checkpoint"
 
 
-def _info(path: Path) -> CheckpointInfo | None:
+def _complete(path: Path) -> CheckpointInfo | None:
     try:
-        manifest = read_manifest(path)
-        if any((path / file.name).stat().st_size != file.nbytes for file in manifest.files):
-            return None
-    except (CheckpointError, OSError, ValueError):
+        return inspect(path)
+    except (CheckpointError, ValueError):
         return None
-    nbytes = sum(file.nbytes for file in manifest.files)
-    return CheckpointInfo(path, manifest.step, manifest.time, len(manifest.files), nbytes)
 
 
 def _folders(root: Path) -> Iterator[Path]:
@@ -172,6 +231,13 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
     flush_folder(path.parent)
     write_flushed(path.parent / LATEST, f"{path.name}\n".encode())
     flush_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; if this is interrupted, the rest counts as unfinished."""
+    aside = path.with_name(f"{UNFINISHED}{path.name}-removed")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_unfinished(root: Path) -> None:

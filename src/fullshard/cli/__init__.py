@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import typer
 
+from fullshard.cli import checkpoints
 from fullshard.train.command import run_app, train_command
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("train")(train_command)
+app.add_typer(checkpoints.app, name="checkpoint")
 
 
 @app.callback()
@@ -22,6 +24,7 @@ def _fullshard() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``fullshard ARGUMENTS`` (``sys.argv`` if None) and return the exit code.
 
-    The code is 0 after success, 1 if a worker failed, 2 for a user error, 130 after Ctrl-C.
+    The code is 0 after success, 1 if a worker failed or a check found something, 2 for a user
+    error, 130 after Ctrl-C.
     """
     return run_app(app, "fullshard", arguments)

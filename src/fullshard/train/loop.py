@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 import fullshard
+from fullshard.checkpoint import Checkpointer
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 
 from .architecture import Architecture, choose_architecture, next_token_logits
-from .checkpoint import load_checkpoint, save_checkpoint
 from .config import Dtype, LayoutName, TrainConfig
 from .data import Order, TokenizedText, num_windows, read_windows
 from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
@@ -58,13 +59,13 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
             started = trainer.start(step)
             if last is not None:
                 tell(last)
-            saves = step % config.save_every == 0 or step == config.last_step
+            saves = trainer.checkpointer.is_due(step) or step == config.last_step
             last = started
             if saves or started.evaluates or started.rows.is_here:
                 tell(started)
                 last = None
             if saves:
-                trainer.save(run, step)
+                trainer.save(step)
     return trainer.model
 
 
@@ -144,6 +145,9 @@ class Trainer:
         self.architecture = choose_architecture(config)
         self.model = build_sharded_model(config, self.architecture, world)
         self.optimizer = build_optimizer(self.model, config)
+        self.checkpointer = Checkpointer(
+            RunDir(Path(config.out)).checkpoints, every=config.save_every
+        )
         self.shard_nbytes = shard_nbytes(self.model)
         self.order = Order(
             num_windows=num_windows(text.train, config.seq),
@@ -244,27 +248,26 @@ class Trainer:
         all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
         return float(all_nats / math.log(2) / all_nbytes)
 
-    def save(self, run: RunDir, step: int) -> None:
+    def save(self, step: int) -> None:
         """Write the checkpoint of ``step``."""
-        info = describe(
+        origin = describe(
             self.config,
             self.architecture.description(),
             step=step,
             text_key=self.text.key,
             num_workers=self.world.size,
         )
-        save_checkpoint(run.checkpoint(step), self.model, self.optimizer, info, self.world)
+        self.checkpointer.save(self.model, self.optimizer, asdict(origin), step=step)
 
     def resume(self, run: RunDir) -> int:
-        """Load the newest checkpoint, drop later metrics, and return the checkpoint's step."""
-        newest = run.newest_checkpoint()
-        if newest is None:
-            raise ConfigError(f"{run.checkpoints}: no checkpoint to resume; leave --resume out")
-        info = check_continues(self.config, self.architecture.description(), newest, self.text.key)
-        load_checkpoint(newest, self.model, self.optimizer)
+        """Load the newest intact checkpoint, drop later metrics, and return its step."""
+        loaded = self.checkpointer.load(self.model, self.optimizer)
+        if loaded is None:
+            raise ConfigError(f"{run.checkpoints}: no intact checkpoint; leave --resume out")
+        check_continues(self.config, self.architecture.description(), loaded.path, self.text.key)
         if self.world.is_first:
-            drop_after(run.metrics, info.step)
-        return info.step
+            drop_after(run.metrics, loaded.step)
+        return loaded.step
 
 
 def next_token_losses(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -12,21 +12,19 @@ runs/default/
 from __future__ import annotations
 
 import itertools
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import ConfigError
+from fullshard.checkpoint import inspect, latest
+from fullshard.errors import CheckpointError, ConfigError
 
 from .config import TrainConfig
 
-_INFO = "run.json"
-
 
 @dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """The facts to check before continuing a checkpoint; a small file beside its tensors."""
+class Origin:
+    """The facts to check before continuing a checkpoint, which holds them as its ``extra``."""
 
     step: int
     text_key: str
@@ -66,13 +64,9 @@ class RunDir:
         """Path of the file that the job training here has locked."""
         return self.path / "fullshard.lock"
 
-    def checkpoint(self, step: int) -> Path:
-        """Return the path of the checkpoint of ``step`` once it is complete."""
-        return self.checkpoints / f"step-{step:06d}"
-
     def newest_checkpoint(self) -> Path | None:
-        """Return the newest complete checkpoint; unfinished checkpoints have other names."""
-        return max(self.checkpoints.glob("step-*"), default=None, key=_step_of)
+        """Return the newest complete checkpoint."""
+        return latest(self.checkpoints)
 
     def set_aside(self) -> Path | None:
         """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none."""
@@ -90,35 +84,29 @@ class RunDir:
 
 def describe(
     config: TrainConfig, model: dict[str, Any], *, step: int, text_key: str, num_workers: int
-) -> CheckpointInfo:
-    """Return the description of a checkpoint of this run at ``step``."""
+) -> Origin:
+    """Return the facts of a checkpoint of this run at ``step``."""
     sequences = config.batch * config.accumulate * num_workers
-    return CheckpointInfo(step, text_key, num_workers, model, sequences)
+    return Origin(step, text_key, num_workers, model, sequences)
 
 
-def write_info(checkpoint: Path, info: CheckpointInfo) -> None:
-    """Write the checkpoint's description into the checkpoint."""
-    (checkpoint / _INFO).write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
-
-
-def read_info(checkpoint: Path) -> CheckpointInfo:
-    """Read the file of ``write_info``; raise ``ConfigError`` on failure."""
+def read_origin(checkpoint: Path) -> Origin:
+    """Return the facts of a checkpoint; raise ``ConfigError`` if it has none."""
     try:
-        fields: dict[str, Any] = json.loads((checkpoint / _INFO).read_text(encoding="utf-8"))
-        return CheckpointInfo(**fields)
-    except (OSError, ValueError, TypeError) as error:
+        return Origin(**inspect(checkpoint).extra)
+    except (CheckpointError, TypeError) as error:
         raise ConfigError(f"{checkpoint}: not a checkpoint of fullshard train ({error})") from error
 
 
 def check_continues(
     config: TrainConfig, model: dict[str, Any], checkpoint: Path, text_key: str
-) -> CheckpointInfo:
-    """Return the checkpoint's description, after checking that ``config`` can continue it.
+) -> Origin:
+    """Return the checkpoint's facts, after checking that ``config`` can continue it.
 
     Raises:
         ConfigError: the checkpoint has another model or other text, or has reached the last step.
     """
-    info = read_info(checkpoint)
+    info = read_origin(checkpoint)
     if info.model != model:
         raise ConfigError(
             f"{checkpoint} holds another model than --model {config.model} "
@@ -136,11 +124,6 @@ def check_continues(
             f"{config.last_step} goes on"
         )
     return info
-
-
-def _step_of(checkpoint: Path) -> int:
-    digits = checkpoint.name.removeprefix("step-")
-    return int(digits) if digits.isdigit() else -1
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:

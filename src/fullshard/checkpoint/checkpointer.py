@@ -1,0 +1,126 @@
+"""The checkpoints of a training loop: when to save, which to keep, from which to go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.folders import (
+    CheckpointInfo,
+    faults,
+    inspect,
+    list_checkpoints,
+    remove,
+    remove_unfinished,
+)
+from fullshard.checkpoint.loading import load
+from fullshard.checkpoint.saving import save
+from fullshard.comm.council import Council
+from fullshard.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves every so many steps, keeps the newest checkpoints, and loads the newest intact one.
+
+    All ranks must make the same calls. No other job may save to the folder.
+
+    Args:
+        root: the folder of the checkpoints, shared by all ranks; those of step 100 are in
+            ``step-000100``.
+        every: save when this divides the step.
+        keep: keep this many checkpoints. Only those count that were read back and found intact,
+            which happens once before any other is removed. None: remove none.
+
+    Raises:
+        ConfigError: ``every`` or ``keep`` is not a positive number.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, every: int = 1, keep: int | None = None
+    ) -> None:
+        for name, value in (("every", every), ("keep", 1 if keep is None else keep)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"Checkpointer({name}={value!r}): expected a positive int")
+        self.root = Path(root)
+        self._every = every
+        self._keep = keep
+        self._is_intact: dict[Path, bool] = {}
+        self._is_clean = False
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of ``step``."""
+        return self.root / f"step-{step:06d}"
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after ``step``."""
+        return step % self._every == 0
+
+    def save(
+        self, model: nn.Module, optimizer: Optimizer | None = None, extra: Any = None, *, step: int
+    ) -> None:
+        """Save as the function ``save`` does, and remove checkpoints that need not be kept.
+
+        What jobs that were killed left in the folder is removed before.
+        """
+        if not self._is_clean:
+            council = Council(f"save to {self.root}")
+            council.agree(lambda: None, lambda _: remove_unfinished(self.root))
+            self._is_clean = True
+        save(self.path(step), model, optimizer, extra, step=step)
+        if self._keep is not None:
+            self._remove_old(self._keep)
+
+    def load(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True
+    ) -> CheckpointInfo | None:
+        """Load the newest checkpoint that is intact, and return its description; None if none is.
+
+        Damaged ones are passed over, with a warning.
+
+        Raises:
+            ConfigError, LostRankError, ProtocolError: as ``load`` does.
+        """
+        for path in reversed(self._paths()):
+            try:
+                load(path, model, optimizer, strict=strict)
+                return inspect(path)
+            except CheckpointError as error:
+                log.warning("%s; an older checkpoint is tried", error)
+        return None
+
+    def _paths(self) -> list[Path]:
+        """Return the complete checkpoints that the first rank sees, oldest first."""
+        council = Council(f"look at {self.root}")
+        names = council.agree(
+            lambda: None, lambda _: [one.path.name for one in list_checkpoints(self.root)]
+        )
+        return [self.root / name for name in names]
+
+    def _remove_old(self, keep: int) -> None:
+        num_intact = 0
+        for path in reversed(self._paths()):
+            if num_intact >= keep:
+                self._remove(path)
+            elif self._verify(path):
+                num_intact += 1
+
+    def _remove(self, path: Path) -> None:
+        Council(f"remove {path}").agree(lambda: None, lambda _: remove(path))
+
+    def _verify(self, path: Path) -> bool:
+        """Return whether a checkpoint is intact; each rank reads some of its files."""
+        if path not in self._is_intact:
+            council = Council(f"verify {path}")
+            own = next(faults(path, first=council.rank, every=council.world), None)
+            found = council.agree(lambda: own, lambda said: [one for one in said if one])
+            if found:
+                log.warning("%s is damaged and does not count: %s", path, found[0])
+            self._is_intact[path] = not found
+        return self._is_intact[path]

@@ -1,0 +1,55 @@
+"""Compare two checkpoints, however their tensors are cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.datafile import bytes_of, dtype_of
+from fullshard.checkpoint.folders import read_manifest
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.reading import Reader, Wanted
+from fullshard.comm.council import Council
+from fullshard.layout.region import whole
+
+
+def differences(
+    path: str | os.PathLike[str], other: str | os.PathLike[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the names of tensors that differ between two checkpoints, and how.
+
+    Two whole tensors are in memory at a time.
+
+    Raises:
+        CheckpointError: one of the checkpoints is damaged.
+    """
+    paths = (Path(path), Path(other))
+    one, two = map(read_manifest, paths)
+    for name in dict.fromkeys((*one.names(), *two.names())):
+        if name not in one or name not in two:
+            yield name, f"only in {paths[0] if name in one else paths[1]}"
+            continue
+        kinds = [f"{entry.dtype} {entry.shape}" for entry in (one.entry(name), two.entry(name))]
+        if kinds[0] != kinds[1]:
+            yield name, " and ".join(kinds)
+            continue
+        a, b = _tensor(paths[0], one, name), _tensor(paths[1], two, name)
+        if not torch.equal(bytes_of(a), bytes_of(b)):
+            wide = torch.complex128 if a.is_complex() else torch.float64
+            apart = (a.to(wide) - b.to(wide)).abs()
+            count = int((apart != 0).sum())
+            yield name, f"{count} elements differ, by {apart.max():.3g} at most"
+
+
+def _tensor(path: Path, manifest: Manifest, name: str) -> Tensor:
+    """Return all of a tensor, flat."""
+    entry = manifest.entry(name)
+    memory = torch.empty(entry.numel, dtype=dtype_of(entry.dtype))
+    wanted = {name: Wanted(whole(entry.shape), memory)}
+    with Reader(path, manifest, wanted, Council(f"read {path}")) as reader:
+        reader.read([])
+    return memory

@@ -1,0 +1,149 @@
+"""``fullshard checkpoint``: look at checkpoints, check them and compare them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fullshard.checkpoint import CheckpointInfo, differences, faults, inspect, list_checkpoints
+from fullshard.errors import CheckpointError, ConfigError
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check and compare them.")
+
+Folder = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint.")]
+Root = Annotated[
+    Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint, or of several.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@app.command("list")
+def list_command(path: Root, *, as_json: AsJson = False) -> None:
+    """List the complete checkpoints in a folder, the newest last, and what else is there."""
+    complete = list_checkpoints(path)
+    others = [one.name for one in _folders(path) if one not in {info.path for info in complete}]
+    if as_json:
+        _print_json({"checkpoints": [_as_dict(info) for info in complete], "others": others})
+        return
+    rows = [
+        (info.path.name, str(info.step), str(info.world), _size(info.nbytes), _moment(info.time))
+        for info in complete
+    ]
+    _print_table(("folder", "step", "ranks", "size", "written"), rows)
+    for name in others:
+        what = "left by a job that was stopped" if name.startswith(".") else "not complete"
+        print(f"{name}: {what}")
+
+
+@app.command("inspect")
+def inspect_command(path: Folder, *, as_json: AsJson = False) -> None:
+    """Show what a checkpoint holds; reads no tensors."""
+    info = inspect(path)
+    if as_json:
+        tensors = {name: one._asdict() for name, one in info.tensors.items()}
+        _print_json({**_as_dict(info), "tensors": tensors})
+        return
+    versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
+    print(f"step {info.step}, {_size(info.nbytes)} by {info.world} rank(s), {_moment(info.time)}")
+    print(f"written with {versions}")
+    print(f"extra: {info.extra!r}")
+    rows = [
+        (name, one.dtype, "x".join(map(str, one.shape)) or "scalar", _placed(one.placements))
+        for name, one in info.tensors.items()
+    ]
+    _print_table(("tensor", "dtype", "shape", "placements"), rows)
+
+
+@app.command("verify")
+def verify_command(path: Root, *, as_json: AsJson = False) -> None:
+    """Read everything and compare it with its digests; exit code 1 if there is any fault.
+
+    Of a folder of checkpoints all that are in it are read.
+    """
+    found: dict[str, list[str]] = {}
+    console = Console(stderr=True)
+    for folder in _folders(path):
+        with console.status(f"reading {folder}"):
+            found[str(folder)] = list(faults(folder))
+    if as_json:
+        _print_json(found)
+    for name, problems in () if as_json else found.items():
+        print(f"{name}: {'intact' if not problems else f'{len(problems)} fault(s)'}")
+        for problem in problems:
+            print(f"  {problem}")
+    if any(found.values()):
+        raise typer.Exit(1)
+
+
+@app.command("diff")
+def diff_command(
+    path: Folder,
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Folder of another one.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints, however their tensors are cut; exit code 1 if they differ."""
+    found = dict(differences(path, other))
+    if as_json:
+        _print_json(found)
+    for name, what in () if as_json else found.items():
+        print(f"{name}: {what}")
+    if found:
+        raise typer.Exit(1)
+    if not as_json:
+        print("all tensors are equal")
+
+
+def _folders(path: Path) -> list[Path]:
+    """Return ``path`` if it is a checkpoint, else the folders in it."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder")
+    if (path / "manifest.json").exists():
+        return [path]
+    found = sorted(one for one in path.iterdir() if one.is_dir())
+    if not found:
+        raise CheckpointError(f"{path}: no checkpoint in this folder")
+    return found
+
+
+def _as_dict(info: CheckpointInfo) -> dict[str, Any]:
+    shown = {key: value for key, value in info._asdict().items() if key != "tensors"}
+    return {**shown, "path": str(info.path)}
+
+
+def _placed(placements: Any) -> str:
+    return "on every rank" if placements is None else ", ".join(map(str, placements))
+
+
+def _size(nbytes: int) -> str:
+    size, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=repr))
+
+
+def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    # Without a terminal lines are as long as they need to be.
+    console = Console()
+    (console if console.is_terminal else Console(width=1000)).print(table)

@@ -1,0 +1,91 @@
+"""``fullshard checkpoint``: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.cli import main
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        with torch.no_grad():
+            model.weight[0, 0] = step
+        checkpoint.save(tmp_path / f"step-{step}", model, extra={"seed": 5}, step=step)
+    (tmp_path / ".unfinished-step-3-12345678").mkdir()
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main(["checkpoint", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    code, out = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "list", root)
+    lines = out.splitlines()
+    assert code == 0
+    assert [line.split()[:3] for line in lines[1:3]] == [["step-1", "1", "1"], ["step-2", "2", "1"]]
+    assert lines[3] == ".unfinished-step-3-12345678: left by a job that was stopped"
+    code, found = as_json(capsys, "list", root)
+    assert [one["step"] for one in found["checkpoints"]] == [1, 2]
+
+
+def test_inspect(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "inspect", root / "step-2")
+    assert code == 0
+    assert "extra: {'seed': 5}" in out
+    assert any(line.split()[:3] == ["model/weight", "float32", "2x3"] for line in out.splitlines())
+    _, found = as_json(capsys, "inspect", root / "step-2")
+    bias = {"dtype": "float32", "shape": [2], "mesh": [1], "placements": None}
+    assert found["tensors"]["model/bias"] == bias
+    assert found["versions"]["torch"] == torch.__version__
+
+
+def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / ".unfinished-step-3-12345678").rmdir()
+    assert run(capsys, "verify", root)[0] == 0
+    file = root / "step-2" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    code, out = run(capsys, "verify", root)
+    assert code == 1
+    assert f"{root / 'step-1'}: intact" in out
+    assert f"{root / 'step-2'}: 1 fault(s)\n  {file}: bytes " in out
+    code, found = as_json(capsys, "verify", root / "step-2")
+    assert (code, len(found[str(root / "step-2")])) == (1, 1)
+
+
+def test_diff(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, "diff", root / "step-1", root / "step-2")
+    assert (code, out) == (1, "model/weight: 1 elements differ, by 1 at most\n")
+    code, out = run(capsys, "diff", root / "step-1", root / "step-1")
+    assert (code, out) == (0, "all tensors are equal\n")
+    checkpoint.save(root / "other", nn.Linear(3, 3, bias=False), step=0)
+    code, found = as_json(capsys, "diff", root / "step-1", root / "other")
+    assert found == {
+        "model/weight": "float32 (2, 3) and float32 (3, 3)",
+        "model/bias": f"only in {root / 'step-1'}",
+    }
+
+
+def test_a_wrong_path_is_told_in_a_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("list", "inspect", "verify"):
+        assert main(["checkpoint", command, str(root / "nowhere")]) == 2
+        assert capsys.readouterr().err.startswith("fullshard: error: ")
