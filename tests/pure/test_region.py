@@ -7,8 +7,11 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Placement, Replicate, Shard
 
+from fullshard._torch import StridedShard
 from fullshard.layout.region import Interval, Region, cut, whole
+from fullshard.tensors import RaggedShard, coordinates_near, region_of
 
 
 @st.composite
@@ -80,3 +83,64 @@ def test_cut(data: st.DataObject, size: int) -> None:
 @given(shapes)
 def test_the_region_of_a_whole_tensor(shape: tuple[int, ...]) -> None:
     assert elements(whole(shape), shape) == list(range(math.prod(shape)))
+
+
+def ragged(draw: st.DrawFn, numel: int, num_ranks: int) -> RaggedShard:
+    ends = sorted(draw(st.integers(0, numel)) for _ in range(num_ranks - 1))
+    return RaggedShard([(1, b - a) for a, b in itertools.pairwise((0, *ends, numel))])
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]:
+    """A shape, the shape of a mesh, and placements on it."""
+    shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    dims = st.integers(0, len(shape) - 1)
+    plain = st.one_of(st.just(Replicate()), dims.map(Shard))
+    placements = [draw(plain) for _ in mesh]
+    if draw(st.booleans()):  # as a second mesh dim is cut before the first
+        placements[0] = StridedShard(draw(dims), split_factor=draw(st.sampled_from([2, *mesh])))
+    elif draw(st.booleans()):
+        tails = itertools.product(*map(range, mesh[1:]))
+        numels = {region_of(shape, placements[1:], mesh[1:], at).numel for at in tails}
+        if len(numels) == 1:
+            placements[0] = ragged(draw, numels.pop(), mesh[0])
+    return shape, mesh, tuple(placements)
+
+
+@given(st.data(), cuts())
+def test_every_rank_with_something_in_a_box_is_found(
+    data: st.DataObject, cut: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]
+) -> None:
+    shape, mesh, placements = cut
+    wanted = data.draw(regions(shape))
+    fixed = tuple(data.draw(st.integers(0, size - 1)) for size in mesh)
+    found = {
+        coordinate
+        for box in wanted.boxes()
+        for coordinate in coordinates_near(box, shape, placements, mesh, fixed)
+    }
+    free = zip(placements, mesh, fixed, strict=True)
+    for at in itertools.product(
+        *((own,) if isinstance(one, Replicate) else range(size) for one, size, own in free)
+    ):
+        if any(region_of(shape, placements, mesh, at).overlaps(wanted)):
+            assert at in found
+
+
+@given(cuts())
+def test_regions_make_up_a_tensor_once(
+    cut: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],
+) -> None:
+    shape, mesh, placements = cut
+    held = [
+        number
+        for at in itertools.product(
+            *(
+                range(1 if isinstance(p, Replicate) else s)
+                for p, s in zip(placements, mesh, strict=True)
+            )
+        )
+        for number in elements(region_of(shape, placements, mesh, at), shape)
+    ]
+    assert sorted(held) == list(range(math.prod(shape)))

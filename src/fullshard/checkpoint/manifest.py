@@ -20,8 +20,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard import _torch
 from fullshard.errors import CheckpointError
-from fullshard.layout.region import Region
-from fullshard.tensors import RaggedShard, region_of
+from fullshard.layout.region import Region, whole
+from fullshard.tensors import RaggedShard, coordinates_near, region_of
 
 FORMAT, VERSION = "fullshard checkpoint", 1
 MANIFEST = "manifest.json"
@@ -76,6 +76,30 @@ class Entry(NamedTuple):
     def is_ragged(self) -> bool:
         """Return whether ranks hold intervals, as 1-D tensors."""
         return any(isinstance(one, RaggedShard) for one in self._placements())
+
+    def writers(self, near: Region | None) -> Iterator[int]:
+        """Yield the ranks that write their part, if ``near`` is given those that have some of it.
+
+        There may be others among them.
+        """
+        shape, sizes, copy = self.grid.shape, [], self.writer
+        for one, size in zip(self._placements()[::-1], shape[::-1], strict=True):
+            own = 0
+            if isinstance(one, Replicate):
+                copy, own = divmod(copy, size)
+            sizes.append(own)
+        fixed = sizes[::-1]
+        boxes = whole(self.shape).boxes() if near is None else near.boxes()
+        found = {
+            coordinate: None
+            for box in boxes
+            for coordinate in coordinates_near(box, self.shape, self._placements(), shape, fixed)
+        }
+        for coordinate in found:
+            index = 0
+            for own, size in zip(coordinate, shape, strict=True):
+                index = index * size + own
+            yield self.grid.ranks[index]
 
     def is_written_by(self, rank: int) -> bool:
         """Return whether ``rank`` writes its part, rather than a rank with the same elements."""
@@ -270,11 +294,14 @@ class Manifest:
         """Return the entry of a tensor as its first rank has it."""
         return next(iter(self._held[name].values()))
 
-    def parts(self, name: str) -> Iterator[Part]:
-        """Yield the parts of a tensor; together they are all of it, once."""
+    def parts(self, name: str, near: Region | None = None) -> Iterator[Part]:
+        """Yield the parts of a tensor; together they are all of it, once.
+
+        If ``near`` is given, parts that have nothing in common with it may be left out.
+        """
         for number, entry in self._held[name].items():
-            for rank in entry.grid.ranks:
-                if rank in self._ranks[number] and entry.is_written_by(rank):
+            for rank in entry.writers(near):
+                if rank in self._ranks[number]:
                     region = entry.region(rank)
                     if region.numel:
                         shape = (region.numel,) if entry.is_ragged else region.grid

@@ -124,7 +124,7 @@ class Reader:
         """Yield the blocks that hold something of what is wanted of a tensor."""
         wanted = self._wanted[name]
         itemsize = wanted.memory.element_size()
-        for part in self._manifest.parts(name):
+        for part in self._manifest.parts(name, wanted.region):
             blocks: set[int] = set()
             for overlap in part.region.overlaps(wanted.region):
                 last = (overlap.stop * itemsize - 1) // BLOCK_NBYTES

@@ -89,6 +89,14 @@ class Region:
         """Return elements ``start`` to ``stop`` of this region."""
         return Region(self.dims, self.start + start, self.start + stop)
 
+    def boxes(self) -> Iterator[tuple[Interval, ...]]:
+        """Yield boxes of the tensor, one interval for each dim, that together cover the region."""
+        for brick in self._bricks():
+            yield tuple(
+                Interval(runs[0].whole, runs[-1].whole + runs[-1].length - runs[0].whole)
+                for runs in brick.runs
+            )
+
     def overlaps(self, other: Region) -> Iterator[Overlap]:
         """Yield what this region and a region of the same tensor have in common, once."""
         for brick, its in itertools.product(self._bricks(), other._bricks()):

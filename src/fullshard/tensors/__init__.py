@@ -25,7 +25,7 @@ from fullshard.tensors.parallel import (
 )
 from fullshard.tensors.parallel_grads import local_gradients
 from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh, names_of
-from fullshard.tensors.parts import Spread, region_of, spread_of
+from fullshard.tensors.parts import Spread, coordinates_near, region_of, spread_of
 from fullshard.tensors.pieces import PlacedPiece, announce_pieces, placed_pieces_of
 from fullshard.tensors.ragged_cut import is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard

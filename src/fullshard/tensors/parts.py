@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from operator import mul
 from typing import NamedTuple
@@ -99,6 +100,74 @@ def region_of(
         if isinstance(placement, RaggedShard):
             own = placement.interval(index)
     return Region(tuple(dims), own.start, own.stop)
+
+
+def coordinates_near(
+    box: Sequence[Interval],
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    fixed: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
+    """Yield the coordinates whose regions have something in a ``box`` that is not empty.
+
+    There may be others among them, if a split factor fits no order of cuts. See ``region_of`` for
+    the other arguments; ``fixed`` is the coordinate to take on mesh dims that do not cut.
+    """
+    order = _order_of_cuts(placements, mesh_shape)
+    if order is None:
+        sizes = zip(placements, mesh_shape, fixed, strict=True)
+        yield from itertools.product(
+            *(range(size) if _is_cut(one) else (own,) for one, size, own in sizes)
+        )
+        return
+    yield from _walk(list(order), list(whole(shape).dims), box, placements, mesh_shape, fixed)
+
+
+def _walk(
+    order: Sequence[int],
+    dims: list[Intervals],
+    box: Sequence[Interval],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
+    """Yield the coordinates below a part that mesh dims before those in ``order`` have cut."""
+    if not order:
+        yield from _of_intervals([one for (one,) in dims], box, placements, coordinate)
+        return
+    mesh_dim, *rest = order
+    dim = placements[mesh_dim].dim  # type: ignore[attr-defined]
+    ((start, size),) = dims[dim]
+    longest = -(-size // mesh_shape[mesh_dim])
+    first, stop = max(box[dim].start - start, 0), min(box[dim].stop - start, size)
+    for index in range(first // longest, -(-stop // longest)) if first < stop else ():
+        own = chunk_of(size, mesh_shape[mesh_dim], index)
+        inner = [*dims[:dim], (Interval(start + own.start, own.length),), *dims[dim + 1 :]]
+        at = [*coordinate[:mesh_dim], index, *coordinate[mesh_dim + 1 :]]
+        yield from _walk(rest, inner, box, placements, mesh_shape, at)
+
+
+def _of_intervals(
+    dims: Sequence[Interval],
+    box: Sequence[Interval],
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
+    """Yield ``coordinate``, or of a ragged mesh dim all whose intervals meet ``box``."""
+    ragged = [at for at, one in enumerate(placements) if isinstance(one, RaggedShard)]
+    if not ragged:
+        yield tuple(coordinate)
+        return
+    first = last = 0
+    for own, one in zip(dims, box, strict=True):
+        begin, end = max(own.start, one.start), min(own.stop, one.stop)
+        if begin >= end:
+            return
+        first = first * own.length + begin - own.start
+        last = last * own.length + end - 1 - own.start
+    for index in placements[ragged[0]].ranks_in(first, last + 1):  # type: ignore[attr-defined]
+        yield (*coordinate[: ragged[0]], index, *coordinate[ragged[0] + 1 :])
 
 
 def _chunks(intervals: Intervals, num_pieces: int, num_chunks: int, index: int) -> Intervals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Placement
@@ -65,6 +65,18 @@ class RaggedShard(Placement):
         """Return the interval that ``rank`` holds."""
         alike = self._alike[bisect_right(self._alike, rank, key=lambda a: a.first_rank) - 1]
         return Interval(alike.start + (rank - alike.first_rank) * alike.length, alike.length)
+
+    def ranks_in(self, start: int, stop: int) -> Iterator[int]:
+        """Yield the ranks that hold any of the elements ``start`` to ``stop``."""
+        first = max(bisect_right(self._alike, start, key=lambda a: a.start) - 1, 0)
+        for at in range(first, len(self._alike)):
+            alike, count = self._alike[at], self._lengths[at][0]
+            if alike.start >= stop:
+                return
+            if alike.length:
+                begin = max(start - alike.start, 0) // alike.length
+                end = min(-(-(stop - alike.start) // alike.length), count)
+                yield from range(alike.first_rank + begin, alike.first_rank + end)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RaggedShard) and self._lengths == other._lengths
