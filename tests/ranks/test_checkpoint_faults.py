@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,26 @@ def replace_in_manifest(path: Path, old: str, new: str) -> None:
     (path / MANIFEST).write_text(f'{body[:-1]},"digest":"{digest}"}}\n')
 
 
+REPLACED = {
+    "another format": ("fullshard ", "other "),
+    "a later version": ('"version":1', '"version":2'),
+    "missing fields": ('"files"', '"flies"'),
+    "another shape": ("[96,64]", "[64,96]"),
+    "files elsewhere": ('"rank-', '"../x/rank-'),
+    "a larger mesh": ('"shape":[1]', '"shape":[2]'),
+    "unknown dtypes": ('"float32"', '"float31"'),
+    "unknown contents": ('"contents":0', '"contents":1'),
+    "a strange value": ('{"seed"', '{"$seed"'),
+}
 FAULTS: dict[str, Callable[[Path], object]] = {
+    **{
+        f"manifest of {what}": partial(replace_in_manifest, old=old, new=new)
+        for what, (old, new) in REPLACED.items()
+    },
     "no manifest": lambda path: (path / MANIFEST).unlink(),
     "empty manifest": lambda path: (path / MANIFEST).write_bytes(b""),
-    "manifest of another format": lambda path: replace_in_manifest(path, "fullshard ", "other "),
-    "manifest of a later version": lambda path: replace_in_manifest(
-        path, '"version":1', '"version":2'
-    ),
     "manifest of another step": lambda path: shutil.copy(path.parent / "step-1" / MANIFEST, path),
     "manifest of another model": lambda path: shutil.copy(path.parent / "other" / MANIFEST, path),
-    "manifest without a field": lambda path: replace_in_manifest(path, '"files"', '"flies"'),
-    "manifest with another shape": lambda path: replace_in_manifest(path, "[96,64]", "[64,96]"),
     "no data": lambda path: (path / DATA).unlink(),
     "data is a folder": lambda path: ((path / DATA).unlink(), (path / DATA).mkdir()),
     "empty data": lambda path: (path / DATA).write_bytes(b""),
@@ -348,6 +358,11 @@ def loop(path: Path) -> list[str]:
     older = checkpoint.Checkpointer(path).load(other, its)
     assert older is not None and older.step == 8
     assert not same_values(everything(other, its), after)
+    again = checkpoint.Checkpointer(path)
+    again.save(other, its, step=10)  # in place of the damaged one
+    assert checkpoint.verify(path / "step-000010").extra is None
+    with pytest.raises(ConfigError, match="something at this path"):
+        again.save(other, its, step=8)
     return names
 
 

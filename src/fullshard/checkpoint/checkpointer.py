@@ -67,13 +67,19 @@ class Checkpointer:
     ) -> None:
         """Save as the function ``save`` does, and remove checkpoints that need not be kept.
 
-        What jobs that were killed left in the folder is removed before.
+        What jobs that were killed left in the folder is removed before, and so is a damaged
+        checkpoint of this step; one that is intact is a ``ConfigError``.
         """
         if not self._is_clean:
             council = Council(f"save to {self.root}")
             council.agree(lambda: None, lambda _: remove_unfinished(self.root))
             self._is_clean = True
-        save(self.path(step), model, optimizer, extra, step=step)
+        path = self.path(step)
+        council = Council(f"look for {path}")
+        if council.agree(lambda: None, lambda _: path.exists()) and not self._verify(path):
+            self._remove(path)  # passed over by ``load``
+            del self._is_intact[path]
+        save(path, model, optimizer, extra, step=step)
         if self._keep is not None:
             self._remove_old(self._keep)
 

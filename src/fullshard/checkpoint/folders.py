@@ -20,7 +20,6 @@ from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.datafile import DataFile
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, Part
-from fullshard.checkpoint.values import decode
 from fullshard.errors import CheckpointError
 
 LATEST = "latest"
@@ -135,7 +134,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         time=manifest.time,
         world=len(manifest.files),
         nbytes=sum(file.nbytes for file in manifest.files),
-        extra=decode(manifest.extra),
+        extra=manifest.extra,
         versions=manifest.versions,
         tensors={
             name: TensorInfo(one.dtype, one.shape, one.grid.shape, one.placements)

@@ -64,12 +64,12 @@ def load(
     def prepare() -> list[str]:
         manifest = read_manifest(path)
         target = Target(manifest, model, optimizer, strict=strict)
-        found.extend((manifest, target, Reader(path, manifest, target.wanted, council)))
-        to_exchange: list[str] = found[2].to_exchange()
-        return to_exchange
+        reader = Reader(path, manifest, target.wanted, council)
+        found.extend((target, reader, manifest.extra))
+        return reader.to_exchange()
 
     exchanged = council.agree(prepare, _union)
-    manifest, target, reader = found
+    target, reader, extra = found
 
     def read() -> None:
         with reader:
@@ -78,7 +78,7 @@ def load(
 
     council.agree(read)
     target.put(optimizer)
-    return decode(manifest.extra)
+    return extra
 
 
 def _union(said: list[list[str]]) -> list[str]:
@@ -196,6 +196,9 @@ class Target:
         if entry.shape != tuple(like.shape):
             got, expected = tuple(entry.shape), tuple(like.shape)
             self._problems.append(f"{full} has shape {got} there and {expected} here")
+            return None
+        if own is not None and own.is_meta:
+            self._problems.append(f"{full} is on the meta device here: use to_empty() first")
             return None
         dtype = datafile.dtype_of(entry.dtype)
         if own is not None and self._strict and dtype != own.dtype:

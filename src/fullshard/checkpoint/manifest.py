@@ -13,12 +13,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import torch
 import xxhash
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard import _torch
+from fullshard.checkpoint.values import decode, encode
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Region, whole
 from fullshard.tensors import RaggedShard, coordinates_near, region_of
@@ -77,6 +80,19 @@ class Entry(NamedTuple):
         """Return whether ranks hold intervals, as 1-D tensors."""
         return any(isinstance(one, RaggedShard) for one in self._placements())
 
+    def makes_sense(self) -> bool:
+        """Return whether dtype, mesh, placements and writer can be those of a tensor."""
+        placements, ndim = self._placements(), len(self.shape)
+        cuts = [one for one in placements if not isinstance(one, (Replicate, RaggedShard))]
+        return (
+            isinstance(getattr(torch, self.dtype, None), torch.dtype)
+            and all(size >= 0 for size in self.shape)
+            and math.prod(self.grid.shape) == len(set(self.grid.ranks)) == len(self.grid.ranks)
+            and len(placements) == len(self.grid.shape)
+            and all(0 <= one.dim < ndim for one in cuts)  # type: ignore[attr-defined]
+            and 0 <= self.writer < self.num_copies
+        )
+
     def writers(self, near: Region | None) -> Iterator[int]:
         """Yield the ranks that write their part, if ``near`` is given those that have some of it.
 
@@ -103,8 +119,9 @@ class Entry(NamedTuple):
 
     def is_written_by(self, rank: int) -> bool:
         """Return whether ``rank`` writes its part, rather than a rank with the same elements."""
-        index = 0
-        coordinate = _coordinates(self.grid)[rank]
+        coordinate, index = _coordinates(self.grid).get(rank), 0
+        if coordinate is None:
+            return False
         for one, own, size in zip(self._placements(), coordinate, self.grid.shape, strict=True):
             index = index * size + own if isinstance(one, Replicate) else index
         return index == self.writer
@@ -195,7 +212,11 @@ def contents_to_json(contents: Contents) -> dict[str, Any]:
 
 
 def contents_from_json(stored: Any) -> Contents:
-    """Return the contents that ``contents_to_json`` was given."""
+    """Return the contents that ``contents_to_json`` was given.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError: it cannot have written this.
+    """
     grids = [Grid(tuple(one["shape"]), _ranks_from_json(one["ranks"])) for one in stored["meshes"]]
     placed = [
         None if those is None else tuple(map(_placement_from_json, those))
@@ -205,6 +226,9 @@ def contents_from_json(stored: Any) -> Contents:
         name: Entry(dtype, tuple(shape), grids[grid], placed[placements], writer)
         for name, (dtype, shape, grid, placements, writer) in stored["tensors"].items()
     }
+    for name, entry in tensors.items():
+        if not entry.makes_sense():
+            raise ValueError(f"{name} cannot be placed as it says")
     return Contents(tensors, stored["values"])
 
 
@@ -251,7 +275,7 @@ class Manifest:
         versions: of fullshard and PyTorch.
         contents: the contents of all ranks, each once.
         files: one for each rank, in their order.
-        extra: what the caller added, in JSON's types.
+        extra: what the caller added.
     """
 
     step: int
@@ -340,7 +364,7 @@ class Manifest:
             "versions": self.versions,
             "files": [file._asdict() for file in self.files],
             "contents": [contents_to_json(one) for one in self.contents],
-            "extra": self.extra,
+            "extra": encode(self.extra, "extra"),
         }
         text = json.dumps(stored, separators=(",", ":"), allow_nan=False)
         return f'{text[:-1]},"digest":"{digest_of(text.encode())}"}}\n'.encode()
@@ -371,11 +395,19 @@ class Manifest:
                 time=stored["time"],
                 versions=stored["versions"],
                 contents=[contents_from_json(one) for one in stored["contents"]],
-                files=[FileInfo(**file) for file in stored["files"]],
-                extra=stored["extra"],
+                files=[_file(rank, file, stored) for rank, file in enumerate(stored["files"])],
+                extra=decode(stored["extra"]),
             )
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise CheckpointError(f"it does not follow its format ({error!r})") from error
+
+
+def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
+    file = FileInfo(**stored)
+    is_plain = PurePath(file.name).name == file.name
+    if not is_plain or file.rank != rank or not 0 <= file.contents < len(manifest["contents"]):
+        raise ValueError(f"file {file.name!r} of rank {file.rank}")
+    return file
 
 
 def digest_of(data: bytes) -> str:

@@ -27,7 +27,7 @@ _TOLERATED = 1.05
 """Bytes read for each byte kept above which ranks exchange a tensor."""
 
 _EXCHANGED_NBYTES = 64 << 20  # at once, in the memory of each rank
-_CHUNK_NBYTES = 4 << 20  # read between two signs of life
+_CHUNK_NBYTES = 4 << 20  # a multiple of the blocks; read between two signs of life
 _ALIGN = 16
 _OTHERS_FAILED = CheckpointError("other ranks could not read their shares")
 
@@ -40,7 +40,10 @@ class Wanted(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Neighboring blocks of a tensor's data in one file: bytes ``start`` to ``stop``."""
+    """Neighboring blocks of a tensor's data in one file: bytes ``start`` to ``stop``.
+
+    A rank that reads alone reads at most ``_CHUNK_NBYTES`` at once.
+    """
 
     name: str
     part: Part
@@ -68,6 +71,7 @@ class Reader:
         self._council = council
         self._files: dict[str, DataFile] = {}
         self._filled = dict.fromkeys(wanted, 0)
+        self._buffer = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8)
 
     def __enter__(self) -> Reader:
         return self
@@ -101,7 +105,7 @@ class Reader:
         try:
             for name in self._wanted.keys() - set(exchanged):
                 for run in self._runs(name):
-                    data = torch.empty(run.nbytes, dtype=torch.uint8)
+                    data = self._buffer[: run.nbytes]
                     self._read(run, data)
                     self._use(run, data)
         except Exception as error:
@@ -131,8 +135,9 @@ class Reader:
                 blocks.update(range(overlap.offset * itemsize // BLOCK_NBYTES, last + 1))
             nbytes = part.region.numel * itemsize
             for first, end in _series(sorted(blocks)):
-                start, stop = first * BLOCK_NBYTES, min(end * BLOCK_NBYTES, nbytes)
-                yield _Run(name, part, start, stop)
+                stop = min(end * BLOCK_NBYTES, nbytes)
+                for start in range(first * BLOCK_NBYTES, stop, _CHUNK_NBYTES):
+                    yield _Run(name, part, start, min(start + _CHUNK_NBYTES, stop))
 
     def _read(self, run: _Run, into: Tensor) -> None:
         info = run.part.file

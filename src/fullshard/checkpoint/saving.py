@@ -109,7 +109,7 @@ def save(
             versions={"fullshard": version("fullshard"), "torch": torch.__version__},
             contents=[contents_from_json(json.loads(council.take(key))) for key in number],
             files=[FileInfo(**one["file"], contents=number[one["contents"]]) for one in said],
-            extra=encode(extra, "extra"),
+            extra=extra,
         )
         manifest.check()
         commit(unfinished, path, manifest)
@@ -132,7 +132,7 @@ class Collected:
         self.parts: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
         self._everyone = Grid((world,), tuple(range(world)))
-        self._written = 0
+        self._num_taken = 0
 
     def add_model(self, model: nn.Module) -> None:
         """Add parameters, buffers and extra state of a model."""
@@ -186,9 +186,10 @@ class Collected:
             raise UnsupportedError(f"{name} is {kind}; only plain dense tensors can be saved")
         dtype = datafile.name_of(local.dtype, name)
         entry = Entry(dtype, tuple(value.shape), grid, placements, 0)
-        # Ranks that hold copies take turns.
-        entry = entry._replace(writer=self._written % entry.num_copies)
-        self._written += 1
+        if placements is not None:  # ranks that hold copies take turns
+            entry = entry._replace(writer=self._num_taken % entry.num_copies)
+            self._num_taken += 1
+        # Plain tensors may differ, as statistics of batches do: all are the first rank's.
         self.tensors[name] = entry
         if local.numel() and entry.is_written_by(self._rank):
             self.parts[name] = local

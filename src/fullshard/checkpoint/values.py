@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 
 _LARGEST_NBYTES = 1 << 20
 
@@ -73,17 +73,24 @@ def decode(value: Any) -> Any:
     """Return the value that ``encode`` was given.
 
     Raises:
-        ValueError, KeyError, TypeError: ``encode`` cannot have written this.
+        CheckpointError: ``encode`` cannot have written this.
     """
+    try:
+        return _decode(value)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"a value does not follow its format ({error!r})") from error
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(one) for one in value]
+        return [_decode(one) for one in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((kind, inner),) = value.items()
         if kind.startswith("$"):
             return _DECODERS[kind](inner)
-    return {key: decode(one) for key, one in value.items()}
+    return {key: _decode(one) for key, one in value.items()}
 
 
 def _tensor(inner: Any) -> Tensor:
@@ -103,8 +110,8 @@ def _array(inner: Any) -> Any:
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
-    "$tuple": lambda inner: tuple(map(decode, inner)),
-    "$dict": lambda inner: {decode(key): decode(one) for key, one in inner},
+    "$tuple": lambda inner: tuple(map(_decode, inner)),
+    "$dict": lambda inner: {_decode(key): _decode(one) for key, one in inner},
     "$bytes": base64.b64decode,
     "$tensor": _tensor,
     "$array": _array,
