@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fullshard import checkpoint, errors, optim, wrap
+from fullshard._version import __version__ as __version__
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.flat import (
@@ -86,5 +87,3 @@ __all__ = [
     "unshard_params",
     "wrap",
 ]
-
-__version__ = "0.1.0"

@@ -1,0 +1,100 @@
+"""Collect what a rank contributes to a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard import _torch
+from fullshard.checkpoint import datafile
+from fullshard.checkpoint.manifest import Entry, Grid
+from fullshard.checkpoint.optimizer import sharded_optim_state_dict
+from fullshard.checkpoint.tree import Tree, sharded
+from fullshard.checkpoint.values import encode
+from fullshard.errors import UnsupportedError
+
+
+class Collected:
+    """What a rank contributes to a checkpoint.
+
+    Attributes:
+        tensors: the tensors of which this rank holds a part.
+        parts: the parts that this rank writes.
+        values: what the model and the optimizer have besides.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank = rank
+        self.tensors: dict[str, Entry] = {}
+        self.parts: dict[str, Tensor] = {}
+        self.values: dict[str, Any] = {}
+        self._everyone = Grid((world,), tuple(range(world)))
+        self._num_taken = 0
+
+    def add_model(self, model: nn.Module) -> None:
+        """Add parameters, buffers and extra state of a model."""
+        tree = Tree(model, "save")
+        if tree.mesh is not None:
+            self._everyone = grid_of(tree.mesh)
+        ties: dict[str, str] = {}
+        states: dict[str, Any] = {}
+        first: dict[int, str] = {}
+        rows = list(tree.rows())
+        for row, (_, value) in zip(rows, sharded(rows, tree.mesh, plain_shards=False), strict=True):
+            if not isinstance(value, Tensor):
+                states[row.name] = encode(value, f"extra state {row.name}")
+            elif id(row.value) in first:
+                ties[row.name] = first[id(row.value)]
+            else:
+                first[id(row.value)] = row.name
+                self.add(f"model/{row.name}", value)
+        self.values |= {"ties": ties, "states": states}
+
+    def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Add the state and the options of an optimizer."""
+        state = sharded_optim_state_dict(model, optimizer, whole_mesh=True)
+        single: dict[str, dict[str, Any]] = {}
+        for name, kept in state["state"].items():
+            single[name] = {}
+            for key, value in kept.items():
+                if not isinstance(key, str) or "/" in key:
+                    raise UnsupportedError(
+                        f"optimizer state {key!r} of {name}: expected a name without a slash"
+                    )
+                if isinstance(value, Tensor):
+                    self.add(f"optimizer/{name}/{key}", value)
+                else:
+                    single[name][key] = encode(value, f"optimizer state {key!r} of {name}")
+        groups = encode(state["param_groups"], "param_groups")
+        self.values["optimizer"] = {"state": single, "param_groups": groups}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a tensor; a DTensor is one on all ranks of its mesh."""
+        local, grid, placements = value, self._everyone, None
+        if isinstance(value, DTensor):
+            local, grid = _torch.local_of(value), grid_of(value.device_mesh)
+            placements = tuple(value.placements)
+            if any(one.is_partial() for one in placements):
+                raise UnsupportedError(f"{name} is a partial sum; redistribute it first")
+        if type(local.detach()) is not Tensor or local.is_meta or local.layout != torch.strided:
+            kind = "on meta" if local.is_meta else f"a {type(local.detach()).__name__}"
+            raise UnsupportedError(f"{name} is {kind}; only plain dense tensors can be saved")
+        dtype = datafile.name_of(local.dtype, name)
+        entry = Entry(dtype, tuple(value.shape), grid, placements, 0)
+        if placements is not None:  # ranks that hold copies take turns
+            entry = entry._replace(writer=self._num_taken % entry.num_copies)
+            self._num_taken += 1
+        # Plain tensors may differ, as statistics of batches do: all are the first rank's.
+        self.tensors[name] = entry
+        if local.numel() and entry.is_written_by(self._rank):
+            self.parts[name] = local
+
+
+def grid_of(mesh: DeviceMesh) -> Grid:
+    """Return shape and ranks of a mesh."""
+    return Grid(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
