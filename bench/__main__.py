@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bench import (
+    checkpoint,
     copies,
     gpu,
     host,
@@ -41,6 +42,7 @@ BENCHES: dict[str, ModuleType] = {
     "memory": memory,
     "schedule": schedule,
     "transport": transport,
+    "checkpoint": checkpoint,
     "gpu": gpu,
 }
 RESULTS = Path(__file__).with_name("results.json")

@@ -116,8 +116,9 @@ class Target:
     def convert(self, optimizer: Optimizer | None) -> None:
         """Make what the optimizer loads; changes nothing yet."""
         if optimizer is not None:
+            state, strict = self._optimizer_state, self._strict
             self._to_load = optim_state_to_load(
-                self._model, optimizer, self._optimizer_state, "load", strict=self._strict
+                self._model, optimizer, state, "load", strict=strict, copies=False
             )
 
     def put(self, optimizer: Optimizer | None) -> None:

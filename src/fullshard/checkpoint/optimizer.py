@@ -184,6 +184,7 @@ def optim_state_to_load(
     spread: bool = False,
     strict: bool,
     all_params: bool = True,
+    copies: bool = True,
 ) -> dict[str, Any]:
     """Return the input of ``optimizer.load_state_dict``; see ``load_full_optim_state_dict``.
 
@@ -192,6 +193,7 @@ def optim_state_to_load(
         send: broadcast ``state`` from the first rank.
         spread: ``state`` holds DTensors.
         all_params: False: omit parameters that are in no group of ``state`` from the groups.
+        copies: False: the result may have the memory of ``state``.
     """
     tree = Tree(module, what)
     stepped = Stepped(tree, optimizer)
@@ -215,7 +217,8 @@ def optim_state_to_load(
         value, shape = source.get((name, key)), source.shape_of((name, key))
         is_dtensor = loaded.is_dtensor((name, key))
         if is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor):
-            part = taken_by(param, value).clone()
+            part = taken_by(param, value)
+            part = part.clone() if copies else part
             value = shown_like(param, part.to(param.device))
         elif isinstance(value, Tensor):
             value = value.clone()  # an optimizer would change the caller's step count in place

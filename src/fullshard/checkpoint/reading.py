@@ -21,7 +21,7 @@ from fullshard.checkpoint.manifest import Manifest, Part
 from fullshard.comm.council import Council
 from fullshard.comm.mesh import all_gather_bytes
 from fullshard.errors import CheckpointError
-from fullshard.layout.region import Region
+from fullshard.layout.region import Overlap, Region
 
 _TOLERATED = 1.05
 """Bytes read for each byte kept above which ranks exchange a tensor."""
@@ -105,9 +105,7 @@ class Reader:
         try:
             for name in self._wanted.keys() - set(exchanged):
                 for run in self._runs(name):
-                    data = self._buffer[: run.nbytes]
-                    self._read(run, data)
-                    self._use(run, data)
+                    self._read_and_use(run)
         except Exception as error:
             failure = error
         for batch in self._batches(exchanged):
@@ -149,15 +147,34 @@ class Reader:
             file.read(run.name, run.start + start, into[start : start + _CHUNK_NBYTES])
             self._council.beat()
 
+    def _read_and_use(self, run: _Run) -> None:
+        """Read to where it is wanted if that is in one piece, else to the buffer, and copy."""
+        memory = self._wanted[run.name].memory
+        found = list(self._overlaps(run))
+        size = memory.element_size()
+        if len(found) == 1 and found[0].is_flat and found[0].numel * size == run.nbytes:
+            start = found[0].other_offset * size
+            self._read(run, memory.view(torch.uint8)[start : start + run.nbytes])
+            self._filled[run.name] += found[0].numel
+        else:
+            data = self._buffer[: run.nbytes]
+            self._read(run, data)
+            self._use(run, data)
+
+    def _overlaps(self, run: _Run) -> Iterator[Overlap]:
+        """Yield what is wanted of the elements in ``run``."""
+        wanted = self._wanted[run.name]
+        size = wanted.memory.element_size()
+        there = run.part.region.part(run.start // size, run.stop // size)
+        return there.overlaps(wanted.region)
+
     def _use(self, run: _Run, data: Tensor) -> None:
         """Copy what is wanted of ``data``, the bytes of ``run``."""
-        wanted = self._wanted.get(run.name)
-        if wanted is None:
+        if run.name not in self._wanted:
             return
-        memory = wanted.memory
-        size, values = memory.element_size(), data.view(memory.dtype)
-        there = run.part.region.part(run.start // size, run.stop // size)
-        for one in there.overlaps(wanted.region):
+        memory = self._wanted[run.name].memory
+        values = data.view(memory.dtype)
+        for one in self._overlaps(run):
             target = memory.as_strided(one.sizes, one.other_strides, one.other_offset)
             at = values.storage_offset() + one.offset
             target.copy_(values.as_strided(one.sizes, one.strides, at))

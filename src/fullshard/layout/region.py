@@ -56,6 +56,13 @@ class Overlap(NamedTuple):
         return math.prod(self.sizes)
 
     @property
+    def is_flat(self) -> bool:
+        """Return whether the elements follow each other in both regions."""
+        flat = _strides(self.sizes)
+        pairs = zip(self.sizes, flat, self.strides, self.other_strides, strict=True)
+        return all(size == 1 or own == mine == its for size, own, mine, its in pairs)
+
+    @property
     def stop(self) -> int:
         """One past the last element, in the first region."""
         return self.offset + _dot(self.strides, [size - 1 for size in self.sizes]) + 1
@@ -113,9 +120,8 @@ class Region:
     def _bricks(self) -> Iterator[_Brick]:
         offset = 0
         for box in boxes(self.grid, self.start, self.numel):
-            strides = itertools.accumulate((*box.sizes[:0:-1],), mul, initial=1)
             runs = map(_runs, self.dims, box.offsets, box.sizes)
-            yield _Brick(offset, tuple(strides)[::-1] if box.sizes else (), tuple(runs))
+            yield _Brick(offset, _strides(box.sizes), tuple(runs))
             offset += box.numel
 
 
@@ -150,6 +156,12 @@ class _CommonRun(NamedTuple):
     own: int
     other: int
     length: int
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides = itertools.accumulate((*sizes[:0:-1],), mul, initial=1)
+    return tuple(strides)[::-1] if sizes else ()
 
 
 def _dot(strides: Sequence[int], index: Sequence[int]) -> int:
