@@ -206,4 +206,5 @@ def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> No
     outcome = shell.train("--out", "damaged", "--resume")
     assert outcome.exitcode == 0, outcome.err
     assert_same_run(shell, "whole", "damaged")
-    assert f"{file}: bytes " in outcome.err
+    name = file.relative_to(shell.folder)
+    assert f"rank 1: {name}: bytes " in outcome.err

@@ -86,7 +86,7 @@ def losses(config: TrainConfig, *, until: int) -> list[float]:
     trainer = Trainer(config, text, world)
     first = trainer.resume(run) if config.resume else 0
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
-    trainer.save(run, until)
+    trainer.save(until)
     return [record.loss for record in records]
 
 

@@ -215,7 +215,7 @@ def contents_from_json(stored: Any) -> Contents:
     """Return the contents that ``contents_to_json`` was given.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError: it cannot have written this.
+        CheckpointError, ValueError, KeyError, TypeError, IndexError: it cannot have written this.
     """
     grids = [Grid(tuple(one["shape"]), _ranks_from_json(one["ranks"])) for one in stored["meshes"]]
     placed = [
@@ -228,7 +228,7 @@ def contents_from_json(stored: Any) -> Contents:
     }
     for name, entry in tensors.items():
         if not entry.makes_sense():
-            raise ValueError(f"{name} cannot be placed as it says")
+            raise CheckpointError(f"{name} cannot be placed as it says")
     return Contents(tensors, stored["values"])
 
 
@@ -406,7 +406,7 @@ def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
     file = FileInfo(**stored)
     is_plain = PurePath(file.name).name == file.name
     if not is_plain or file.rank != rank or not 0 <= file.contents < len(manifest["contents"]):
-        raise ValueError(f"file {file.name!r} of rank {file.rank}")
+        raise CheckpointError(f"file {file.name!r} of rank {file.rank}")
     return file
 
 

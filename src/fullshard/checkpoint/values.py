@@ -97,7 +97,7 @@ def _tensor(inner: Any) -> Tensor:
     kind, shape, data = inner
     dtype = getattr(torch, kind)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{kind} is no dtype")
+        raise CheckpointError(f"{kind} is no dtype")
     flat = torch.tensor(list(base64.b64decode(data)), dtype=torch.uint8)
     return flat.view(dtype).reshape(shape)
 
