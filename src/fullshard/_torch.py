@@ -203,6 +203,15 @@ def default_store() -> dist.Store:
     return store
 
 
+def own_store() -> dist.Store:
+    """Return the default store through a connection of its own, which no other thread uses."""
+    try:
+        own: dist.Store = default_store().clone()  # type: ignore[attr-defined]
+        return own
+    except RuntimeError:  # stores without connections do not need it
+        return default_store()
+
+
 def group_options(group: dist.ProcessGroup, device_type: str) -> Any:
     """Return the NCCL options of ``group`` for a new group; None for other backends.
 

@@ -13,6 +13,7 @@
     |   |-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
     |   `-- BusyError           ... during a loan, a forward or a backward (also ValueError)
     |-- CheckpointError         a checkpoint is damaged, or not written (also RuntimeError)
+    |-- FailedRankError         a rank failed by an error of another tree (also RuntimeError)
     |-- LostRankError           another process is gone, or silent        (also RuntimeError)
     |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ExtensionError",
+    "FailedRankError",
     "FullshardError",
     "LayoutError",
     "LostRankError",
@@ -94,6 +96,10 @@ class BusyError(ProtocolError, ValueError):
 
 class CheckpointError(FullshardError, RuntimeError):
     """A checkpoint that is damaged, or could not be written or read; nothing was changed."""
+
+
+class FailedRankError(FullshardError, RuntimeError):
+    """A rank failed by an error that is not of fullshard; told on all ranks."""
 
 
 class LostRankError(FullshardError, RuntimeError):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,19 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import checkpoint
-from fullshard.checkpoint import datafile
+from fullshard import checkpoint, fully_shard
+from fullshard.checkpoint import datafile, folders
 from fullshard.checkpoint.manifest import MANIFEST, digest_of
-from fullshard.errors import CheckpointError, ConfigError, FullshardError, LostRankError
+from fullshard.comm.council import Council
+from fullshard.errors import (
+    CheckpointError,
+    ConfigError,
+    FailedRankError,
+    FullshardError,
+    LostRankError,
+)
 from tests.ranks.pool import RankPool
 from tests.ranks.test_checkpoint_files import built, everything, same, saves
 
@@ -91,6 +100,11 @@ REPLACED = {
     "a larger mesh": ('"shape":[1]', '"shape":[2]'),
     "unknown dtypes": ('"float32"', '"float31"'),
     "unknown contents": ('"contents":0', '"contents":1'),
+    "a mesh of nothing": ('"shape":[1]', '"shape":[0]'),
+    "a mesh of millions": ('"count":1}', '"count":300000000}'),
+    "dtypes no file has": ('"float32"', '"quint8"'),
+    "a step of words": ('"step":2', '"step":"x"'),
+    "a writer that is not there": (",0,0,0]", ",0,0,1]"),
     "a strange value": ('{"seed"', '{"$seed"'),
 }
 FAULTS: dict[str, Callable[[Path], object]] = {
@@ -167,16 +181,18 @@ def test_a_foreign_file_is_found_by_verify(root: Path) -> None:
 
 def test_the_newest_complete_checkpoint_is_the_latest(root: Path) -> None:
     assert checkpoint.latest(root) == root / "other"  # saved last
-    (root / "latest").unlink()
-    assert checkpoint.latest(root) == root / "step-2"  # the highest step
-    for name in ("gone", "../step-1", "", "\0"):
+    (root / "latest").write_text("step-1")
+    assert checkpoint.latest(root) == root / "step-1"
+    for name in ("gone", "../step-1", "", "\0", "long" * 100):
         (root / "latest").write_text(name)
-        assert checkpoint.latest(root) == root / "step-2"
+        assert checkpoint.latest(root) == root / "other"
+    (root / "latest").unlink()
+    (root / "other" / DATA).unlink()
+    assert checkpoint.latest(root) == root / "step-2"
     os.truncate(root / "step-2" / DATA, 100)
     assert checkpoint.latest(root) == root / "step-1"
-    assert [one.step for one in checkpoint.list_checkpoints(root)] == [0, 1]
+    assert [one.step for one in checkpoint.list_checkpoints(root)] == [1]
     (root / "step-1" / MANIFEST).write_text("{}")
-    (root / "other" / DATA).unlink()
     assert checkpoint.latest(root) is None
     assert checkpoint.latest(root / "nowhere") is None
 
@@ -266,7 +282,8 @@ def test_trouble_on_one_rank_is_told_on_all(
 ) -> None:
     said = pool.run(3, save_with_trouble, tmp_path, where, trouble)
     assert len(set(said)) == 1
-    assert said[0].startswith("CheckpointError: ") and f"rank {where}: " in said[0]
+    kind = "CheckpointError: " if trouble == "full disk" else "FailedRankError: "
+    assert said[0].startswith(kind) and f"rank {where}: " in said[0]
     assert ("No space left" in said[0]) == (trouble == "full disk")
 
 
@@ -301,17 +318,26 @@ def test_damage_that_one_rank_sees_is_told_on_all(
     assert str(file) in said[0]
 
 
-def leaves_the_others_alone(path: Path) -> str:
+def without_a_rank(path: Path, *, stops: bool) -> str:
+    """Save on all ranks but rank 1, which stops or does something else; return what they say."""
     model, optimizer = built("rows", 1)
     saves("rows", path / "good")
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     said = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FULLSHARD_PATIENCE_S", "1.5")
+        patch.setenv("FULLSHARD_PATIENCE_S", "2.5")
+        if not stops:
+            patch.setattr(Council, "_limit_s", lambda _: 2.0)
         if dist.get_rank() != 1:
             try:
                 checkpoint.save(path / "bad", model, optimizer, step=3)
             except LostRankError as error:
                 said = str(error)
+            if stops and dist.get_rank() == 0:
+                os.kill(pids[1], signal.SIGCONT)
+        elif stops:
+            os.kill(pids[1], signal.SIGSTOP)
     dist.barrier()
     assert checkpoint.latest(path) == path / "good"
     return said
@@ -320,9 +346,17 @@ def leaves_the_others_alone(path: Path) -> str:
 def test_a_rank_that_gives_no_sign_of_life_is_named_on_the_others(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    first, absent, last = pool.run(3, leaves_the_others_alone, tmp_path)
+    first, absent, last = pool.run(3, without_a_rank, tmp_path, stops=True)
     assert absent == "" and first == last
-    assert "rank(s) 1 gave no sign of life for 1.5 s" in first
+    assert "rank(s) 1 gave no sign of life for 2.5 s" in first
+
+
+def test_a_rank_that_does_something_else_is_named_on_the_others(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    first, absent, last = pool.run(3, without_a_rank, tmp_path, stops=False)
+    assert absent == "" and first == last
+    assert "rank(s) 1 live, but did not come to this in 2 s" in first
 
 
 def loop(path: Path) -> list[str]:
@@ -359,7 +393,7 @@ def loop(path: Path) -> list[str]:
     assert older is not None and older.step == 8
     assert not same_values(everything(other, its), after)
     again = checkpoint.Checkpointer(path)
-    again.save(other, its, step=10)  # in place of the damaged one
+    again.save(other, its, step=10)  # the damaged one is put aside
     assert checkpoint.verify(path / "step-000010").extra is None
     with pytest.raises(ConfigError, match="something at this path"):
         again.save(other, its, step=8)
@@ -376,6 +410,131 @@ def same_values(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_a_loop_keeps_those_that_are_intact(pool: RankPool, tmp_path: Path) -> None:
     for names in pool.run(2, loop, tmp_path):
         assert names == ["latest", "step-000008", "step-000010", "step-000012"]
+
+
+def test_what_is_in_the_way_is_put_aside(tmp_path: Path) -> None:
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / "model.pt").write_bytes(b"precious")
+    checkpoint.Checkpointer(tmp_path, keep=1).save(*alone(), step=1)
+    (aside,) = tmp_path.glob("step-000001.damaged-*")
+    assert (aside / "model.pt").read_bytes() == b"precious"
+    assert [one.path.name for one in checkpoint.list_checkpoints(tmp_path)] == ["step-000001"]
+
+
+def test_only_checkpoints_of_the_loop_are_removed_and_never_the_newest(tmp_path: Path) -> None:
+    model, optimizer = alone()
+    checkpoint.save(tmp_path / "best", model, optimizer, step=1)
+    (tmp_path / "step-best").symlink_to("best")
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep=2)
+    for step in (900, 1000, 100):  # the last after going back to an older state
+        checkpointer.save(model, optimizer, step=step)
+        (checkpointer.path(step) / "scores.json").write_text("{}")  # does not make it damaged
+    found = sorted(one.name for one in tmp_path.iterdir())
+    assert found == ["best", "latest", "step-000100", "step-001000", "step-best"]
+    assert checkpoint.latest(tmp_path) == checkpointer.path(100)
+    loaded = checkpoint.Checkpointer(tmp_path).load(model, optimizer)
+    assert loaded is not None and loaded.step == 100
+
+
+def test_what_was_intact_once_is_read_again_when_it_is_new(tmp_path: Path) -> None:
+    model, optimizer = alone()
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep=1)
+    checkpointer.save(model, optimizer, step=1)
+    checkpointer.save(model, optimizer, step=2)
+    shutil.rmtree(checkpointer.path(2))
+    checkpointer.save(model, optimizer, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        commit = folders.commit
+
+        def damaging(unfinished: Path, *rest: Any) -> None:
+            zeros(unfinished / DATA)
+            commit(unfinished, *rest)
+
+        patch.setattr("fullshard.checkpoint.saving.commit", damaging)
+        checkpointer.save(model, optimizer, step=2)
+    assert checkpointer.path(1).exists()
+    checkpoint.verify(checkpointer.path(1))
+
+
+def test_no_intact_checkpoint_is_not_no_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = alone()
+    checkpointer = checkpoint.Checkpointer(tmp_path)
+    assert checkpointer.load(model, optimizer) is None
+    checkpointer.save(model, optimizer, step=1)
+    os.truncate(checkpointer.path(1) / DATA, 1000)
+    with pytest.raises(CheckpointError, match="has 1000 bytes"):
+        checkpointer.load(model, optimizer)
+    (checkpointer.path(1) / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="no manifest"):
+        checkpointer.load(model, optimizer)
+
+
+def test_what_goes_wrong_in_the_model_is_no_damage(tmp_path: Path) -> None:
+    class Strange(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            raise KeyError("b")
+
+    checkpointer = checkpoint.Checkpointer(tmp_path)
+    checkpointer.save(Strange(2, 2), step=1)
+    checkpointer.save(Strange(2, 2), step=2)
+    with pytest.raises(FailedRankError, match="step-000002: rank 0: KeyError: 'b'"):
+        checkpointer.load(Strange(2, 2))
+
+
+def test_a_checkpoint_is_there_if_only_its_pointer_cannot_be_written(root: Path) -> None:
+    (root / "latest").unlink()
+    (root / "latest").mkdir()
+    checkpoint.save(root / "step-3", *alone(), step=3)
+    assert checkpoint.latest(root) == root / "step-3"
+    assert not list(root.glob(".unfinished*"))
+    for name in ("latest", ".hidden", "x.damaged-1"):
+        with pytest.raises(ConfigError, match="a meaning of its own"):
+            checkpoint.save(root / name, *alone(), step=3)
+
+
+def saves_on_two_meshes(path: Path) -> str:
+    """Save a model that each rank has for itself, under the same names."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("each", "own"))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh["own"])
+    with pytest.raises(CheckpointError) as found:
+        checkpoint.save(path, model, step=1)
+    return str(found.value)
+
+
+def test_one_name_on_two_meshes_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(2, saves_on_two_meshes, tmp_path / "new"):
+        assert "model/weight: ranks on different meshes, [0] and [1], have it" in said
+    assert not any(tmp_path.iterdir())
+
+
+class Random(nn.Linear):
+    """A module with a megabyte of extra state that differs by rank."""
+
+    def get_extra_state(self) -> Any:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        return torch.randint(256, (1 << 20,), generator=generator, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.loaded = state
+
+
+def much_extra_state(path: Path) -> bool:
+    model = nn.Sequential(*(Random(2, 2) for _ in range(12)))
+    fully_shard(model)
+    checkpoint.save(path, model, step=1)
+    checkpoint.load(path, model)
+    generator = torch.Generator().manual_seed(0)  # the first rank's
+    first = torch.randint(256, (1 << 20,), generator=generator, dtype=torch.uint8)
+    return all(torch.equal(one.loaded, first) for one in model)
+
+
+def test_much_extra_state_passes_through_the_store(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, much_extra_state, tmp_path / "new") == [True, True]
+    (path,) = [one for one in tmp_path.iterdir() if one.is_dir()]
+    assert (path / MANIFEST).stat().st_size < 20 << 20  # once, and not for each rank
 
 
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}, {"keep": True}, {"every": 1.5}])

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.folders import (
     CheckpointInfo,
-    faults,
-    inspect,
-    list_checkpoints,
+    damage,
+    numbered,
+    put_aside,
     remove,
     remove_unfinished,
 )
-from fullshard.checkpoint.loading import load
+from fullshard.checkpoint.loading import load_described
 from fullshard.checkpoint.saving import save
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
@@ -33,7 +33,7 @@ class Checkpointer:
 
     Args:
         root: the folder of the checkpoints, shared by all ranks; those of step 100 are in
-            ``step-000100``.
+            ``step-000100``. Other folders there are left alone.
         every: save when this divides the step.
         keep: keep this many checkpoints. Only those count that were read back and found intact,
             which happens once before any other is removed. None: remove none.
@@ -67,8 +67,8 @@ class Checkpointer:
     ) -> None:
         """Save as the function ``save`` does, and remove checkpoints that need not be kept.
 
-        What jobs that were killed left in the folder is removed before, and so is a damaged
-        checkpoint of this step; one that is intact is a ``ConfigError``.
+        What jobs that were killed left in the folder is removed before. What cannot be loaded and
+        has the name of this checkpoint gets another name; what is intact is a ``ConfigError``.
         """
         if not self._is_clean:
             council = Council(f"save to {self.root}")
@@ -77,41 +77,47 @@ class Checkpointer:
         path = self.path(step)
         council = Council(f"look for {path}")
         if council.agree(lambda: None, lambda _: path.exists()) and not self._verify(path):
-            self._remove(path)  # passed over by ``load``
-            del self._is_intact[path]
+            aside = council.agree(lambda: None, lambda _: str(put_aside(path)))
+            log.warning("what was at %s is now at %s", path, aside)
+        self._is_intact.pop(path, None)
         save(path, model, optimizer, extra, step=step)
         if self._keep is not None:
-            self._remove_old(self._keep)
+            self._remove_old(self._keep, path)
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True
     ) -> CheckpointInfo | None:
-        """Load the newest checkpoint that is intact, and return its description; None if none is.
+        """Load the newest checkpoint that is intact, and return its description.
 
-        Damaged ones are passed over, with a warning.
+        The newest is the one that was saved last. Damaged ones are passed over, with a warning.
+
+        Returns:
+            None if there is no checkpoint, damaged ones included.
 
         Raises:
-            ConfigError, LostRankError, ProtocolError: as ``load`` does.
+            CheckpointError: no checkpoint is intact.
+            ConfigError, FailedRankError, LostRankError, ProtocolError: as ``load`` does.
         """
+        failure: CheckpointError | None = None
         for path in reversed(self._paths()):
             try:
-                load(path, model, optimizer, strict=strict)
-                return inspect(path)
+                return load_described(path, model, optimizer, strict=strict)
             except CheckpointError as error:
-                log.warning("%s; an older checkpoint is tried", error)
+                log.warning("%s", error)
+                failure = error
+        if failure is not None:
+            raise failure
         return None
 
     def _paths(self) -> list[Path]:
-        """Return the complete checkpoints that the first rank sees, oldest first."""
+        """Return the checkpoints that the first rank sees, complete or not, the newest last."""
         council = Council(f"look at {self.root}")
-        names = council.agree(
-            lambda: None, lambda _: [one.path.name for one in list_checkpoints(self.root)]
-        )
+        names = council.agree(lambda: None, lambda _: [one.name for one in numbered(self.root)])
         return [self.root / name for name in names]
 
-    def _remove_old(self, keep: int) -> None:
+    def _remove_old(self, keep: int, newest: Path) -> None:
         num_intact = 0
-        for path in reversed(self._paths()):
+        for path in [newest, *(one for one in reversed(self._paths()) if one != newest)]:
             if num_intact >= keep:
                 self._remove(path)
             elif self._verify(path):
@@ -119,14 +125,17 @@ class Checkpointer:
 
     def _remove(self, path: Path) -> None:
         Council(f"remove {path}").agree(lambda: None, lambda _: remove(path))
+        self._is_intact.pop(path, None)
 
     def _verify(self, path: Path) -> bool:
-        """Return whether a checkpoint is intact; each rank reads some of its files."""
+        """Return whether a checkpoint can be loaded; each rank reads some of its files."""
         if path not in self._is_intact:
             council = Council(f"verify {path}")
-            own = next(faults(path, first=council.rank, every=council.world), None)
-            found = council.agree(lambda: own, lambda said: [one for one in said if one])
+            found = council.agree(
+                lambda: next(damage(path, first=council.rank, every=council.world), None),
+                lambda said: [one for one in said if one],
+            )
             if found:
-                log.warning("%s is damaged and does not count: %s", path, found[0])
+                log.warning("%s is damaged: %s", path, found[0])
             self._is_intact[path] = not found
         return self._is_intact[path]

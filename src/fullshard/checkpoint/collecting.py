@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.checkpoint import datafile
-from fullshard.checkpoint.manifest import Entry, Grid
+from fullshard.checkpoint.entry import Entry, Grid
 from fullshard.checkpoint.optimizer import sharded_optim_state_dict
 from fullshard.checkpoint.tree import Tree, sharded
 from fullshard.checkpoint.values import encode
 from fullshard.errors import UnsupportedError
+
+_EXTRA_STATE = "_extra_state"  # what modules name theirs
 
 
 class Collected:
@@ -34,7 +37,6 @@ class Collected:
         self.parts: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
         self._everyone = Grid((world,), tuple(range(world)))
-        self._num_taken = 0
 
     def add_model(self, model: nn.Module) -> None:
         """Add parameters, buffers and extra state of a model."""
@@ -46,7 +48,7 @@ class Collected:
         first: dict[int, str] = {}
         rows = list(tree.rows())
         for row, (_, value) in zip(rows, sharded(rows, tree.mesh, plain_shards=False), strict=True):
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or row.name.endswith(_EXTRA_STATE):
                 states[row.name] = encode(value, f"extra state {row.name}")
             elif id(row.value) in first:
                 ties[row.name] = first[id(row.value)]
@@ -87,8 +89,13 @@ class Collected:
         dtype = datafile.name_of(local.dtype, name)
         entry = Entry(dtype, tuple(value.shape), grid, placements, 0)
         if placements is not None:  # ranks that hold copies take turns
-            entry = entry._replace(writer=self._num_taken % entry.num_copies)
-            self._num_taken += 1
+            entry = entry._replace(writer=zlib.crc32(name.encode()) % entry.num_copies)
+            held = entry.region(self._rank).numel
+            if local.numel() != held:
+                raise UnsupportedError(
+                    f"{name} has {local.numel()} elements on rank {self._rank}, its placements "
+                    f"say {held}; cut it as torch.distributed.tensor does"
+                )
         # Plain tensors may differ, as statistics of batches do: all are the first rank's.
         self.tensors[name] = entry
         if local.numel() and entry.is_written_by(self._rank):

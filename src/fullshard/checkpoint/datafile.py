@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -56,12 +57,16 @@ def name_of(dtype: torch.dtype, what: str) -> str:
     Raises:
         UnsupportedError: safetensors files cannot hold ``what``, a tensor of this dtype.
     """
-    if dtype not in _CODES and dtype != torch.complex128:
+    if not _is_known(dtype):
         raise UnsupportedError(
             f"{what} is of {dtype}, which safetensors files do not know; convert it, for example "
             "to a buffer of torch.uint8"
         )
     return str(dtype).removeprefix("torch.")
+
+
+def _is_known(dtype: torch.dtype) -> bool:
+    return dtype in _CODES or dtype == torch.complex128
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -84,7 +89,7 @@ def num_blocks(nbytes: int) -> int:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the elements of a plain tensor as bytes on the CPU, without a copy if possible."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
@@ -92,13 +97,12 @@ def _array(tensor: Tensor) -> Any:
     return tensor.numpy()
 
 
-def write(path: Path, pieces: Mapping[str, Tensor], beat: Callable[[], None]) -> tuple[int, str]:
+def write(path: Path, pieces: Mapping[str, Tensor]) -> tuple[int, str]:
     """Write plain tensors to a new file and flush it; return its size and its header's digest.
 
     Args:
         path: the file.
         pieces: this rank's parts, by name.
-        beat: called now and then, to tell other ranks that we go on.
     """
     # Large elements first, so that every tensor is aligned to its elements.
     named = sorted(pieces.items(), key=lambda item: -item[1].element_size())
@@ -114,7 +118,6 @@ def write(path: Path, pieces: Mapping[str, Tensor], beat: Callable[[], None]) ->
                 digests += map(xxhash.xxh3_64_hexdigest, _blocks(chunk))
                 _write_all(file, chunk)
                 unsynced += len(chunk)
-                beat()
             if unsynced > _SYNC_NBYTES:
                 os.fsync(file.fileno())
                 unsynced = 0
@@ -123,7 +126,7 @@ def write(path: Path, pieces: Mapping[str, Tensor], beat: Callable[[], None]) ->
         file.seek(0)
         _write_all(file, memoryview(header))
         os.fsync(file.fileno())
-    return max(nbytes, len(header)), digest_of(bytes(header))
+    return nbytes, digest_of(bytes(header))
 
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:
@@ -170,16 +173,20 @@ class DataFile:
         self.path = folder / info.name
         self.nbytes_read = 0
         try:
-            self._file = self.path.open("rb", buffering=0)
-        except OSError as error:
+            number = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+            self._file = os.fdopen(number, "rb", buffering=0)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: cannot be opened ({error})") from error
         self._digests: str = ""
         self._stored: dict[str, _Stored] = {}
         try:
             self._read_header(info)
-        except BaseException:
+        except CheckpointError:
             self.close()
             raise
+        except Exception as error:  # it may hold anything
+            self.close()
+            raise CheckpointError(f"{self.path}: has a strange header ({error!r})") from error
 
     def __enter__(self) -> DataFile:
         return self
@@ -194,6 +201,7 @@ class DataFile:
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Check that the file's part of a tensor has this dtype and this shape."""
         self._check(name in self._stored, f"has no data of {name}")
+        self._check(_is_known(dtype), f"has {name} as {dtype}, which safetensors do not know")
         found, expected = self._stored[name].kind, _code(dtype, shape)
         self._check(found == expected, f"has {name} as {found}, the manifest as {expected}")
 
@@ -232,7 +240,9 @@ class DataFile:
                 yield str(error)
 
     def _read_header(self, info: FileInfo) -> None:
-        size = os.fstat(self._file.fileno()).st_size
+        status = os.fstat(self._file.fileno())
+        self._check(stat.S_ISREG(status.st_mode), "is no file")
+        size = status.st_size
         self._check(size == info.nbytes, f"has {size} bytes, {info.nbytes} were written")
         length = memoryview(bytearray(8))
         self._read(0, length)

@@ -6,13 +6,18 @@ root/
     manifest.json
     rank-00000.safetensors, ...
   .unfinished-step-000200-1f0e66a2/     left by a job that was killed
+  step-000100.damaged-1f0e66a2/         was in the way of a checkpoint of this step
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +25,13 @@ from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.datafile import DataFile
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, Part
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
 UNFINISHED = ".unfinished-"
+_DAMAGED = ".damaged-"
+_NUMBERED = re.compile(r"step-\d+")
+log = logging.getLogger(__name__)
 
 
 class TensorInfo(NamedTuple):
@@ -85,20 +93,19 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """Return the checkpoints in folder ``root``, the newest step last.
+    """Return the checkpoints in folder ``root`` in the order in which they were saved.
 
     Folders without a readable manifest, or with a data file that is missing or has another size
     than it was written with, are left out; ``verify`` says what is wrong with them.
     """
     found = map(_complete, _folders(Path(root)))
-    return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.time))
+    return sorted((one for one in found if one is not None), key=lambda one: (one.time, one.step))
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest checkpoint in folder ``root``; None if there is none.
+    """Return the checkpoint in folder ``root`` that was saved last; None if there is none.
 
-    This is the one that was saved last. If it is gone or incomplete, it is that of the highest step
-    among all that are complete.
+    The file ``latest`` names it. If that is gone or incomplete, its time says which it is.
     """
     root = Path(root)
     try:
@@ -127,6 +134,11 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         if size != file.nbytes:
             what = f"has {size} bytes, {file.nbytes} were written"
             raise CheckpointError(f"{path / file.name}: {what}")
+    return described(path, manifest)
+
+
+def described(path: Path, manifest: Manifest) -> CheckpointInfo:
+    """Return the description of the checkpoint in folder ``path`` that has this manifest."""
     entries = {name: manifest.entry(name) for name in manifest.names()}
     return CheckpointInfo(
         path=path,
@@ -157,18 +169,33 @@ def verify(path: str | os.PathLike[str]) -> CheckpointInfo:
     return inspect(path)
 
 
-def faults(path: str | os.PathLike[str], *, first: int = 0, every: int = 1) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint; of the data files only read some.
+def faults(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield what is wrong with a checkpoint, and files that do not belong there.
+
+    Args:
+        path: its folder.
+    """
+    path = Path(path)
+    yield from damage(path)
+    try:
+        known = {MANIFEST, *(file.name for file in read_manifest(path).files)}
+    except CheckpointError:
+        return
+    for one in sorted(path.iterdir()):
+        if one.name not in known:
+            yield f"{one}: no file of this checkpoint"
+
+
+def damage(path: Path, *, first: int = 0, every: int = 1) -> Iterator[str]:
+    """Yield why a checkpoint cannot be loaded; of the data files only read some.
 
     Args:
         path: its folder.
         first: the number of the first data file to read.
         every: read this one, and each so many after it.
     """
-    path = Path(path)
     try:
         manifest = read_manifest(path)
-        manifest.check()
     except CheckpointError as error:
         yield str(error)
         return
@@ -184,33 +211,59 @@ def faults(path: str | os.PathLike[str], *, first: int = 0, every: int = 1) -> I
             continue
         with file:
             yield from file.verify(expected[info.name])
-    for one in sorted(path.iterdir()):
-        if one.name not in expected and one.name != MANIFEST:
-            yield f"{one}: no file of this checkpoint"
+
+
+def numbered(root: Path) -> list[Path]:
+    """Return the folders ``step-...`` in ``root``, complete or not, in the order of saving."""
+    found = (one for one in _folders(root) if _NUMBERED.fullmatch(one.name))
+    return sorted((one for one in found if one.is_dir() and not one.is_symlink()), key=_time)
+
+
+def _time(path: Path) -> float:
+    try:
+        return read_manifest(path).time
+    except CheckpointError:
+        return path.stat().st_mtime
 
 
 def _complete(path: Path) -> CheckpointInfo | None:
     try:
         return inspect(path)
-    except (CheckpointError, ValueError):
+    except (CheckpointError, OSError, ValueError):
         return None
 
 
 def _folders(root: Path) -> Iterator[Path]:
+    """Yield what is in ``root`` and was neither left by a job nor put aside."""
     try:
-        yield from (one for one in root.iterdir() if not one.name.startswith("."))
-    except OSError:
+        found = sorted(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be listed ({error})") from error
+    yield from (one for one in found if not one.name.startswith(".") and _DAMAGED not in one.name)
+
+
+def make_folder(path: Path) -> None:
+    """Make a new folder, and those above it that are missing, and flush their names."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir()
+    flush_folder(path.parent)
 
 
 def write_flushed(path: Path, data: bytes) -> None:
     """Write a small file by another name, flush it, and give it its name."""
-    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
-    with unfinished.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def flush_folder(path: Path) -> None:
@@ -222,14 +275,36 @@ def flush_folder(path: Path) -> None:
         os.close(number)
 
 
+def refuse_name(path: Path) -> None:
+    """Raise ``ConfigError`` if ``path`` has a name that checkpoints cannot have."""
+    if path.name == LATEST or path.name.startswith(".") or _DAMAGED in path.name:
+        raise ConfigError(
+            f"{path.name} is a name with a meaning of its own among checkpoints; choose another"
+        )
+
+
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
     """Make a checkpoint of the flushed data files in ``unfinished``; it appears at once or not."""
     write_flushed(unfinished / MANIFEST, manifest.to_json())
     flush_folder(unfinished)
     unfinished.rename(path)
     flush_folder(path.parent)
-    write_flushed(path.parent / LATEST, f"{path.name}\n".encode())
+    pointer = path.parent / LATEST
+    try:
+        write_flushed(pointer, f"{path.name}\n".encode())
+        flush_folder(path.parent)
+    except OSError as error:  # the checkpoint is there; without the file, its time says so
+        log.warning("%s cannot be written (%s)", pointer, error)
+        with suppress(OSError):
+            pointer.unlink()
+
+
+def put_aside(path: Path) -> Path:
+    """Rename what is in the way of a checkpoint, and return its new name."""
+    aside = path.with_name(f"{path.name}{_DAMAGED}{uuid.uuid4().hex[:8]}")
+    path.rename(aside)
     flush_folder(path.parent)
+    return aside
 
 
 def remove(path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.checkpoint import datafile
-from fullshard.checkpoint.folders import read_manifest
+from fullshard.checkpoint.folders import CheckpointInfo, described, read_manifest
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.model import load_sharded_state_dict
 from fullshard.checkpoint.optimizer import optim_state_to_load
@@ -57,19 +57,25 @@ def load(
 
         All ranks raise the same, and nothing was changed.
     """
-    path = Path(path)
+    return load_described(Path(path), model, optimizer, strict=strict).extra
+
+
+def load_described(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
+) -> CheckpointInfo:
+    """Load a checkpoint as ``load`` does and return its description."""
     council = Council(f"load {path}")
     found: list[Any] = []
 
     def prepare() -> list[str]:
         manifest = read_manifest(path)
         target = Target(manifest, model, optimizer, strict=strict)
-        reader = Reader(path, manifest, target.wanted, council)
-        found.extend((target, reader, manifest.extra))
+        reader = Reader(path, manifest, target.wanted, rank=council.rank, world=council.world)
+        found.extend((target, reader, described(path, manifest)))
         return reader.to_exchange()
 
     exchanged = council.agree(prepare, _union)
-    target, reader, extra = found
+    target, reader, info = found
 
     def read() -> None:
         with reader:
@@ -77,8 +83,8 @@ def load(
         target.convert(optimizer)
 
     council.agree(read)
-    target.put(optimizer)
-    return extra
+    council.agree(lambda: target.put(optimizer))
+    return info  # type: ignore[no-any-return]
 
 
 def _union(said: list[list[str]]) -> list[str]:
@@ -107,6 +113,7 @@ class Target:
         self._optimizer_state: dict[str, Any] = {}
         self._to_load: dict[str, Any] = {}
         self._problems: list[str] = []
+        self._has_optimizer_state = any("optimizer" in c.values for c in manifest.contents)
         self._add_model()
         if optimizer is not None:
             self._add_optimizer(optimizer)
@@ -115,7 +122,7 @@ class Target:
 
     def convert(self, optimizer: Optimizer | None) -> None:
         """Make what the optimizer loads; changes nothing yet."""
-        if optimizer is not None:
+        if optimizer is not None and self._has_optimizer_state:
             state, strict = self._optimizer_state, self._strict
             self._to_load = optim_state_to_load(
                 self._model, optimizer, state, "load", strict=strict, copies=False
@@ -124,7 +131,7 @@ class Target:
     def put(self, optimizer: Optimizer | None) -> None:
         """Copy everything into the model and the optimizer."""
         load_sharded_state_dict(self._model, self._model_state, strict=False)
-        if optimizer is not None:
+        if optimizer is not None and self._has_optimizer_state:
             optimizer.load_state_dict(self._to_load)
 
     def _add_model(self) -> None:
@@ -132,16 +139,18 @@ class Target:
         ties = {name: first for one in values for name, first in one["ties"].items()}
         states = {name: state for one in values for name, state in one["states"].items()}
         rows = list(self._tree.rows())
-        given: set[int] = set()  # of tied parameters one name is enough
+        given: dict[int, str] = {}  # of tied parameters one name is enough
         for row in rows:
             name = f"model/{ties.get(row.name, row.name)}"
-            if not isinstance(row.value, Tensor):
+            if not isinstance(row.value, Tensor) or row.name in states:
                 if row.name in states:
                     self._model_state[row.name] = decode(states[row.name])
-                    given.add(id(row.value))
+                    given[id(row.value)] = row.name
             elif name in self._manifest and id(row.value) not in given:
-                given.add(id(row.value))
+                given[id(row.value)] = name
                 self._model_state[row.name] = self._want(name, row.value, row.value)
+            elif self._strict and name in self._manifest and name != given[id(row.value)]:
+                self._problems.append(f"{name} is tied to {given[id(row.value)]} here, not there")
         missing = [row.name for row in rows if id(row.value) not in given]
         names = {row.name for row in rows} | {ties.get(row.name, row.name) for row in rows}
         kinds = (name.partition("/") for name in self._manifest.names())
@@ -154,6 +163,8 @@ class Target:
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         stored = [c.values["optimizer"] for c in self._manifest.contents if "optimizer" in c.values]
+        if not stored and not self._strict:
+            return
         if not stored:
             self._problems.append("the checkpoint has no state of an optimizer")
             return
@@ -205,10 +216,19 @@ class Target:
         if own is not None and self._strict and dtype != own.dtype:
             self._problems.append(f"{full} is of {dtype} there and of {own.dtype} here")
             return None
+        if own is not None and _overlaps_itself(own):
+            self._problems.append(f"{full} shares memory between its elements here")
+            return None
         region, shape = _own(like)
         local = torch.empty(shape, dtype=dtype)
         self.wanted[full] = Wanted(region, local.view(-1))
         return _torch.dtensor_like(like, local) if isinstance(like, DTensor) else local
+
+
+def _overlaps_itself(value: Tensor) -> bool:
+    local = _torch.local_of(value) if isinstance(value, DTensor) else value
+    pairs = zip(local.shape, local.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def _own(like: Tensor) -> tuple[Region, torch.Size]:

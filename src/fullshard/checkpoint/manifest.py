@@ -7,137 +7,30 @@ a thousand ranks is as small as that of one, but for a line per file.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-import torch
 import xxhash
-from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fullshard import _torch
+from fullshard.checkpoint.entry import (
+    Entry,
+    Grid,
+    grid_from_json,
+    placement_from_json,
+    placement_to_json,
+    problem_of,
+    ranks_to_json,
+)
 from fullshard.checkpoint.values import decode, encode
 from fullshard.errors import CheckpointError
-from fullshard.layout.region import Region, whole
-from fullshard.tensors import RaggedShard, coordinates_near, region_of
+from fullshard.layout.region import Region
 
 FORMAT, VERSION = "fullshard checkpoint", 1
 MANIFEST = "manifest.json"
-
-
-class Grid(NamedTuple):
-    """A mesh without its process groups: its shape, and its ranks in row-major order."""
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-
-@cache
-def _coordinates(grid: Grid) -> dict[int, tuple[int, ...]]:
-    return dict(zip(grid.ranks, itertools.product(*map(range, grid.shape)), strict=True))
-
-
-class Entry(NamedTuple):
-    """A tensor of a checkpoint, as the ranks of one mesh hold it.
-
-    Attributes:
-        dtype: such as "float32".
-        shape: of the whole tensor.
-        grid: the ranks that hold it.
-        placements: one for each dim of the grid; None: a plain tensor, whole on every rank.
-        writer: which of the ranks that hold the same elements writes them.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    grid: Grid
-    placements: tuple[Placement, ...] | None
-    writer: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    def region(self, rank: int) -> Region:
-        """Return the elements that ``rank`` holds."""
-        coordinate = _coordinates(self.grid)[rank]
-        return _region(self.shape, self._placements(), self.grid.shape, coordinate)
-
-    @property
-    def num_copies(self) -> int:
-        """Number of ranks that hold the same elements."""
-        pairs = zip(self._placements(), self.grid.shape, strict=True)
-        return math.prod(size for placement, size in pairs if isinstance(placement, Replicate))
-
-    @property
-    def is_ragged(self) -> bool:
-        """Return whether ranks hold intervals, as 1-D tensors."""
-        return any(isinstance(one, RaggedShard) for one in self._placements())
-
-    def makes_sense(self) -> bool:
-        """Return whether dtype, mesh, placements and writer can be those of a tensor."""
-        placements, ndim = self._placements(), len(self.shape)
-        cuts = [one for one in placements if not isinstance(one, (Replicate, RaggedShard))]
-        return (
-            isinstance(getattr(torch, self.dtype, None), torch.dtype)
-            and all(size >= 0 for size in self.shape)
-            and math.prod(self.grid.shape) == len(set(self.grid.ranks)) == len(self.grid.ranks)
-            and len(placements) == len(self.grid.shape)
-            and all(0 <= one.dim < ndim for one in cuts)  # type: ignore[attr-defined]
-            and 0 <= self.writer < self.num_copies
-        )
-
-    def writers(self, near: Region | None) -> Iterator[int]:
-        """Yield the ranks that write their part, if ``near`` is given those that have some of it.
-
-        There may be others among them.
-        """
-        shape, sizes, copy = self.grid.shape, [], self.writer
-        for one, size in zip(self._placements()[::-1], shape[::-1], strict=True):
-            own = 0
-            if isinstance(one, Replicate):
-                copy, own = divmod(copy, size)
-            sizes.append(own)
-        fixed = sizes[::-1]
-        boxes = whole(self.shape).boxes() if near is None else near.boxes()
-        found = {
-            coordinate: None
-            for box in boxes
-            for coordinate in coordinates_near(box, self.shape, self._placements(), shape, fixed)
-        }
-        for coordinate in found:
-            index = 0
-            for own, size in zip(coordinate, shape, strict=True):
-                index = index * size + own
-            yield self.grid.ranks[index]
-
-    def is_written_by(self, rank: int) -> bool:
-        """Return whether ``rank`` writes its part, rather than a rank with the same elements."""
-        coordinate, index = _coordinates(self.grid).get(rank), 0
-        if coordinate is None:
-            return False
-        for one, own, size in zip(self._placements(), coordinate, self.grid.shape, strict=True):
-            index = index * size + own if isinstance(one, Replicate) else index
-        return index == self.writer
-
-    def _placements(self) -> tuple[Placement, ...]:
-        return self.placements or (Replicate(),) * len(self.grid.shape)
-
-
-@cache
-def _region(
-    shape: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-) -> Region:
-    return region_of(shape, placements, mesh_shape, coordinate)
 
 
 class FileInfo(NamedTuple):
@@ -201,25 +94,24 @@ def contents_to_json(contents: Contents) -> dict[str, Any]:
         for name, entry in contents.tensors.items()
     }
     return {
-        "meshes": [{"shape": grid.shape, "ranks": _ranks_to_json(grid.ranks)} for grid in grids],
+        "meshes": [{"shape": grid.shape, "ranks": ranks_to_json(grid.ranks)} for grid in grids],
         "placements": [
-            None if those is None else [_placement_to_json(one) for one in those]
-            for those in placed
+            None if those is None else [placement_to_json(one) for one in those] for those in placed
         ],
         "tensors": tensors,
         "values": contents.values,
     }
 
 
-def contents_from_json(stored: Any) -> Contents:
-    """Return the contents that ``contents_to_json`` was given.
+def contents_from_json(stored: Any, world: int) -> Contents:
+    """Return the contents that ``contents_to_json`` was given, of so many ranks.
 
     Raises:
         CheckpointError, ValueError, KeyError, TypeError, IndexError: it cannot have written this.
     """
-    grids = [Grid(tuple(one["shape"]), _ranks_from_json(one["ranks"])) for one in stored["meshes"]]
+    grids = [grid_from_json(one, world) for one in stored["meshes"]]
     placed = [
-        None if those is None else tuple(map(_placement_from_json, those))
+        None if those is None else tuple(map(placement_from_json, those))
         for those in stored["placements"]
     ]
     tensors = {
@@ -230,39 +122,6 @@ def contents_from_json(stored: Any) -> Contents:
         if not entry.makes_sense():
             raise CheckpointError(f"{name} cannot be placed as it says")
     return Contents(tensors, stored["values"])
-
-
-def _ranks_to_json(ranks: tuple[int, ...]) -> Any:
-    first = ranks[0]
-    in_order = ranks == tuple(range(first, first + len(ranks)))
-    return {"first": first, "count": len(ranks)} if in_order else ranks
-
-
-def _ranks_from_json(stored: Any) -> tuple[int, ...]:
-    if isinstance(stored, dict):
-        return tuple(range(stored["first"], stored["first"] + stored["count"]))
-    return tuple(stored)
-
-
-def _placement_to_json(placement: Placement) -> list[Any]:
-    if isinstance(placement, RaggedShard):
-        return ["ragged", placement.lengths]
-    if isinstance(placement, _torch.StridedShard):
-        return ["strided", placement.dim, placement.split_factor]
-    if isinstance(placement, Shard):
-        return ["shard", placement.dim]
-    assert isinstance(placement, Replicate)
-    return ["replicate"]
-
-
-def _placement_from_json(stored: Any) -> Placement:
-    kind, *rest = stored
-    if kind == "ragged":
-        return RaggedShard([(num_ranks, length) for num_ranks, length in rest[0]])
-    if kind == "strided":
-        strided: Placement = _torch.StridedShard(rest[0], split_factor=rest[1])
-        return strided
-    return Shard(rest[0]) if kind == "shard" else Replicate()
 
 
 @dataclass(frozen=True)
@@ -286,25 +145,20 @@ class Manifest:
     extra: Any
 
     @cached_property
-    def _ranks(self) -> list[frozenset[int]]:
-        """The ranks that have each of the contents."""
-        return [
-            frozenset(file.rank for file in self.files if file.contents == number)
-            for number in range(len(self.contents))
-        ]
-
-    @cached_property
-    def _held(self) -> dict[str, dict[int, Entry]]:
-        """The entries of each tensor, by the number of the contents that they are in.
-
-        If several meshes hold all of a tensor, only the first one's entries.
-        """
-        found: dict[str, dict[int, Entry]] = {}
-        for number, contents in enumerate(self.contents):
+    def _held(self) -> dict[str, list[tuple[Entry, set[int]]]]:
+        """The different entries of each tensor, and the ranks that have them."""
+        ranks: list[list[int]] = [[] for _ in self.contents]
+        for file in self.files:
+            ranks[file.contents].append(file.rank)
+        found: dict[str, list[tuple[Entry, set[int]]]] = {}
+        for contents, those in zip(self.contents, ranks, strict=True):
             for name, entry in contents.tensors.items():
-                held = found.setdefault(name, {})
-                if not held or entry.grid == next(iter(held.values())).grid:
-                    held[number] = entry
+                held = found.setdefault(name, [])
+                equal = next((its for other, its in held if other == entry), None)
+                if equal is None:
+                    held.append((entry, set(those)))
+                else:
+                    equal.update(those)
         return found
 
     def __contains__(self, name: str) -> bool:
@@ -316,16 +170,16 @@ class Manifest:
 
     def entry(self, name: str) -> Entry:
         """Return the entry of a tensor as its first rank has it."""
-        return next(iter(self._held[name].values()))
+        return self._held[name][0][0]
 
     def parts(self, name: str, near: Region | None = None) -> Iterator[Part]:
         """Yield the parts of a tensor; together they are all of it, once.
 
         If ``near`` is given, parts that have nothing in common with it may be left out.
         """
-        for number, entry in self._held[name].items():
+        for entry, ranks in self._held[name]:
             for rank in entry.writers(near):
-                if rank in self._ranks[number]:
+                if rank in ranks:
                     region = entry.region(rank)
                     if region.numel:
                         shape = (region.numel,) if entry.is_ragged else region.grid
@@ -339,17 +193,9 @@ class Manifest:
         """
         problems = []
         for name, held in self._held.items():
-            entry = self.entry(name)
-            ranks = frozenset().union(*(self._ranks[number] for number in held))
-            lost = [rank for rank in entry.grid.ranks if rank not in ranks]
-            if lost:
-                problems.append(f"{name}: ranks {lost[:8]} of its mesh do not hold it")
-            elif any((e.shape, e.dtype) != (entry.shape, entry.dtype) for e in held.values()):
-                problems.append(f"{name}: ranks have it in different shapes or dtypes")
-            elif any(e != entry for e in held.values()):
-                numel = sum(part.region.numel for part in self.parts(name))
-                if numel != entry.numel:
-                    problems.append(f"{name}: the ranks hold {numel} of {entry.numel} elements")
+            problem = problem_of(held)
+            if problem:
+                problems.append(f"{name}: {problem}")
         if problems:
             more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(f"the ranks' tensors do not fit: {'; '.join(problems[:8])}{more}")
@@ -390,21 +236,26 @@ class Manifest:
         if not mark or end != f'{digest_of((text + "}").encode())}"}}\n':
             raise CheckpointError("it was changed or cut off after it was written")
         try:
-            return cls(
-                step=stored["step"],
-                time=stored["time"],
+            files = stored["files"]
+            manifest = cls(
+                step=int(stored["step"]),
+                time=float(stored["time"]),
                 versions=stored["versions"],
-                contents=[contents_from_json(one) for one in stored["contents"]],
-                files=[_file(rank, file, stored) for rank, file in enumerate(stored["files"])],
+                contents=[contents_from_json(one, len(files)) for one in stored["contents"]],
+                files=[_file(rank, file, stored) for rank, file in enumerate(files)],
                 extra=decode(stored["extra"]),
             )
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            manifest.check()
+        except CheckpointError:
+            raise
+        except Exception as error:  # it may hold anything
             raise CheckpointError(f"it does not follow its format ({error!r})") from error
+        return manifest
 
 
 def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
     file = FileInfo(**stored)
-    is_plain = PurePath(file.name).name == file.name
+    is_plain = PurePath(file.name).name == file.name and file.name != ".."
     if not is_plain or file.rank != rank or not 0 <= file.contents < len(manifest["contents"]):
         raise CheckpointError(f"file {file.name!r} of rank {file.rank}")
     return file

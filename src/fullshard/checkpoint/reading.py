@@ -18,7 +18,6 @@ from torch import Tensor
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.datafile import BLOCK_NBYTES, DataFile
 from fullshard.checkpoint.manifest import Manifest, Part
-from fullshard.comm.council import Council
 from fullshard.comm.mesh import all_gather_bytes
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Overlap, Region
@@ -27,9 +26,8 @@ _TOLERATED = 1.05
 """Bytes read for each byte kept above which ranks exchange a tensor."""
 
 _EXCHANGED_NBYTES = 64 << 20  # at once, in the memory of each rank
-_CHUNK_NBYTES = 4 << 20  # a multiple of the blocks; read between two signs of life
+_CHUNK_NBYTES = 4 << 20  # a multiple of the blocks
 _ALIGN = 16
-_OTHERS_FAILED = CheckpointError("other ranks could not read their shares")
 
 
 class Wanted(NamedTuple):
@@ -63,12 +61,19 @@ class Reader:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, wanted: Mapping[str, Wanted], council: Council
+        self,
+        folder: Path,
+        manifest: Manifest,
+        wanted: Mapping[str, Wanted],
+        *,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._wanted = wanted
-        self._council = council
+        self._rank = rank
+        self._world = world
         self._files: dict[str, DataFile] = {}
         self._filled = dict.fromkeys(wanted, 0)
         self._buffer = torch.empty(_CHUNK_NBYTES, dtype=torch.uint8)
@@ -87,7 +92,7 @@ class Reader:
 
     def to_exchange(self) -> list[str]:
         """Return the tensors that this rank had better not read alone."""
-        if self._council.world == 1:
+        if self._world == 1:
             return []
         return [
             name
@@ -109,13 +114,21 @@ class Reader:
         except Exception as error:
             failure = error
         for batch in self._batches(exchanged):
-            failure = self._exchange(batch, failure)
-            if failure is not None:
+            given = self._exchange(batch, failure)
+            if given is None:
                 break
-        if failure is _OTHERS_FAILED:
-            return  # they say why
+            try:
+                for run, data in given:
+                    self._use(run, data)
+            except Exception as error:
+                failure = error  # the next exchange says so
+        else:
+            if failure is None:
+                self._check_all_is_filled()
         if failure is not None:
             raise failure
+
+    def _check_all_is_filled(self) -> None:
         for name, wanted in self._wanted.items():
             if self._filled[name] != wanted.region.numel:
                 raise CheckpointError(
@@ -145,7 +158,6 @@ class Reader:
         file.check(run.name, datafile.dtype_of(run.part.dtype), run.part.shape)
         for start in range(0, run.nbytes, _CHUNK_NBYTES):
             file.read(run.name, run.start + start, into[start : start + _CHUNK_NBYTES])
-            self._council.beat()
 
     def _read_and_use(self, run: _Run) -> None:
         """Read to where it is wanted if that is in one piece, else to the buffer, and copy."""
@@ -199,33 +211,34 @@ class Reader:
         if batch:
             yield batch
 
-    def _exchange(self, batch: Sequence[_Run], failure: Exception | None) -> Exception | None:
-        """Read this rank's share of ``batch``, give it to all ranks, and use what they give.
+    def _exchange(
+        self, batch: Sequence[_Run], failure: Exception | None
+    ) -> list[tuple[_Run, Tensor]] | None:
+        """Read this rank's share of ``batch`` and return what all ranks read.
 
         Args:
             batch: equal on all ranks.
-            failure: why this rank cannot read its share.
+            failure: why this rank cannot read its share; if it is None, raised afterwards.
 
         Returns:
-            Why this rank failed; ``_OTHERS_FAILED`` if only others did, None if nobody did.
+            None on all ranks if one cannot read its share.
         """
-        shares = [_Share(runs) for runs in _shares(batch, self._council.world)]
+        shares = [_Share(runs) for runs in _shares(batch, self._world)]
         own = torch.zeros(max(share.nbytes for share in shares), dtype=torch.uint8)
         try:
             if failure is None:
-                for run, place in shares[self._council.rank]:
+                for run, place in shares[self._rank]:
                     self._read(run, own[place : place + run.nbytes])
                 own[0] = 1
-        except Exception as error:
-            failure = error
-        given = all_gather_bytes(own)
-        if failure is None and not given[:, 0].all():
-            return _OTHERS_FAILED
-        if failure is None:
-            for share, data in zip(shares, given, strict=True):
-                for run, place in share:
-                    self._use(run, data[place : place + run.nbytes])
-        return failure
+        finally:
+            given = all_gather_bytes(own)
+        if not given[:, 0].all():
+            return None
+        return [
+            (run, data[place : place + run.nbytes])
+            for share, data in zip(shares, given, strict=True)
+            for run, place in share
+        ]
 
 
 class _Share:

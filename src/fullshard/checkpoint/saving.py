@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from fullshard._version import __version__
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.collecting import Collected
-from fullshard.checkpoint.folders import UNFINISHED, commit
+from fullshard.checkpoint.folders import UNFINISHED, commit, make_folder, refuse_name
 from fullshard.checkpoint.manifest import (
     Contents,
     FileInfo,
@@ -100,32 +101,47 @@ class _Saving:
                     f"{apart[0]} of rank {rank} differs from rank 0's; give all ranks the same, "
                     "and what differs by rank under the rank's number"
                 )
+        refuse_name(self._path)
         if self._path.exists():
             raise ConfigError("there is something at this path; a checkpoint needs a new one")
         name = f"{UNFINISHED}{self._path.name}-{uuid.uuid4().hex[:8]}"
-        self._path.with_name(name).mkdir(parents=True)
+        make_folder(self._path.with_name(name))
         return str(self._path.with_name(name))
 
     def write(self, unfinished: Path) -> dict[str, Any]:
         name = f"rank-{self._council.rank:05d}.safetensors"
-        nbytes, digest = datafile.write(unfinished / name, self._found.parts, self._council.beat)
+        nbytes, digest = datafile.write(unfinished / name, self._found.parts)
         contents = contents_to_json(Contents(self._found.tensors, self._found.values))
         key = self._council.share(json.dumps(contents))
         return {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
 
     def finish(self, unfinished: Path, said: list[dict[str, Any]]) -> None:
         """Write the manifest and give the folder its name."""
-        keys = list(dict.fromkeys(one["contents"] for one in said))
+        numbers: dict[str, int] = {}
+        contents: list[Contents] = []
+        for key in dict.fromkeys(one["contents"] for one in said):
+            own = contents_from_json(json.loads(self._council.take(key)), len(said))
+            own = _without_states_of(contents, own)
+            if own not in contents:
+                contents.append(own)
+            numbers[key] = contents.index(own)
         manifest = Manifest(
             step=self._step,
             time=time.time(),
             versions={"fullshard": __version__, "torch": torch.__version__},
-            contents=[contents_from_json(json.loads(self._council.take(key))) for key in keys],
+            contents=contents,
             files=[
-                FileInfo(**{**one, "rank": rank, "contents": keys.index(one["contents"])})
+                FileInfo(**{**one, "rank": rank, "contents": numbers[one["contents"]]})
                 for rank, one in enumerate(said)
             ],
             extra=self._extra,
         )
         manifest.check()
         commit(unfinished, self._path, manifest)
+
+
+def _without_states_of(others: Sequence[Contents], own: Contents) -> Contents:
+    """Leave out extra state that is known: of modules that many ranks have, the first one's."""
+    known = {name for one in others for name in one.values["states"]}
+    states = {name: state for name, state in own.values["states"].items() if name not in known}
+    return own._replace(values={**own.values, "states": states})

@@ -40,10 +40,11 @@ def encode(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return {"$bytes": _text(value)}
     if isinstance(value, Tensor) and type(value.detach()) is Tensor:
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        own = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        flat = own.reshape(-1).view(torch.uint8)
         kind = str(value.dtype).removeprefix("torch.")
         return {"$tensor": [kind, list(value.shape), _text(_small(flat.numpy().tobytes(), name))]}
-    if isinstance(value, (numpy.ndarray, numpy.generic)) and not value.dtype.hasobject:
+    if isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufcSU":
         data = _small(value.tobytes(), name)
         return {"$array": [value.dtype.str, list(value.shape), _text(data)]}
     kind = "a DTensor" if isinstance(value, DTensor) else f"of type {type(value).__name__}"

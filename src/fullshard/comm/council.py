@@ -2,6 +2,11 @@
 
 Ranks that compute and ranks that write files may be at different places for a long time, and any
 of them may fail or die. Here all ranks learn what the first one decided, and who failed why.
+
+From the first council on, a thread of each process tells the others through the store that the
+process lives. Ranks whose processes end are named within ``FULLSHARD_PATIENCE_S``; those that live
+and do not come to a decision, as they hang or do something else, after the timeout of the store,
+which is that of ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -10,27 +15,31 @@ import base64
 import hashlib
 import itertools
 import json
-import math
 import os
+import secrets
+import threading
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from fullshard import _torch, errors
-from fullshard.errors import CheckpointError, FullshardError, LostRankError
+from fullshard.comm.mesh import all_gather_bytes
+from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
 
 PATIENCE = "FULLSHARD_PATIENCE_S"
-"""Environment variable: seconds without a sign of life after which a rank counts as lost."""
+"""Environment variable: seconds without a sign of life after which a process counts as ended."""
 
 _DEFAULT_PATIENCE_S = 30.0
-_BEAT_S = 1.0
+_PULSE_S = 1.0
 _POLL_S = 0.005
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_PIECE_NBYTES = 4 << 20  # stores refuse more than 8 MiB in one message
 
 
 class Council:
@@ -42,10 +51,10 @@ class Council:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self.rank, self.world, self._store, self._number = _members()
+        self.rank, self.world, self._store, self._numbers = _members()
+        self._number = next(self._numbers)
         self._patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
-        self._beats = self._decisions = 0
-        self._last_beat = -math.inf
+        self._decisions = 0
 
     def agree(
         self,
@@ -62,9 +71,10 @@ class Council:
             undo: called on the first rank before any rank raises.
 
         Raises:
-            FullshardError: on all ranks, if any ``own`` or ``decide`` raised; of the class that
-                they raised, if they are of fullshard and of one class, else a ``CheckpointError``.
-            LostRankError: on all ranks that live, if a rank gives no sign of life.
+            FullshardError: on all ranks, if any ``own`` or ``decide`` raised: of the class that
+                they raised, if they are of fullshard and of one class; ``CheckpointError`` for an
+                ``OSError``; else ``FailedRankError``.
+            LostRankError: on all ranks that live, if a rank ended or hangs.
         """
         failure = None
         try:
@@ -82,23 +92,33 @@ class Council:
         key = hashlib.sha256(text.encode()).hexdigest()
         with self._store_answers():
             if not self._store.check([key]):
-                packed = zlib.compress(text.encode(), 1)
-                self._store.set(key, base64.b64encode(packed).decode())
+                self._post(key, base64.b64encode(zlib.compress(text.encode(), 1)).decode())
         return key
 
     def take(self, key: str) -> str:
         """Return what was shared under ``key`` and forget it; on the first rank, in ``decide``."""
-        text = zlib.decompress(base64.b64decode(self._store.get(key))).decode()
-        self._store.delete_key(key)
+        text = zlib.decompress(base64.b64decode(self._fetch(key))).decode()
+        self._forget(key)
         return text
 
-    def beat(self) -> None:
-        """Tell the other ranks, not more than once a second, that this one goes on."""
-        now = time.monotonic()
-        if now - self._last_beat > _BEAT_S:
-            self._last_beat = now
-            self._beats += 1
-            self._store.set(f"beat/{self.rank}", str(self._beats))
+    def _post(self, key: str, text: str) -> None:
+        """Set ``key``, in pieces; its value, the number of other pieces, comes last."""
+        pieces = [text[at : at + _PIECE_NBYTES] for at in range(0, len(text), _PIECE_NBYTES)]
+        for number, piece in enumerate(pieces[1:]):
+            self._store.set(f"{key}/piece {number}", piece)
+        self._store.set(key, f"{max(len(pieces) - 1, 0)} {pieces[0] if pieces else ''}")
+
+    def _fetch(self, key: str) -> str:
+        count, _, text = self._store.get(key).decode().partition(" ")
+        pieces = [f"{key}/piece {number}" for number in range(int(count))]
+        return "".join([text, *(self._store.get(one).decode() for one in pieces)])
+
+    def _forget(self, key: str) -> None:
+        if self._store.check([key]):
+            count = self._store.get(key).decode().partition(" ")[0]
+            for number in range(int(count)):
+                self._store.delete_key(f"{key}/piece {number}")
+            self._store.delete_key(key)
 
     def _verdict_on(
         self,
@@ -107,20 +127,23 @@ class Council:
         undo: Callable[[], Any] | None,
     ) -> dict[str, Any]:
         self._decisions += 1
+        if self.rank and self._decisions == 1:
+            while self._store.check([f"{self._number}/1"]):  # decided when we were away
+                self._number = next(self._numbers)
         verdict_key = f"{self._number}/{self._decisions}"
-        self._store.set(f"{verdict_key}/{self.rank}", json.dumps(said))
+        self._post(f"{verdict_key}/{self.rank}", json.dumps(said))
         if self.rank:
             self._wait_for({0: verdict_key})
-            verdict = json.loads(self._store.get(verdict_key))
+            verdict = json.loads(self._fetch(verdict_key))
         else:
             keys = {rank: f"{verdict_key}/{rank}" for rank in range(self.world)}
             verdict = self._decided(keys, decide)
             if "error" in verdict and undo is not None:
                 undo()
-            self._store.set(verdict_key, json.dumps(verdict))
+            self._post(verdict_key, json.dumps(verdict))
             # Only this rank read these, and all others have read the verdict before this one.
             for key in (*keys.values(), f"{self._number}/{self._decisions - 1}"):
-                self._store.delete_key(key)
+                self._forget(key)
         return verdict  # type: ignore[no-any-return]
 
     def _decided(
@@ -128,7 +151,7 @@ class Council:
     ) -> dict[str, Any]:
         try:
             self._wait_for(keys)
-            said = [json.loads(self._store.get(key)) for key in keys.values()]
+            said = [json.loads(self._fetch(key)) for key in keys.values()]
             failed: dict[tuple[str, str], list[int]] = {}
             for rank, one in enumerate(said):
                 if "error" in one:
@@ -142,34 +165,43 @@ class Council:
     def _wait_for(self, keys: Mapping[int, str]) -> None:
         """Wait until all ``keys``, each to be set by a rank, are there."""
         missing = dict(keys)
-        seen: dict[int, tuple[bytes, float]] = {}
-        checked = 0.0
+        seen: dict[int, _Sign] = {}
+        began = checked = time.monotonic()
+        # The first rank waits for the others, and they wait for what it says then.
+        limit_s = self._limit_s() * (2 if self.rank else 1)
         while True:
             missing = {r: key for r, key in missing.items() if not self._store.check([key])}
             if not missing:
                 return
             now = time.monotonic()
-            if now - checked > _BEAT_S:
+            if now - checked > _PULSE_S:
                 checked = now
                 self._look_for_life(list(missing), seen, now)
-            self.beat()
+            if now - began > limit_s:
+                raise LostRankError(
+                    f"rank(s) {_some(list(missing))} live, but did not come to this in "
+                    f"{limit_s:g} s: they hang, or do something else"
+                )
             time.sleep(_POLL_S)
 
-    def _look_for_life(
-        self, ranks: Sequence[int], seen: dict[int, tuple[bytes, float]], now: float
-    ) -> None:
+    def _limit_s(self) -> float:
+        """Return how long to wait for ranks that live."""
+        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
+        return timeout.total_seconds()
+
+    def _look_for_life(self, ranks: Sequence[int], seen: dict[int, _Sign], now: float) -> None:
         lost = []
         for rank in ranks:
-            key = f"beat/{rank}"
-            beats = self._store.get(key) if self._store.check([key]) else b""
-            if rank not in seen or seen[rank][0] != beats:
-                seen[rank] = (beats, now)
-            elif now - seen[rank][1] > self._patience_s:
+            key = _pulse_key(rank)
+            pulse = self._store.get(key) if self._store.check([key]) else None
+            if rank not in seen or seen[rank].pulse != pulse:
+                seen[rank] = _Sign(pulse, now)
+            elif pulse is not None and now - seen[rank].time > self._patience_s:
                 lost.append(rank)
         if lost:
             raise LostRankError(
-                f"rank(s) {', '.join(map(str, lost))} gave no sign of life for "
-                f"{self._patience_s:g} s: their processes ended or hang. {PATIENCE} sets the limit"
+                f"rank(s) {_some(lost)} gave no sign of life for {self._patience_s:g} s: their "
+                f"processes ended or were stopped. {PATIENCE} sets the limit"
             )
 
     @contextmanager
@@ -189,7 +221,7 @@ def _of_all(failed: Mapping[tuple[str, str], list[int]]) -> dict[str, Any]:
     """Return the error of all ranks for the errors of some."""
     texts = [f"rank {_some(ranks)}: {text}" for (text, _), ranks in failed.items()]
     kinds = {kind for _, kind in failed}
-    kind = kinds.pop() if len(kinds) == 1 else CheckpointError.__name__
+    kind = kinds.pop() if len(kinds) == 1 else FailedRankError.__name__
     more = f"; and {len(texts) - 8} other errors" if len(texts) > 8 else ""
     return {"error": "; ".join(texts[:8]) + more, "kind": kind}
 
@@ -201,16 +233,69 @@ def _some(ranks: Sequence[int]) -> str:
 def _described(error: Exception) -> dict[str, Any]:
     if isinstance(error, FullshardError) and type(error).__name__ in errors.__all__:
         return {"error": str(error), "kind": type(error).__name__}
-    kind = CheckpointError.__name__
-    return {"error": f"{type(error).__name__}: {error}", "kind": kind}
+    kind = CheckpointError if isinstance(error, OSError) else FailedRankError
+    return {"error": f"{type(error).__name__}: {error}", "kind": kind.__name__}
 
 
-def _members() -> tuple[int, int, dist.Store, int]:
-    """Return this rank, the number of ranks, a store, and the number of this council."""
+class _Sign(NamedTuple):
+    """The last sign of life of a rank; ``pulse`` is None before its first council."""
+
+    pulse: bytes | None
+    time: float
+
+
+class _Pulse:
+    """Tells the other ranks, from a thread of its own, that this process lives."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store = store
+        self._key = _pulse_key(rank)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fullshard pulse", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for number in itertools.count():
+            try:
+                self._store.set(self._key, str(number))
+            except RuntimeError:  # the store is gone; who needs it, says so
+                return
+            if self._ended.wait(_PULSE_S):
+                return
+
+
+class _Members:
+    """What the councils of a process group share."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Ranks may have met in this store before, in another process group: use other keys.
+        name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
+        prefix = f"fullshard/{bytes(all_gather_bytes(name)[0].tolist()).hex()}"
+        self.store = dist.PrefixStore(prefix, _torch.default_store())
+        self.numbers = itertools.count()
+        pulse = _Pulse(dist.PrefixStore(prefix, _torch.own_store()), group.rank())
+        weakref.finalize(group, pulse.end)
+
+
+_members_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Members] = weakref.WeakKeyDictionary()
+
+
+def _pulse_key(rank: int) -> str:
+    return f"pulse/{rank}"
+
+
+def _members() -> tuple[int, int, dist.Store, Iterator[int]]:
+    """Return this rank, the number of ranks, a store, and the numbers of the next councils."""
     if not dist.is_initialized():
-        return 0, 1, dist.HashStore(), 0
+        return 0, 1, dist.HashStore(), itertools.count()
     group = dist.group.WORLD
     assert group is not None
-    number = next(_numbers.setdefault(group, itertools.count()))
-    store = dist.PrefixStore("fullshard/council", _torch.default_store())
-    return dist.get_rank(), dist.get_world_size(), store, number
+    if group not in _members_of:
+        _members_of[group] = _Members(group)
+    members = _members_of[group]
+    return group.rank(), group.size(), members.store, members.numbers

@@ -1,0 +1,228 @@
+"""A tensor of a checkpoint, as the ranks of one mesh hold it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from fullshard import _torch
+from fullshard.errors import CheckpointError
+from fullshard.layout.region import Region, whole
+from fullshard.tensors import RaggedShard, coordinates_near, region_of
+
+
+class Grid(NamedTuple):
+    """A mesh without its process groups: its shape, and its ranks in row-major order."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@cache
+def _coordinates(grid: Grid) -> dict[int, tuple[int, ...]]:
+    return dict(zip(grid.ranks, itertools.product(*map(range, grid.shape)), strict=True))
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint, as the ranks of one mesh hold it.
+
+    Attributes:
+        dtype: such as "float32".
+        shape: of the whole tensor.
+        grid: the ranks that hold it.
+        placements: one for each dim of the grid; None: a plain tensor, whole on every rank.
+        writer: which of the ranks that hold the same elements writes them.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    grid: Grid
+    placements: tuple[Placement, ...] | None
+    writer: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def region(self, rank: int) -> Region:
+        """Return the elements that ``rank`` holds."""
+        coordinate = _coordinates(self.grid)[rank]
+        region = _region(self.shape, self._placements(), self.grid.shape, coordinate)
+        if region.stop > math.prod(region.grid):
+            raise CheckpointError(f"rank {rank} cannot hold what its intervals say")
+        return region
+
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks that hold the same elements."""
+        pairs = zip(self._placements(), self.grid.shape, strict=True)
+        return math.prod(size for placement, size in pairs if isinstance(placement, Replicate))
+
+    @property
+    def is_ragged(self) -> bool:
+        """Return whether ranks hold intervals, as 1-D tensors."""
+        return any(isinstance(one, RaggedShard) for one in self._placements())
+
+    def makes_sense(self) -> bool:
+        """Return whether dtype, mesh, placements and writer can be those of a tensor."""
+        placements, ndim = self._placements(), len(self.shape)
+        cuts = [one for one in placements if not isinstance(one, (Replicate, RaggedShard))]
+        sizes, ranks = self.grid
+        num_ranks = math.prod(sizes)
+        factors = [getattr(one, "split_factor", 1) for one in cuts]
+        ragged = [one for one in placements if isinstance(one, RaggedShard)]
+        return (
+            isinstance(getattr(torch, self.dtype, None), torch.dtype)
+            and all(size >= 0 for size in (*self.shape, *ranks))
+            and all(size >= 1 for size in sizes)
+            and num_ranks == len(set(ranks)) == len(ranks)
+            and len(placements) == len(sizes)
+            and all(0 <= one.dim < ndim for one in cuts)  # type: ignore[attr-defined]
+            and all(1 <= factor <= num_ranks for factor in factors)
+            and len(ragged) <= 1
+            and all(count > 0 <= length for one in ragged for count, length in one.lengths)
+            and 0 <= self.writer < self.num_copies
+        )
+
+    def is_cut_like(self, other: Entry) -> bool:
+        """Return whether ranks that have either hold parts of one tensor.
+
+        Ragged intervals may differ between ranks that hold different rows or columns.
+        """
+        return self._regular() == other._regular()
+
+    def rank_groups(self) -> list[tuple[int, ...]]:
+        """Return the ranks of the grid in groups that need to have equal entries."""
+        ragged = [at for at, one in enumerate(self._placements()) if isinstance(one, RaggedShard)]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in _coordinates(self.grid).items():
+            key = () if not ragged else (*at[: ragged[0]], *at[ragged[0] + 1 :])
+            groups.setdefault(key, []).append(rank)
+        return [tuple(ranks) for ranks in groups.values()]
+
+    def _regular(self) -> tuple[Any, ...]:
+        """Return what all ranks of the grid have to have."""
+        kinds = (None if isinstance(one, RaggedShard) else one for one in self._placements())
+        return (self.dtype, self.shape, self.grid, self.writer, self.placements is None, *kinds)
+
+    def writers(self, near: Region | None) -> Iterator[int]:
+        """Yield the ranks that write their part, if ``near`` is given those that have some of it.
+
+        There may be others among them.
+        """
+        shape, sizes, copy = self.grid.shape, [], self.writer
+        for one, size in zip(self._placements()[::-1], shape[::-1], strict=True):
+            own = 0
+            if isinstance(one, Replicate):
+                copy, own = divmod(copy, size)
+            sizes.append(own)
+        fixed = sizes[::-1]
+        boxes = whole(self.shape).boxes() if near is None else near.boxes()
+        found = {
+            coordinate: None
+            for box in boxes
+            for coordinate in coordinates_near(box, self.shape, self._placements(), shape, fixed)
+        }
+        for coordinate in found:
+            index = 0
+            for own, size in zip(coordinate, shape, strict=True):
+                index = index * size + own
+            yield self.grid.ranks[index]
+
+    def is_written_by(self, rank: int) -> bool:
+        """Return whether ``rank`` writes its part, rather than a rank with the same elements."""
+        coordinate, index = _coordinates(self.grid).get(rank), 0
+        if coordinate is None:
+            return False
+        for one, own, size in zip(self._placements(), coordinate, self.grid.shape, strict=True):
+            index = index * size + own if isinstance(one, Replicate) else index
+        return index == self.writer
+
+    def _placements(self) -> tuple[Placement, ...]:
+        return self.placements or (Replicate(),) * len(self.grid.shape)
+
+
+@cache
+def _region(
+    shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> Region:
+    return region_of(shape, placements, mesh_shape, coordinate)
+
+
+def problem_of(held: Sequence[tuple[Entry, set[int]]]) -> str:
+    """Return why entries, with the ranks that have them, do not make up one tensor; or nothing."""
+    entry = held[0][0]
+    grids = list(dict.fromkeys(one.grid for one, _ in held))
+    if len(grids) > 1:
+        meshes = " and ".join(str([*grid.ranks[:4]]) for grid in grids[:2])
+        return (
+            f"ranks on different meshes, {meshes}, have it under one name; give them other names "
+            "if they differ, or one mesh that has both"
+        )
+    if not all(one.is_cut_like(entry) for one, _ in held):
+        return "ranks have it in different shapes or dtypes, or placed differently"
+    lost = set(entry.grid.ranks).difference(*(ranks for _, ranks in held))
+    if lost:
+        return f"ranks {sorted(lost)[:8]} of its mesh do not hold it"
+    for group in entry.rank_groups() if len(held) > 1 or entry.is_ragged else ():
+        own = [one for one, ranks in held if not ranks.isdisjoint(group)]
+        region = own[0].region(group[0])
+        intervals = [p.numel for p in own[0].placements or () if isinstance(p, RaggedShard)]
+        if len(own) > 1 or intervals not in ([], [math.prod(region.grid)]):
+            return f"ranks {[*group[:8]]} do not hold {math.prod(region.grid)} elements together"
+    return ""
+
+
+def ranks_to_json(ranks: tuple[int, ...]) -> Any:
+    """Return the ranks of a mesh in JSON's types."""
+    first = ranks[0]
+    in_order = ranks == tuple(range(first, first + len(ranks)))
+    return {"first": first, "count": len(ranks)} if in_order else ranks
+
+
+def grid_from_json(stored: Any, world: int) -> Grid:
+    """Return a mesh of ``world`` ranks at most; equal ones are the same object."""
+    ranks = stored["ranks"]
+    if isinstance(ranks, dict):
+        if not 0 <= ranks["count"] <= world:
+            raise CheckpointError(f"a mesh of {ranks['count']} ranks, of {world}")
+        ranks = range(ranks["first"], ranks["first"] + ranks["count"])
+    return _only_one(Grid(tuple(stored["shape"]), tuple(ranks)))
+
+
+@cache
+def _only_one(grid: Grid) -> Grid:
+    return grid
+
+
+def placement_to_json(placement: Placement) -> list[Any]:
+    """Return a placement in JSON's types."""
+    if isinstance(placement, RaggedShard):
+        return ["ragged", placement.lengths]
+    if isinstance(placement, _torch.StridedShard):
+        return ["strided", placement.dim, placement.split_factor]
+    if isinstance(placement, Shard):
+        return ["shard", placement.dim]
+    assert isinstance(placement, Replicate)
+    return ["replicate"]
+
+
+def placement_from_json(stored: Any) -> Placement:
+    """Return the placement that ``placement_to_json`` was given."""
+    kind, *rest = stored
+    if kind == "ragged":
+        return RaggedShard([(num_ranks, length) for num_ranks, length in rest[0]])
+    if kind == "strided":
+        strided: Placement = _torch.StridedShard(rest[0], split_factor=rest[1])
+        return strided
+    return Shard(rest[0]) if kind == "shard" else Replicate()
