@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from fullshard.checkpoint.checkpointer import Checkpointer
 from fullshard.checkpoint.comparing import differences
+from fullshard.checkpoint.exporting import save_weights
 from fullshard.checkpoint.folders import (
     CheckpointInfo,
     TensorInfo,
@@ -22,6 +23,7 @@ from fullshard.checkpoint.folders import (
     list_checkpoints,
     verify,
 )
+from fullshard.checkpoint.importing import LoadedWeights, load_weights
 from fullshard.checkpoint.loading import load
 from fullshard.checkpoint.model import (
     full_state_dict,
@@ -42,6 +44,7 @@ __all__ = [
     "CheckpointInfo",
     "Checkpointer",
     "LoadPlanner",
+    "LoadedWeights",
     "TensorInfo",
     "differences",
     "faults",
@@ -55,8 +58,10 @@ __all__ = [
     "load_full_state_dict",
     "load_sharded_optim_state_dict",
     "load_sharded_state_dict",
+    "load_weights",
     "sharded_optim_state_dict",
     "save",
+    "save_weights",
     "sharded_state_dict",
     "verify",
 ]

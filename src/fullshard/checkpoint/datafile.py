@@ -12,6 +12,7 @@ header, so it vouches for every byte of the file.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +94,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
-def _array(tensor: Tensor) -> Any:
+def array_of(tensor: Tensor) -> Any:
+    """Return the array of NumPy that shares the memory of ``tensor``."""
     return tensor.numpy()
 
 
@@ -112,11 +114,11 @@ def write(path: Path, pieces: Mapping[str, Tensor]) -> tuple[int, str]:
         file.seek(len(blank))
         unsynced = 0
         for _, tensor in named:
-            data = memoryview(_array(bytes_of(tensor)))
+            data = memoryview(array_of(bytes_of(tensor)))
             for start in range(0, len(data), _CHUNK_BLOCKS * BLOCK_NBYTES):
                 chunk = data[start : start + _CHUNK_BLOCKS * BLOCK_NBYTES]
                 digests += map(xxhash.xxh3_64_hexdigest, _blocks(chunk))
-                _write_all(file, chunk)
+                write_all(file, chunk)
                 unsynced += len(chunk)
             if unsynced > _SYNC_NBYTES:
                 os.fsync(file.fileno())
@@ -124,7 +126,7 @@ def write(path: Path, pieces: Mapping[str, Tensor]) -> tuple[int, str]:
         header = _header(named, "".join(digests))
         nbytes = file.tell()
         file.seek(0)
-        _write_all(file, memoryview(header))
+        write_all(file, memoryview(header))
         os.fsync(file.fileno())
     return nbytes, digest_of(bytes(header))
 
@@ -133,20 +135,27 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
     return (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
 
 
-def _write_all(file: BinaryIO, data: memoryview) -> None:
+def write_all(file: BinaryIO, data: memoryview) -> None:
+    """Write all of ``data`` to a file without a buffer."""
     while data:
         data = data[file.write(data) :]
 
 
 def _header(named: Sequence[tuple[str, Tensor]], digests: str) -> bytes:
-    stored: dict[str, Any] = {
-        "__metadata__": {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
-    }
+    metadata = {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
+    return header_of([(name, one.dtype, one.shape) for name, one in named], metadata)
+
+
+def header_of(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the beginning of a safetensors file: names, dtypes and shapes in the order of data."""
+    stored: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
-    for name, tensor in named:
-        code, shape = _code(tensor.dtype, tensor.shape)
-        end = offset + tensor.nbytes
-        stored[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
+    for name, dtype, shape in tensors:
+        code, own_shape = _code(dtype, shape)
+        end = offset + math.prod(shape) * dtype.itemsize
+        stored[name] = {"dtype": code, "shape": own_shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(stored, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -213,7 +222,7 @@ class DataFile:
             start: offset in the part, at the beginning of a block.
             into: bytes on the CPU, as many whole blocks as fit, or the last ones of the part.
         """
-        stored, data = self._stored[name], memoryview(_array(into))
+        stored, data = self._stored[name], memoryview(array_of(into))
         block = stored.first_block + start // BLOCK_NBYTES
         self._read(stored.offset + start, data)
         self.nbytes_read += len(data)

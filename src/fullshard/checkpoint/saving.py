@@ -111,27 +111,19 @@ class _Saving:
     def write(self, unfinished: Path) -> dict[str, Any]:
         name = f"rank-{self._council.rank:05d}.safetensors"
         nbytes, digest = datafile.write(unfinished / name, self._found.parts)
-        contents = contents_to_json(Contents(self._found.tensors, self._found.values))
-        key = self._council.share(json.dumps(contents))
+        key = shared(self._council, self._found)
         return {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
 
     def finish(self, unfinished: Path, said: list[dict[str, Any]]) -> None:
         """Write the manifest and give the folder its name."""
-        numbers: dict[str, int] = {}
-        contents: list[Contents] = []
-        for key in dict.fromkeys(one["contents"] for one in said):
-            own = contents_from_json(json.loads(self._council.take(key)), len(said))
-            own = _without_states_of(contents, own)
-            if own not in contents:
-                contents.append(own)
-            numbers[key] = contents.index(own)
+        contents, numbers = merged(self._council, [one["contents"] for one in said])
         manifest = Manifest(
             step=self._step,
             time=time.time(),
             versions={"fullshard": __version__, "torch": torch.__version__},
             contents=contents,
             files=[
-                FileInfo(**{**one, "rank": rank, "contents": numbers[one["contents"]]})
+                FileInfo(**{**one, "rank": rank, "contents": numbers[rank]})
                 for rank, one in enumerate(said)
             ],
             extra=self._extra,
@@ -140,8 +132,24 @@ class _Saving:
         commit(unfinished, self._path, manifest)
 
 
-def _without_states_of(others: Sequence[Contents], own: Contents) -> Contents:
-    """Leave out extra state that is known: of modules that many ranks have, the first one's."""
-    known = {name for one in others for name in one.values["states"]}
-    states = {name: state for name, state in own.values["states"].items() if name not in known}
-    return own._replace(values={**own.values, "states": states})
+def shared(council: Council, found: Collected) -> str:
+    """Hand what a rank contributes to the first rank; return the key for ``merged``."""
+    return council.share(json.dumps(contents_to_json(Contents(found.tensors, found.values))))
+
+
+def merged(council: Council, keys: Sequence[str]) -> tuple[list[Contents], list[int]]:
+    """Return the distinct contents of all ranks, and for each rank the number of its own.
+
+    Extra state of a module that several ranks have is the first one's.
+    """
+    contents: list[Contents] = []
+    numbers: dict[str, int] = {}
+    for key in dict.fromkeys(keys):
+        own = contents_from_json(json.loads(council.take(key)), len(keys))
+        known = {name for one in contents for name in one.values["states"]}
+        states = {name: state for name, state in own.values["states"].items() if name not in known}
+        own = own._replace(values={**own.values, "states": states})
+        if own not in contents:
+            contents.append(own)
+        numbers[key] = contents.index(own)
+    return contents, [numbers[key] for key in keys]

@@ -46,12 +46,13 @@ class Tree:
     """A sharded model between steps, without a loan of its parameters.
 
     Raises:
-        ProtocolError: during a forward, a backward or a loan, or if parameters are on meta.
+        ProtocolError: during a forward, a backward or a loan, or if parameters are on meta, unless
+            the tree is to be seen ``without_values``.
     """
 
-    def __init__(self, module: nn.Module, what: str) -> None:
+    def __init__(self, module: nn.Module, what: str, *, without_values: bool = False) -> None:
         self.module = module
-        self.units: list[Unit] = units_at_rest(module, what)
+        self.units: list[Unit] = units_at_rest(module, what, without_values=without_values)
         self._held = {id(held.param): held for held in held_params(self.units).values()}
         self._shown: dict[Held, Tensor] = {}
 

@@ -137,6 +137,30 @@ def all_gather_bytes(own: Tensor) -> Tensor:
 
     ``own`` is flat, on the CPU, and has the same size on all ranks.
     """
+    group, device = _default_group()
+    gathered = torch.empty(group.size(), len(own), dtype=torch.uint8, device=device)
+    dist.all_gather([*gathered], own.to(device), group=group)
+    return gathered.cpu()
+
+
+def all_to_all_bytes(sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Send bytes to each rank of the default group; return what each sent to this one, on the CPU.
+
+    Args:
+        sent: for each rank flat bytes, on the CPU.
+        sizes: how many bytes each rank sends to this one.
+    """
+    if len(sent) == 1:
+        return list(sent)
+    group, device = _default_group()
+    given = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    lengths = [len(one) for one in sent]
+    dist.all_to_all_single(given, torch.cat([*sent]).to(device), [*sizes], lengths, group=group)
+    return list(given.cpu().split([*sizes]))
+
+
+def _default_group() -> tuple[dist.ProcessGroup, torch.device]:
+    """Return the default group and a device whose tensors it sends, the CPU if it can."""
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cpu")
@@ -144,9 +168,7 @@ def all_gather_bytes(own: Tensor) -> Tensor:
     if device.type not in served:
         kind = next(iter(served))
         device = torch.device(kind, torch.get_device_module(kind).current_device())
-    gathered = torch.empty(group.size(), len(own), dtype=torch.uint8, device=device)
-    dist.all_gather([*gathered], own.to(device), group=group)
-    return gathered.cpu()
+    return group, device
 
 
 def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

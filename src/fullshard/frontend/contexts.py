@@ -159,23 +159,31 @@ def _owners_in(modules: Sequence[nn.Module]) -> list[Unit]:
     return list(found)
 
 
-def units_at_rest(module: nn.Module, what: str) -> list[Unit]:
+def units_at_rest(module: nn.Module, what: str, *, without_values: bool = False) -> list[Unit]:
     """Return the units that own parameters in ``module``, if values can be read and written.
 
     Raises:
         ArgumentTypeError: if ``module`` is not a module.
-        ProtocolError: during a forward or backward, or if a unit is lent or on the meta device.
+        ProtocolError: during a forward or backward, or if a unit is lent or, unless units may be
+            ``without_values``, on the meta device.
     """
     units = _units_to_lend(module, recurse=True)
-    _check_lendable(units, what)
+    if without_values:
+        _check_at_rest(units, what)
+    else:
+        _check_lendable(units, what)
     return units
+
+
+def _check_at_rest(units: Sequence[Unit], what: str) -> None:
+    for unit in units:
+        engine_of(unit).check_not_running(what)
+        unit.check_not_lent(what)
 
 
 def _check_lendable(units: Sequence[Unit], what: str) -> None:
     """Raise if a unit is in use, lent or on the meta device, before anything is changed."""
-    for unit in units:
-        engine_of(unit).check_not_running(what)
-        unit.check_not_lent(what)
+    _check_at_rest(units, what)
     for unit in units:
         engine_of(unit).look_after([unit])
 

@@ -1,0 +1,375 @@
+"""Write weights for others to read: safetensors files as ``transformers`` names and reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.checkpoint import datafile
+from fullshard.checkpoint.collecting import Collected
+from fullshard.checkpoint.folders import UNFINISHED, flush_folder, make_folder, write_flushed
+from fullshard.checkpoint.manifest import FileInfo, Manifest
+from fullshard.checkpoint.saving import merged, shared
+from fullshard.checkpoint.stored import INDEX, SINGLE, Stored, pretrained, stored_tensors
+from fullshard.comm.council import Council
+from fullshard.comm.mesh import all_to_all_bytes
+from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.layout.region import Overlap, Region
+
+_BUFFER_NBYTES = 32 << 20
+_SMALLEST_FILE_NBYTES = 64 << 20
+_ALIGN = 16
+
+
+def save_weights(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_nbytes: int = 5_000_000_000,
+) -> None:
+    """Write a model's weights to the new folder ``folder``; all ranks must call this.
+
+    ``transformers`` and ``load_weights`` read them. Ranks write different files at the same time,
+    and hand each other what these need, a piece at a time; no rank ever has a whole model. For a
+    model of ``transformers``, its configuration is written as well.
+
+    Args:
+        model: a model, sharded or not.
+        folder: does not exist; it appears when everything is on the disk.
+        dtype: cast weights and buffers of floating point to this; None: as they are.
+        max_file_nbytes: the size of files, unless one tensor is larger.
+
+    Raises:
+        ConfigError: there is something at ``folder``.
+        UnsupportedError: such files cannot hold something of this model.
+        CheckpointError: a rank could not write; nothing is left behind.
+        LostRankError: a rank ended or hangs.
+        ProtocolError: during a forward, a backward or ``unshard_params``.
+
+        All ranks raise the same.
+    """
+    folder = Path(folder)
+    council = Council(f"save weights to {folder}")
+    found = Collected(council.rank, council.world)
+
+    def collect() -> str:
+        found.add_model(model)
+        states = {name: state for name, state in found.values["states"].items() if state}
+        if states:
+            raise UnsupportedError(
+                f"extra state of modules, {', '.join([*states][:8])}, has no place in such files; "
+                "save() keeps it"
+            )
+        return shared(council, found)
+
+    def begin(keys: list[str]) -> list[str]:
+        contents, numbers = merged(council, keys)
+        files = [FileInfo(f"rank-{rank}", rank, 0, "", one) for rank, one in enumerate(numbers)]
+        manifest = Manifest(0, 0.0, {}, contents, files, None)
+        manifest.check()
+        if folder.exists():
+            raise ConfigError("there is something at this path; weights need a new one")
+        unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}")
+        make_folder(unfinished)
+        return [manifest.to_json().decode(), str(unfinished)]
+
+    text, name = council.agree(collect, begin)
+    unfinished = Path(name)
+    plans: list[_Plan] = []
+
+    def write() -> None:
+        plans.append(_Plan(model, Manifest.from_json(text.encode()), dtype, max_file_nbytes))
+        _Writer(plans[0], found.parts, council, unfinished).write()
+
+    def finish(_: list[None]) -> None:
+        plans[0].write_index(unfinished)
+        _write_configuration(model, unfinished, plans[0])
+        flush_folder(unfinished)
+        unfinished.rename(folder)
+        flush_folder(folder.parent)
+
+    council.agree(write, finish, undo=lambda: shutil.rmtree(unfinished, ignore_errors=True))
+
+
+class _Planned(NamedTuple):
+    """A tensor of a file that is to be written."""
+
+    stored: Stored
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.region.numel * self.dtype.itemsize
+
+
+class _Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of a tensor in a file."""
+
+    file: int
+    planned: _Planned
+    start: int
+    stop: int
+
+    @property
+    def source(self) -> str:
+        return f"model/{self.planned.stored.source}"
+
+    @property
+    def region(self) -> Region:
+        return self.planned.stored.region.part(self.start, self.stop)
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.planned.dtype.itemsize
+
+
+class _Share(NamedTuple):
+    """What one rank has of a piece.
+
+    Attributes:
+        at: number of the piece in its batch.
+        piece: the piece.
+        overlaps: what the piece and the rank's part have in common.
+        nbytes: the size of that.
+    """
+
+    at: int
+    piece: _Piece
+    overlaps: list[Overlap]
+    nbytes: int
+
+
+class _Plan:
+    """Which tensors are in which files; the same on all ranks.
+
+    Attributes:
+        files: the tensors of each file, in the order in which they are written.
+        names: of the files.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manifest: Manifest,
+        dtype: torch.dtype | None,
+        max_file_nbytes: int,
+    ) -> None:
+        self.manifest = manifest
+        world = len(manifest.files)
+        entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        self.tensors: list[_Planned] = []
+        for stored in stored_tensors(model, shapes):
+            own = datafile.dtype_of(entries[stored.source].dtype)
+            if own == torch.complex128:
+                raise UnsupportedError(f"{stored.name} is of {own}; such files cannot hold it")
+            cast = dtype is not None and own.is_floating_point
+            self.tensors.append(_Planned(stored, dtype if cast and dtype is not None else own))
+        share = sum(one.nbytes for one in self.tensors) // world
+        limit = min(max_file_nbytes, max(share + 1, _SMALLEST_FILE_NBYTES))
+        groups: list[list[_Planned]] = [[]]
+        nbytes = 0
+        for one in self.tensors:
+            if groups[-1] and nbytes + one.nbytes > limit:
+                groups.append([])
+                nbytes = 0
+            groups[-1].append(one)
+            nbytes += one.nbytes
+        # Large elements first, so that every tensor is aligned to its elements.
+        self.files = [sorted(group, key=lambda one: -one.dtype.itemsize) for group in groups]
+        count = len(groups)
+        self.names = [f"model-{at + 1:05d}-of-{count:05d}.safetensors" for at in range(count)]
+        if count == 1:
+            self.names = [SINGLE]
+
+    def rounds(self, rank: int, nbytes: int) -> Iterator[list[_Piece]]:
+        """Yield what ``rank`` writes, so many bytes at a time."""
+        world = len(self.manifest.files)
+        batch: list[_Piece] = []
+        room = nbytes
+        for number, file in enumerate(self.files):
+            for one in file if number % world == rank else ():
+                start = 0
+                while start < one.stored.region.numel:
+                    count = max(room // one.dtype.itemsize, 1)
+                    stop = min(start + count, one.stored.region.numel)
+                    batch.append(_Piece(number, one, start, stop))
+                    room -= batch[-1].nbytes
+                    start = stop
+                    if room <= 0:
+                        yield batch
+                        batch, room = [], nbytes
+        if batch:
+            yield batch
+
+    def write_index(self, folder: Path) -> None:
+        """Write which tensor is in which file, if there are several."""
+        if len(self.files) > 1:
+            pairs = zip(self.names, self.files, strict=True)
+            where = {one.stored.name: name for name, file in pairs for one in file}
+            size = sum(one.nbytes for one in self.tensors)
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            write_flushed(folder / INDEX, f"{text}\n".encode())
+
+
+class _Writer:
+    """Writes this rank's files, and gives other ranks what theirs need."""
+
+    def __init__(
+        self, plan: _Plan, parts: Mapping[str, Tensor], council: Council, folder: Path
+    ) -> None:
+        self._plan = plan
+        self._parts = parts
+        self._rank, self._world = council.rank, council.world
+        self._folder = folder
+        self._file: Any = None
+        self._file_number = -1
+
+    def write(self) -> None:
+        """Take part in all rounds; a collective."""
+        nbytes = _BUFFER_NBYTES // min(self._world, len(self._plan.files))
+        rounds = [list(self._plan.rounds(rank, nbytes)) for rank in range(self._world)]
+        failure: Exception | None = None
+        for number in range(max(map(len, rounds))):
+            batches = [own[number] if number < len(own) else [] for own in rounds]
+            shares = [self._shares(batch) for batch in batches]
+            given = self._exchange(shares, failure)
+            if given is None:
+                break
+            try:
+                self._write(batches[self._rank], shares[self._rank], given)
+            except Exception as error:
+                failure = error  # the next round says so
+        try:
+            self._close()
+            self._write_empty_files()
+        except Exception as error:
+            failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _shares(self, batch: Sequence[_Piece]) -> list[list[_Share]]:
+        """Return for each rank the parts that it has of the pieces in ``batch``."""
+        found: list[list[_Share]] = [[] for _ in range(self._world)]
+        for at, piece in enumerate(batch):
+            for part in self._plan.manifest.parts(piece.source, piece.region):
+                overlaps = list(piece.region.overlaps(part.region))
+                nbytes = sum(one.numel for one in overlaps) * piece.planned.dtype.itemsize
+                if nbytes:
+                    found[part.file.rank].append(_Share(at, piece, overlaps, nbytes))
+        return found
+
+    def _exchange(
+        self, shares: Sequence[Sequence[Sequence[_Share]]], failure: Exception | None
+    ) -> list[Tensor] | None:
+        """Send each rank what its batch needs of this one; return what all sent to this rank.
+
+        Args:
+            shares: by the rank that writes, and the rank that sends.
+            failure: why this rank cannot go on; if it is None, raised afterwards.
+
+        Returns:
+            None on all ranks if one cannot go on.
+        """
+        own = [of_writer[self._rank] for of_writer in shares]
+        sent = [torch.zeros(_nbytes(one), dtype=torch.uint8) for one in own]
+        try:
+            if failure is None:
+                sent = [self._packed(one) for one in own]
+        finally:
+            given = all_to_all_bytes(sent, [_nbytes(one) for one in shares[self._rank]])
+        return given if all(one[0] for one in given) else None
+
+    def _packed(self, shares: Sequence[_Share]) -> Tensor:
+        """Return parts that this rank has, end to end, after a sign that it could."""
+        packed = [torch.ones(_ALIGN, dtype=torch.uint8)]
+        for share in shares:
+            local = self._parts[share.piece.source].detach().reshape(-1)
+            first = local.storage_offset()
+            for one in share.overlaps:
+                box = local.as_strided(one.sizes, one.other_strides, first + one.other_offset)
+                packed.append(datafile.bytes_of(box.to(share.piece.planned.dtype)))
+            packed.append(torch.zeros(_aligned(share.nbytes) - share.nbytes, dtype=torch.uint8))
+        return torch.cat(packed)
+
+    def _write(
+        self,
+        batch: Sequence[_Piece],
+        shares: Sequence[Sequence[_Share]],
+        given: Sequence[Tensor],
+    ) -> None:
+        """Put the parts of each piece together and write it."""
+        pieces = [torch.empty(one.stop - one.start, dtype=one.planned.dtype) for one in batch]
+        for own, data in zip(shares, given, strict=True):
+            offset = _ALIGN
+            for share in own:
+                values = data[offset : offset + share.nbytes].view(share.piece.planned.dtype)
+                counts = [one.numel for one in share.overlaps]
+                for one, source in zip(share.overlaps, values.split(counts), strict=True):
+                    target = pieces[share.at].as_strided(one.sizes, one.strides, one.offset)
+                    target.copy_(source.view(one.sizes))
+                offset += _aligned(share.nbytes)
+        for piece, values in zip(batch, pieces, strict=True):
+            self._open(piece.file)
+            data = datafile.array_of(datafile.bytes_of(values))
+            datafile.write_all(self._file, memoryview(data))
+
+    def _open(self, number: int) -> None:
+        """Begin file ``number``, unless it is open."""
+        if number != self._file_number:
+            self._close()
+            self._file_number = number
+            self._file = (self._folder / self._plan.names[number]).open("xb", buffering=0)
+            tensors = [(p.stored.name, p.dtype, p.stored.shape) for p in self._plan.files[number]]
+            header = datafile.header_of(tensors, {"format": "pt"})
+            datafile.write_all(self._file, memoryview(header))
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with self._file:
+                os.fsync(self._file.fileno())
+            self._file = None
+
+    def _write_empty_files(self) -> None:
+        """Write this rank's files that have no elements at all."""
+        for number, file in enumerate(self._plan.files):
+            empty = not any(one.stored.region.numel for one in file)
+            if empty and number % self._world == self._rank:
+                self._open(number)
+                self._close()
+
+
+def _write_configuration(model: nn.Module, folder: Path, plan: _Plan) -> None:
+    """Write ``config.json`` and its like, if the model is of ``transformers``."""
+    inner = pretrained(model)
+    if inner is None or not hasattr(inner.config, "save_pretrained"):
+        return
+    config = copy.deepcopy(inner.config)
+    bases = (base for base in type(inner).__mro__ if base.__module__.startswith("transformers."))
+    config.architectures = [next(bases, type(inner)).__name__]
+    dtypes = [one.dtype for one in plan.tensors if one.dtype.is_floating_point]
+    if dtypes:
+        config.dtype = max(set(dtypes), key=dtypes.count)
+    config.save_pretrained(folder)
+    if getattr(inner, "generation_config", None) is not None and inner.can_generate():
+        inner.generation_config.save_pretrained(folder)
+
+
+def _nbytes(shares: Sequence[_Share]) -> int:
+    """Return the size of the message with these parts."""
+    return _ALIGN + sum(_aligned(share.nbytes) for share in shares)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

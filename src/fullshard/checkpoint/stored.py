@@ -1,0 +1,311 @@
+"""Tensors in files of weights as people exchange them, and what they are in a model.
+
+Such files have whole tensors under the names that ``transformers`` knows. These differ from a
+model's: the experts of a layer are one parameter in a model and hundreds of tensors in files. What
+becomes of a model's parameters when they are saved is asked of ``transformers`` itself, with
+tensors on the meta device: the views that it takes of them say what is where.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
+from fullshard.frontend.contexts import clean_name
+from fullshard.layout.region import Interval, Region, whole
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Stored(NamedTuple):
+    """A tensor in files of weights: a box of a model's tensor.
+
+    Attributes:
+        name: in the files.
+        source: name of the model's tensor.
+        region: the box.
+        dims: the dims of the model's tensor that the stored one has; it lacks some of size 1.
+    """
+
+    name: str
+    source: str
+    region: Region
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the files."""
+        return tuple(self.region.grid[dim] for dim in self.dims)
+
+
+class InFile(NamedTuple):
+    """What a file of weights says of a tensor."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def unchanged(name: str, shape: Sequence[int]) -> Stored:
+    """Return a tensor that is stored as the model has it."""
+    return Stored(name, name, whole(shape), tuple(range(len(shape))))
+
+
+def pretrained(model: nn.Module) -> Any:
+    """Return the model of ``transformers`` that ``model`` is, or wraps; None if it is none."""
+    for name, module in model.named_modules():
+        is_whole = clean_name(f"{name}.x" if name else "x") == "x"
+        if is_whole and hasattr(type(module), "base_model_prefix"):
+            return module
+    return None
+
+
+def stored_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> list[Stored]:
+    """Return how tensors of a model are stored.
+
+    Args:
+        model: if it is of ``transformers``, its names in files are used.
+        shapes: of the tensors, by their names in the model.
+
+    Raises:
+        UnsupportedError: ``transformers`` stores something else than boxes of them.
+    """
+    inner = pretrained(model)
+    revert = None if inner is None else _reverter()
+    if revert is None:
+        return [unchanged(name, shape) for name, shape in shapes.items()]
+    blanks = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    names = {id(blank): name for name, blank in blanks.items()}
+    with torch.no_grad(), _NoCopies():  # type: ignore[no-untyped-call]
+        views = revert(inner, dict(blanks))
+    found = []
+    for name, view in views.items():
+        base = view if view._base is None else view._base
+        source = names.get(id(base))
+        box = None if source is None else _box(view, base)
+        if source is None or box is None:
+            raise UnsupportedError(
+                f"{name} is no box of a parameter but computed from some: such weights cannot be "
+                "read or written in parts; use from_pretrained and save_pretrained of transformers"
+            )
+        found.append(Stored(name, source, *box))
+    return found
+
+
+def _reverter() -> Any:
+    """Return what ``transformers`` calls before it saves; None before version 5."""
+    try:
+        from transformers import core_model_loading
+    except ImportError:
+        return None
+    return core_model_loading.revert_weight_conversion
+
+
+class _NoCopies(TorchDispatchMode):
+    """Lets ``contiguous`` return the view that it is called on."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _box(view: Tensor, base: Tensor) -> tuple[Region, tuple[int, ...]] | None:
+    """Return the box of ``base``, which is contiguous, that ``view`` shows, and its dims."""
+    starts, offset = [], int(view.storage_offset())
+    for stride, size in zip(base.stride(), base.shape, strict=True):
+        start, offset = divmod(offset, stride) if size > 1 else (0, offset)
+        starts.append(start)
+    sizes, dims, dim = [1] * base.dim(), [], -1
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        later = range(dim + 1, base.dim())
+        fits = (d for d in later if base.stride(d) == stride or size == base.shape[d] == 1)
+        dim = next(fits, base.dim())
+        if dim == base.dim() or starts[dim] + size > base.shape[dim]:
+            return None
+        sizes[dim] = size
+        dims.append(dim)
+    intervals = tuple((Interval(*one),) for one in zip(starts, sizes, strict=True))
+    return Region(intervals, 0, view.numel()), tuple(dims)
+
+
+def read_index(folder: Path) -> dict[str, InFile]:
+    """Return the tensors in the files of weights in ``folder``, or in the file ``folder``.
+
+    Raises:
+        CheckpointError: there are none, or their index names others than they hold.
+    """
+    index: dict[str, str] | None = None
+    if folder.is_file():
+        names = [folder.name]
+        folder = folder.parent
+    elif (folder / INDEX).exists():
+        try:
+            index = dict(json.loads((folder / INDEX).read_bytes())["weight_map"])
+            names = sorted(set(index.values()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / INDEX}: cannot be read ({error!r})") from error
+    else:
+        names = [SINGLE]
+    found: dict[str, InFile] = {}
+    for file in names:
+        if Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX}: {file!r} is no name of a file")
+        for name, own in _tensors_in(folder, file):
+            if index is None or index.get(name) == file:
+                found[name] = own
+    lost = [name for name in index or () if name not in found]
+    if lost:
+        raise CheckpointError(f"{folder / INDEX}: the files lack {', '.join(lost[:8])}")
+    return found
+
+
+def _tensors_in(folder: Path, file: str) -> Iterator[tuple[str, InFile]]:
+    try:
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - this is no dictionary
+                own = opened.get_slice(name)
+                yield name, InFile(file, own.get_dtype(), tuple(own.get_shape()))
+    except (OSError, SafetensorError) as error:
+        what = f"{folder / file}: cannot be read ({error})"
+        if any(folder.glob("*.bin")):
+            what += "; files of pickles are not read: save them again with transformers"
+        raise CheckpointError(what) from error
+
+
+class Chosen(NamedTuple):
+    """The stored tensors from which a model's tensors are made.
+
+    Attributes:
+        parts: by the name of the model's tensor.
+        missing: names of the model's tensors that the files lack.
+        unexpected: names in the files that nothing was made of.
+    """
+
+    parts: dict[str, list[Stored]]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def choose(
+    model: nn.Module,
+    names: Sequence[Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+    files: Mapping[str, InFile],
+) -> Chosen:
+    """Choose the stored tensors of a model's tensors.
+
+    Files may have the names of ``transformers``, or those of the model itself, with the prefix of
+    the base model or without.
+
+    Args:
+        model: the model.
+        names: of each tensor the names that it has in the model, several if it is tied.
+        shapes: by any of these names.
+        files: what the files have.
+    """
+    by_source: dict[str, list[Stored]] = {}
+    for stored in stored_tensors(model, shapes):
+        by_source.setdefault(stored.source, []).append(stored)
+    inner = pretrained(model)
+    prefix = f"{inner.base_model_prefix}." if inner is not None else ""
+    chosen: dict[str, list[Stored]] = {}
+    missing: list[str] = []
+    known: set[str] = set()
+    for tied in names:
+        options = [
+            [part._replace(name=name) for part, name in zip(parts, renamed, strict=True)]
+            for source in tied
+            for parts in (by_source.get(source, []), [unchanged(source, shapes[source])])
+            for renamed in _names([part.name for part in parts], prefix)
+            if parts
+        ]
+        complete = [one for one in options if all(part.name in files for part in one)]
+        known.update(part.name for one in complete for part in one)
+        if complete:
+            chosen[tied[0]] = complete[0]
+        else:
+            missing.append(tied[0])
+    ignored = _patterns(inner, "_keys_to_ignore_on_load_unexpected")
+    unexpected = [
+        name
+        for name in files
+        if name not in known and not any(pattern.search(name) for pattern in ignored)
+    ]
+    may_miss = _patterns(inner, "_keys_to_ignore_on_load_missing")
+    missing = [name for name in missing if not any(one.search(name) for one in may_miss)]
+    return Chosen(chosen, missing, unexpected)
+
+
+def _names(names: list[str], prefix: str) -> Iterator[list[str]]:
+    yield names
+    if prefix:
+        yield [name.removeprefix(prefix) for name in names]
+        yield [f"{prefix}{name}" for name in names]
+
+
+def _patterns(inner: Any, attribute: str) -> list[re.Pattern[str]]:
+    patterns: Iterable[str] = getattr(inner, attribute, None) or ()
+    return [re.compile(pattern) for pattern in patterns]
+
+
+class StoredReader:
+    """Reads boxes of stored tensors; a context that closes files."""
+
+    def __init__(self, folder: Path, files: Mapping[str, InFile]) -> None:
+        self._folder = folder.parent if folder.is_file() else folder
+        self._files = files
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> StoredReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, stored: Stored, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a box of a stored tensor, with the dims of the model's tensor.
+
+        Args:
+            stored: the tensor.
+            starts: where the box begins in ``stored.region``.
+            sizes: of the box.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        file = self._files[stored.name].file
+        try:
+            if file not in self._open:
+                opened = safe_open(self._folder / file, framework="pt")
+                self._open[file] = self._stack.enter_context(opened)
+            if not stored.dims:
+                found = self._open[file].get_tensor(stored.name)
+            else:
+                box = [slice(starts[dim], starts[dim] + sizes[dim]) for dim in stored.dims]
+                found = self._open[file].get_slice(stored.name)[tuple(box)]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._folder / file}: {stored.name}: {error}") from error
+        read: Tensor = found.reshape(tuple(sizes))
+        return read
+
+
+def check_fits(stored: Stored, found: InFile) -> None:
+    """Raise ``ConfigError`` if a stored tensor has not the shape that the model gives it."""
+    if found.shape != stored.shape:
+        raise ConfigError(
+            f"{stored.name} has shape {found.shape} in the files and {stored.shape} here"
+        )

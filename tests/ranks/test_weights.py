@@ -1,0 +1,381 @@
+"""Weights of ``transformers`` in sharded models, and back: equal to the bit, in pieces."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fullshard
+from fullshard import FullyShardedDataParallel, Ragged, checkpoint
+from fullshard.checkpoint import datafile, exporting, importing
+from fullshard.checkpoint.stored import StoredReader, stored_tensors
+from fullshard.errors import CheckpointError, ConfigError, FullshardError, UnsupportedError
+from tests.ranks.pool import RankPool
+
+SIZES = {
+    "vocab_size": 65,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 32,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "tied llama": {**SIZES, "tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 65, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "mixtral": {**SIZES, "num_local_experts": 4},
+    "qwen3_moe": {
+        **SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+    },
+}
+TOKENS = torch.arange(24).view(2, 12) * 7 % 65
+
+
+def built(kind: str, device: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind.split()[-1], **KINDS[kind], bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    torch.manual_seed(7)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(TOKENS).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights of each kind of model, by transformers, in several files."""
+    root = tmp_path_factory.mktemp("saved")
+    for kind in KINDS:
+        model = built(kind, "cpu")
+        for param in model.parameters():  # what no initialisation gives
+            param.data.add_(torch.linspace(-0.01, 0.01, param.numel()).view_as(param))
+        model.save_pretrained(root / kind, max_shard_size="60KB")
+        torch.save(logits(model), root / kind / "logits.pt")
+    return root
+
+
+def tensor_parallel(model: Any, mesh: Any) -> None:
+    for layer in model.model.layers:
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+        plan |= {"mlp.down_proj": RowwiseParallel(), "self_attn.o_proj": RowwiseParallel()}  # type: ignore[dict-item]
+        parallelize_module(layer, mesh, plan)
+
+
+def sharded(kind: str, way: str) -> Any:
+    """Build a model of a kind in one of many ways; on the meta device, except for a flat one."""
+    model = built(kind, "cpu" if way == "flat" else "meta")
+    world = dist.get_world_size()
+    if way == "flat":
+        return FullyShardedDataParallel(model)
+    if way == "tp":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        tensor_parallel(model, mesh["tp"])
+        fullshard.shard_blocks(model, mesh["dp"])
+    elif way == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        fullshard.shard_blocks(model, mesh)
+    elif way != "plain":
+        layout = Ragged() if way == "ragged" else fullshard.PerParameter()
+        fullshard.shard_blocks(model, layout=layout)
+    return model
+
+
+def there_and_back(folder: Path, out: Path, kind: str, way: str) -> float:
+    """Load, compare logits, and save; return the largest difference from those of transformers."""
+    model = sharded(kind, way)
+    loaded = checkpoint.load_weights(model, folder)
+    assert loaded == ([], [])
+    apart = (logits(model) - torch.load(folder / "logits.pt")).abs().max().item()
+    checkpoint.save_weights(model, out, max_file_nbytes=60_000)
+    return apart
+
+
+WAYS = [
+    *[(kind, way, world) for kind in KINDS for way, world in (("rows", 1), ("ragged", 4))],
+    *[("llama", way, 4) for way in ("tp", "hsdp", "flat", "plain")],
+    *[("mixtral", way, 4) for way in ("rows", "hsdp", "flat")],
+    ("tied llama", "flat", 2),
+    ("gpt2", "rows", 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "way", "world"), WAYS)
+def test_weights_go_there_and_back(
+    pool: RankPool, saved: Path, tmp_path: Path, kind: str, way: str, world: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    apart = pool.run(world, there_and_back, saved / kind, tmp_path / "ours", kind, way)
+    assert max(apart) <= (1e-6 if way == "tp" else 0)
+    family: Any = AutoModelForCausalLM
+    theirs = family.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    assert torch.equal(logits(theirs), torch.load(saved / kind / "logits.pt"))
+    assert type(theirs) is type(built(kind, "meta"))
+    assert everything_in(tmp_path / "ours").keys() == everything_in(saved / kind).keys()
+
+
+def everything_in(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+
+
+def experts_in_parallel(folder: Path, out: Path) -> bool:
+    """Give each half of the ranks half of the experts, or half of the columns of each."""
+    from transformers import AutoModelForCausalLM
+
+    family: Any = AutoModelForCausalLM
+    whole = family.from_pretrained(folder, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = built("mixtral", "meta")
+    for number, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        for name, param in list(experts.named_parameters()):
+            placed = distribute_tensor(param.data, mesh["tp"], [Shard(number * 2)])
+            setattr(experts, name, nn.Parameter(placed))
+    fullshard.shard_blocks(model, mesh["dp"], layout=Ragged())
+    checkpoint.load_weights(model, folder)
+    found = checkpoint.full_state_dict(model, rank0_only=False)
+    same = all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
+    checkpoint.save_weights(model, out, max_file_nbytes=30_000)
+    return same
+
+
+def test_experts_may_be_cut_in_any_way(pool: RankPool, saved: Path, tmp_path: Path) -> None:
+    assert all(pool.run(4, experts_in_parallel, saved / "mixtral", tmp_path / "ours"))
+    ours, theirs = everything_in(tmp_path / "ours"), everything_in(saved / "mixtral")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def in_small_pieces(folder: Path, out: Path) -> tuple[float, int]:
+    """Load and save with small buffers; return bytes read for each byte kept, and the largest."""
+    read: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        whole = StoredReader.read
+
+        def counted(*args: Any) -> Tensor:
+            found = whole(*args)
+            read.append(found.nbytes)
+            return found
+
+        patch.setattr(StoredReader, "read", counted)
+        patch.setattr(importing, "_BUFFER_NBYTES", 1 << 12)
+        patch.setattr(exporting, "_BUFFER_NBYTES", 1 << 12)
+        model = sharded("mixtral", "rows")
+        checkpoint.load_weights(model, folder)
+        kept = sum(param.to_local().nbytes for param in model.parameters())
+        packed, largest = exporting._Writer._packed, 0
+
+        def weighed(writer: Any, shares: Any) -> Tensor:
+            nonlocal largest
+            found = packed(writer, shares)
+            largest = max(largest, found.nbytes)
+            return found
+
+        patch.setattr(exporting._Writer, "_packed", weighed)
+        checkpoint.save_weights(model, out)
+    return sum(read) / kept, max(*read, largest)
+
+
+def test_no_rank_has_more_than_its_part_and_a_buffer(
+    pool: RankPool, saved: Path, tmp_path: Path
+) -> None:
+    for ratio, largest in pool.run(3, in_small_pieces, saved / "mixtral", tmp_path / "ours"):
+        assert ratio == 1
+        assert largest <= (1 << 12) + 64
+    ours, theirs = everything_in(tmp_path / "ours"), everything_in(saved / "mixtral")
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def refused(folder: Path, **options: Any) -> str:
+    model = built("llama", "cpu")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(FullshardError) as found:
+        checkpoint.load_weights(model, folder, **options)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def test_what_does_not_fit_is_told_at_once(saved: Path, tmp_path: Path) -> None:
+    tensors = everything_in(saved / "llama")
+    missing = tensors.pop("model.norm.weight")
+    tensors["model.extra"] = missing.clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = refused(tmp_path)
+    assert "the files lack model.norm.weight; the model lacks model.extra" in said
+    tensors["model.norm.weight"] = missing[1:].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    shapes = "model.norm.weight has shape (31,) in the files and (32,) here"
+    assert shapes in refused(tmp_path) and shapes in refused(tmp_path, strict=False)
+    assert "no-such-folder" in refused(tmp_path / "no-such-folder")
+
+
+@pytest.mark.parametrize("fault", ["cut off", "gone", "not in the file", "elsewhere", "pickled"])
+def test_damaged_files_are_named(saved: Path, tmp_path: Path, fault: str) -> None:
+    folder = Path(shutil.copytree(saved / "llama", tmp_path / "llama"))
+    index = folder / "model.safetensors.index.json"
+    file = sorted(folder.glob("*.safetensors"))[1]
+    if fault == "cut off":
+        os.truncate(file, file.stat().st_size - 10)
+    elif fault == "gone":
+        file.unlink()
+    elif fault == "pickled":
+        index.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"")
+    else:
+        stored = json.loads(index.read_text())
+        where = stored["weight_map"]
+        key = next(name for name in where if where[name] != file.name)
+        where[key] = "../x.safetensors" if fault == "elsewhere" else file.name
+        index.write_text(json.dumps(stored))
+    said = refused(folder)
+    assert said.startswith("CheckpointError") and str(folder) in said
+    assert ("pickles" in said) == (fault == "pickled")
+
+
+def test_some_weights_and_some_new_ones(saved: Path, tmp_path: Path) -> None:
+    """Without the head, and with names of the base model only: what is missing is initialised."""
+    prefix = "model."
+    tensors = {
+        name.removeprefix(prefix): value
+        for name, value in everything_in(saved / "llama").items()
+        if name.startswith(prefix)
+    }
+    save_file({**tensors, "extra": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = built("llama", "meta")
+    loaded = checkpoint.load_weights(model, tmp_path / "model.safetensors", strict=False)
+    assert loaded == (["lm_head.weight"], ["extra"])
+    found = model.state_dict()
+    assert all(torch.equal(found[f"{prefix}{name}"], value) for name, value in tensors.items())
+    head = found["lm_head.weight"]
+    assert not head.is_meta and 0 < head.std() < 0.1
+
+
+def test_dtypes_are_cast(saved: Path, tmp_path: Path) -> None:
+    model = built("mixtral", "meta").to(torch.float64)
+    checkpoint.load_weights(model, saved / "mixtral")
+    assert {value.dtype for value in model.parameters()} == {torch.float64}
+    checkpoint.save_weights(model, tmp_path / "half", dtype=torch.bfloat16)
+    ours, theirs = everything_in(tmp_path / "half"), everything_in(saved / "mixtral")
+    assert all(torch.equal(value, theirs[name].bfloat16()) for name, value in ours.items())
+    config = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["architectures"] == ["MixtralForCausalLM"]
+    with pytest.raises(ConfigError, match="something at this path"):
+        checkpoint.save_weights(model, tmp_path / "half")
+
+
+class Buffered(nn.Module):
+    """A module of no library, with a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 5))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def test_buffers_that_are_not_saved_need_a_value(tmp_path: Path) -> None:
+    checkpoint.save_weights(nn.Sequential(Buffered()), tmp_path / "ours")
+    with torch.device("meta"):
+        model = nn.Sequential(Buffered())
+    with pytest.raises(ConfigError, match=r"0.table is on the meta device .* pass load_weights an"):
+        checkpoint.load_weights(model, tmp_path / "ours")
+    assert model[0].weight.is_meta
+    with pytest.raises(ConfigError, match="Buffered left its buffer table as it was"):
+        checkpoint.load_weights(model, tmp_path / "ours", init=lambda module: None)
+    with torch.device("meta"):
+        model = nn.Sequential(Buffered())
+    checkpoint.load_weights(
+        model,
+        tmp_path / "ours",
+        init=lambda module: module.table.copy_(torch.arange(4.0)),  # type: ignore[union-attr,operator]
+    )
+    assert torch.equal(model[0].table, torch.arange(4.0))
+    assert torch.equal(model[0].weight, torch.ones(3, 5))
+
+
+def saves_with_trouble(path: Path) -> str:
+    model = sharded("llama", "plain" if dist.get_world_size() == 1 else "rows")
+    model.to_empty(device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+
+            def full(*_: Any) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            patch.setattr(datafile, "write_all", full)
+        patch.setattr(exporting, "_BUFFER_NBYTES", 1 << 12)
+        patch.setattr(exporting, "_SMALLEST_FILE_NBYTES", 1 << 12)
+        with pytest.raises(CheckpointError) as found:
+            checkpoint.save_weights(model, path / "ours")
+    assert not any(path.iterdir())
+    return str(found.value)
+
+
+def test_a_full_disk_is_told_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    said = pool.run(3, saves_with_trouble, tmp_path)
+    assert len(set(said)) == 1
+    assert "rank 1: OSError: [Errno 28] No space left" in said[0]
+
+
+def test_what_is_computed_from_weights_is_refused() -> None:
+    class Computed(nn.Module):
+        base_model_prefix = "model"
+        config = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "transformers.core_model_loading.revert_weight_conversion",
+            lambda model, state: {name: value + 1 for name, value in state.items()},
+        )
+        with pytest.raises(UnsupportedError, match="weight is no box of a parameter"):
+            stored_tensors(Computed(), {"weight": (3, 4)})
+
+
+def test_extra_state_has_no_place(tmp_path: Path) -> None:
+    class Stateful(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def set_extra_state(self, state: dict[str, int]) -> None: ...
+
+    with pytest.raises(UnsupportedError, match="_extra_state, has no place in such files"):
+        checkpoint.save_weights(Stateful(2, 2), tmp_path / "ours")
+
+
+def test_files_say_what_they_hold(tmp_path: Path) -> None:
+    checkpoint.save_weights(nn.Linear(3, 2), tmp_path / "ours")
+    with safe_open(tmp_path / "ours" / "model.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert sorted(one.name for one in (tmp_path / "ours").iterdir()) == ["model.safetensors"]
