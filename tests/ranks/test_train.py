@@ -124,6 +124,42 @@ def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     assert_same_run(shell, "whole", "killed")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_and_the_run_resumes_exactly(
+    shell: Shell, whole: Outcome, number: signal.Signals
+) -> None:
+    name = number.name.lower()
+    with shell.started("--data", "text", "--out", name, *OPTIONS.split()) as job:
+        shell.wait_for(RunDir(shell.folder / name).metrics)
+        while not shell.metrics(name):
+            time.sleep(0.01)
+        job.send_signal(number)
+        outcome = shell.end_of(job)
+    assert outcome.exitcode == 128 + number
+    steps = len(shell.metrics(name))
+    assert steps < STEPS
+    assert outcome.err.endswith(
+        f"fullshard train --out {name} --resume  goes on from step-00000{steps}\n"
+    )
+    outcome = shell.train("--out", name, "--resume")
+    assert outcome.exitcode == 0, outcome.err
+    assert_same_run(shell, "whole", name)
+
+
+def test_torchrun_restarts_a_run_where_it_saved(shell: Shell, whole: Outcome) -> None:
+    program = list(torchrun(2))
+    program.insert(2, "--max-restarts=1")
+    options = ["--data", "text", "--out", "restarted", *OPTIONS.split()]
+    run = RunDir(shell.folder / "restarted")
+    with shell.started(*options, program=tuple(program)) as job:
+        shell.wait_for(run.checkpoints / "step-000003")
+        os.kill(children_of(job.pid)[-1], signal.SIGKILL)
+        outcome = shell.end_of(job)
+    assert outcome.exitcode == 0, outcome.err
+    assert_same_run(shell, "whole", "restarted")
+    assert not (run.path / "earlier-1").exists()
+
+
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"}
 
 

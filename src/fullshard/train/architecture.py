@@ -33,6 +33,9 @@ class Architecture(Protocol):
     def build(self, *, seq: int, checkpoint_activations: bool) -> nn.Module:
         """Return the model with new fp32 weights, drawn from torch's default generator."""
 
+    def initialise(self, model: nn.Module) -> None:
+        """Give new values to all tensors of what ``build`` built on the meta device."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Ours:
@@ -53,6 +56,10 @@ class _Ours:
 
     def build(self, *, seq: int, checkpoint_activations: bool) -> nn.Module:
         return GPT(self.config, max_seq=seq, checkpoint_activations=checkpoint_activations)
+
+    def initialise(self, model: nn.Module) -> None:
+        assert isinstance(model, GPT)
+        model.reset_parameters()
 
 
 def choose_architecture(config: TrainConfig) -> Architecture:

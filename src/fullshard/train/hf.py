@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import unshard_params
 from fullshard.errors import ConfigError
 
 # Fields that do not describe the model: origin, version, dtype, caching.
@@ -55,6 +57,17 @@ class HfArchitecture:
             raise _refusal(self.path, error) from error
         built: nn.Module = model.train()
         return built
+
+    def initialise(self, model: nn.Module) -> None:
+        """Draw weights as the model's class does, and compute its buffers.
+
+        This may take rows of a weight, which ragged layouts do not have: units are lent one by one.
+        """
+        initialise: Any = model._init_weights
+        for module in model.modules():
+            has_own = any(True for _ in module.parameters(recurse=False))
+            with unshard_params(module, recurse=False) if has_own else nullcontext():
+                initialise(module)
 
 
 def load_hf(path: str) -> HfArchitecture:

@@ -27,6 +27,7 @@ from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
 from .progress import Reporter
 from .rundir import RunDir, check_continues, describe
+from .stopping import Stopping, stopping
 from .world import Rows, World
 
 _LAYOUTS = {
@@ -35,11 +36,17 @@ _LAYOUTS = {
 }
 
 
-def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
+class Trained(NamedTuple):
+    """The trained model, still sharded, and its last step."""
+
+    model: nn.Module
+    step: int
+
+
+def train(config: TrainConfig, text: TokenizedText, world: World) -> Trained:
     """Train to ``config.last_step``, from scratch or from the newest checkpoint.
 
-    Returns:
-        The trained model, still sharded.
+    If any worker gets SIGTERM or SIGINT, all save and end after their step.
     """
     run = RunDir(Path(config.out))
     trainer = Trainer(config, text, world)
@@ -47,6 +54,7 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
     with (
         Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
         MetricsFile(run.metrics, enabled=world.is_first) as metrics,
+        stopping() as trainer.stopping,
     ):
 
         def tell(step: StartedStep) -> None:
@@ -55,28 +63,33 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> nn.Module:
             reporter.show(record)
 
         last: StartedStep | None = None  # the device may still be computing its figures
-        for step in range(first + 1, config.last_step + 1):
+        step = first
+        while step < config.last_step and not trainer.stops:
+            step += 1
             started = trainer.start(step)
             if last is not None:
                 tell(last)
-            saves = trainer.checkpointer.is_due(step) or step == config.last_step
+            is_due = trainer.checkpointer.is_due(step) or step == config.last_step
             last = started
-            if saves or started.evaluates or started.rows.is_here:
+            if is_due or trainer.stops or started.evaluates or started.rows.is_here:
                 tell(started)
                 last = None
-            if saves:
+            if is_due or trainer.stops:
                 trainer.save(step)
-    return trainer.model
+    return Trained(trainer.model, step)
 
 
 def build_sharded_model(config: TrainConfig, architecture: Architecture, world: World) -> nn.Module:
-    """Build the same model on all workers and shard it: one unit per block, root for the rest."""
+    """Build a model and shard it: one unit per block, root for the rest.
+
+    No worker ever has the whole model: it is made on the meta device, and a parameter or a unit at
+    a time is drawn by all workers alike, which keep their parts.
+    """
     device = world.device
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
+    with torch.device("meta"):
         model = architecture.build(
             seq=config.seq, checkpoint_activations=config.checkpoint_activations
-        ).to(device)
+        )
     policy = fullshard.MixedPrecisionPolicy()
     if config.dtype is Dtype.BF16:
         policy = fullshard.MixedPrecisionPolicy(
@@ -96,6 +109,11 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
         mp_policy=policy,
         layout=_LAYOUTS[config.layout],
     )
+    model.to_empty(device=device)
+    drawn_on = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(drawn_on), torch.no_grad():
+        torch.manual_seed(config.seed)
+        architecture.initialise(model)
     return model
 
 
@@ -130,7 +148,7 @@ class StartedStep(NamedTuple):
     lr: float
     started_s: float
     rows: Rows
-    """Per worker: loss, seconds waited, peak bytes, shard bytes, gradient norm."""
+    """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop."""
     evaluates: bool
     """True if an evaluation follows the step."""
 
@@ -158,6 +176,8 @@ class Trainer:
         )
         self.bytes_per_token = torch.from_numpy(text.bytes_per_token())
         self._ended_s = 0.0  # end of the previous step, by the host's clock
+        self.stopping = Stopping()
+        self.stops = False  # whether any worker was asked to stop; the same on all workers
 
     def start(self, step: int) -> StartedStep:
         """Issue one optimizer step; on a GPU the host does not wait for it."""
@@ -177,6 +197,7 @@ class Trainer:
             peak_memory_nbytes(self.world.device),
             self.shard_nbytes,
             grad_norm,
+            float(self.stopping.is_asked),
         )
         evaluates = step % config.eval_every == 0 or step == config.steps
         return StartedStep(step, lr, started_s, rows, evaluates)
@@ -185,7 +206,8 @@ class Trainer:
         """Wait for a step and return its record, with an evaluation if one is due."""
         config, step = self.config, started.step
         figures = started.rows.read()
-        losses, waits_s, peaks, shards, grad_norms = figures.unbind(dim=1)
+        losses, waits_s, peaks, shards, grad_norms, asked = figures.unbind(dim=1)
+        self.stops = self.stops or bool(asked.any())
         mean_loss = losses.mean().item()
         if not math.isfinite(mean_loss):  # the same on all workers, so all stop
             raise ConfigError(

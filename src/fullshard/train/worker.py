@@ -20,14 +20,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from torch import nn
-
 from fullshard.errors import ConfigError, FullshardError
 
 from .architecture import Architecture, choose_architecture, num_tokens
 from .config import TrainConfig
 from .data import TokenizedText, load_text
-from .loop import train
+from .loop import Trained, train
 from .metrics import read_metrics
 from .picture import draw_loss
 from .prepare import prepare
@@ -56,8 +54,8 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
         text = _load_text(config, world)
         lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
         with lock or nullcontext():
-            model = train(config, text, world)
-            _finish(config, text, model, world)
+            trained = train(config, text, world)
+            _finish(config, text, trained, world)
 
 
 def _prepare_first(config: TrainConfig, world: World) -> RunLock | None:
@@ -106,18 +104,18 @@ def _together(world: World, do: Callable[[], Result]) -> Result:
     return typing.cast(Result, result)
 
 
-def _finish(config: TrainConfig, text: TokenizedText, model: nn.Module, world: World) -> None:
+def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> None:
     """Print a sample, draw the loss and print the paths of all output."""
     run = RunDir(Path(config.out))
     console = plain_console(enabled=world.is_first)
-    if config.last_step < config.steps:
+    if trained.step < config.steps:
         console.print(
-            f"stopped after step {config.last_step} of {config.steps}; "
+            f"stopped after step {trained.step} of {config.steps}; "
             f"fullshard train --out {config.out} --resume  goes on"
         )
         return
     prompt = _PROMPT if config.data is None else ""
-    written = sample(model, text.tokenizer, world, prompt=prompt, context=config.seq)
+    written = sample(trained.model, text.tokenizer, world, prompt=prompt, context=config.seq)
     if not world.is_first:
         return
     console.print(f"\na sample of what it writes now:\n\n{written}\n")
@@ -159,7 +157,7 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
 
 def main() -> None:
     """Run as a worker of ``launch``; the only argument is the configuration file of the run."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker silently
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C ends it silently
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     work(TrainConfig.load(Path(sys.argv[1])), prepared=True)
 

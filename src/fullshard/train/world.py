@@ -100,6 +100,16 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def job_of_launcher() -> str:
+    """Return the id of torchrun's job, which stays as it is when torchrun restarts workers."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def is_restarted() -> bool:
+    """Return whether torchrun starts these workers again, after some of them ended."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def num_local_workers() -> int:
     """Return the number of workers that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -136,12 +146,16 @@ def join_world() -> Iterator[World]:
 
 
 def _meeting_place() -> dict[str, Any]:
-    """Return rendezvous arguments: none under torchrun, else the file store of our launcher."""
+    """Return rendezvous arguments: the file store of our launcher, or torchrun's store."""
     path = os.environ.get(STORE)
-    if path is None:
-        return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return {"store": dist.FileStore(path, size), "rank": rank, "world_size": size}
+    if path is not None:
+        return {"store": dist.FileStore(path, size), "rank": rank, "world_size": size}
+    store, rank, size = next(dist.rendezvous("env://"))
+    # torchrun keeps its store when it restarts workers, who would find addresses of dead ones.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"start {restarts} of {size}", store)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def check_gpus(num_workers: int) -> None:

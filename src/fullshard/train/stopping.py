@@ -1,0 +1,41 @@
+"""Signals that ask a worker to stop: it saves after its step, and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_ONCE_S = 2.0  # launchers pass on what terminals send as well
+
+
+class Stopping:
+    """Whether a signal came; one that comes again later ends the process at once."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._first_s = 0.0
+
+    def ask(self, number: int, _frame: FrameType | None = None) -> None:
+        """Handle a signal."""
+        now_s = time.monotonic()
+        if self.is_asked and now_s - self._first_s > _ONCE_S:
+            os._exit(128 + number)
+        if not self.is_asked:
+            self.is_asked, self._first_s = True, now_s
+
+
+@contextmanager
+def stopping() -> Iterator[Stopping]:
+    """Handle SIGTERM and SIGINT in the main thread during the block."""
+    found = Stopping()
+    before = {number: signal.signal(number, found.ask) for number in _SIGNALS}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
