@@ -181,12 +181,9 @@ def test_a_foreign_file_is_found_by_verify(root: Path) -> None:
 
 def test_the_newest_complete_checkpoint_is_the_latest(root: Path) -> None:
     assert checkpoint.latest(root) == root / "other"  # saved last
-    (root / "latest").write_text("step-1")
-    assert checkpoint.latest(root) == root / "step-1"
-    for name in ("gone", "../step-1", "", "\0", "long" * 100):
-        (root / "latest").write_text(name)
-        assert checkpoint.latest(root) == root / "other"
+    assert (root / "latest").read_text() == "other\n"
     (root / "latest").unlink()
+    assert checkpoint.latest(root) == root / "other"
     (root / "other" / DATA).unlink()
     assert checkpoint.latest(root) == root / "step-2"
     os.truncate(root / "step-2" / DATA, 100)

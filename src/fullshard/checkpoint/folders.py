@@ -1,7 +1,7 @@
 """Folders of checkpoints: which are complete, which is the newest, and what is wrong with one.
 
 root/
-  latest                  name of the newest checkpoint
+  latest                  name of the checkpoint that was saved last, for other programs
   step-000100/            a checkpoint; a folder has this name only once it is complete
     manifest.json
     rank-00000.safetensors, ...
@@ -105,15 +105,9 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint in folder ``root`` that was saved last; None if there is none.
 
-    The file ``latest`` names it. If that is gone or incomplete, its time says which it is.
+    Their times decide, of those that are complete. The file ``latest`` is for other programs: it is
+    written later, and a job may be killed before.
     """
-    root = Path(root)
-    try:
-        name = (root / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        name = ""
-    if name and Path(name).name == name and _complete(root / name) is not None:
-        return root / name
     complete = list_checkpoints(root)
     return complete[-1].path if complete else None
 
