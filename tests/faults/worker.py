@@ -13,6 +13,10 @@ from torch import nn
 
 from fullshard import PerParameter, Ragged, checkpoint, fully_shard
 
+# Jobs are forked from a process that has imported this module, and what an optimizer imports.
+torch.set_num_threads(1)
+torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+
 LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
 KEEP = 2
 
@@ -22,7 +26,6 @@ def work(rank: int, world: int, folder: str, attempt: int, layout: str, steps: i
 
     Sums over two ranks do not depend on the order, so results are equal to the bit in any layout.
     """
-    torch.set_num_threads(1)
     root = Path(folder)
     errors = os.open(root / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)  # ranks that others left alone say so
