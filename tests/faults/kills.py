@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ class Killer:
         if not any(victim.is_alive() for victim in victims):
             return ""
         for victim in victims:
-            os.kill(victim.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(victim.pid, signal.SIGKILL)
         return "one" if one else "all"
 
     def _wait(self, root: Path, jobs: list[Any]) -> None:

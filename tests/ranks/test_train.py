@@ -124,7 +124,9 @@ def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     assert_same_run(shell, "whole", "killed")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.more)]
+)
 def test_a_signal_saves_and_ends_and_the_run_resumes_exactly(
     shell: Shell, whole: Outcome, number: signal.Signals
 ) -> None:

@@ -48,6 +48,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 every_model = pytest.mark.parametrize("name", CONFIGS)
+# One start takes as long as many other tests.
+one_model = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "mixtral" else pytest.mark.more) for name in CONFIGS],
+)
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
@@ -61,7 +66,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     return Shell.with_a_little_text(tmp_path_factory.mktemp("models"))
 
 
-@every_model
+@one_model
 def test_the_command_trains_it(shell: Shell, name: str) -> None:
     write_config(shell.folder, name)
     options = "--data text --steps 6 --batch 2 --seq 32 --lr 0.01".split()
@@ -90,7 +95,7 @@ def losses(config: TrainConfig, *, until: int) -> list[float]:
     return [record.loss for record in records]
 
 
-@every_model
+@one_model
 def test_a_run_with_dropout_and_recomputation_goes_on_exactly(
     pool: RankPool, shell: Shell, tmp_path: Path, name: str
 ) -> None:

@@ -120,11 +120,12 @@ def there_and_back(folder: Path, out: Path, kind: str, way: str) -> float:
 
 
 WAYS = [
-    *[(kind, way, world) for kind in KINDS for way, world in (("rows", 1), ("ragged", 4))],
+    *[(kind, "ragged", 4) for kind in KINDS],
     *[("llama", way, 4) for way in ("tp", "hsdp", "flat", "plain")],
-    *[("mixtral", way, 4) for way in ("rows", "hsdp", "flat")],
     ("tied llama", "flat", 2),
-    ("gpt2", "rows", 4),
+    *[pytest.param(kind, "rows", 1, marks=pytest.mark.more) for kind in KINDS],
+    *[pytest.param("mixtral", way, 4, marks=pytest.mark.more) for way in ("rows", "hsdp", "flat")],
+    pytest.param("gpt2", "rows", 4, marks=pytest.mark.more),
 ]
 
 
