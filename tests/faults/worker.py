@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def work(rank: int, world: int, folder: str, attempt: int, layout: str, steps: i
     errors = os.open(root / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)  # ranks that others left alone say so
     store = dist.FileStore(str(root / f"store-{attempt}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(  # waits so long for a rank that was killed before it came here
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)
+    )
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 7)).double()
     for layer in (model[0], model[2], model):
