@@ -140,8 +140,10 @@ def deviation(config: TrainConfig) -> float:
     """The largest difference of a gradient from the unsharded model's on the whole batch."""
     architecture = choose_architecture(config)
     build = {"seq": config.seq, "checkpoint_activations": config.checkpoint_activations}
-    torch.manual_seed(config.seed)
     whole = architecture.build(**build)
+    torch.manual_seed(config.seed)
+    with torch.no_grad():
+        architecture.initialise(whole)
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded = build_sharded_model(config, architecture, World(rank, world, torch.device("cpu")))
     tokens = torch.arange(world * 17).view(world, 17) * 7 % 300

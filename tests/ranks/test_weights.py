@@ -313,7 +313,7 @@ def test_buffers_that_are_not_saved_need_a_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"0.table is on the meta device .* pass load_weights an"):
         checkpoint.load_weights(model, tmp_path / "ours")
     assert model[0].weight.is_meta
-    with pytest.raises(ConfigError, match="Buffered left its buffer table as it was"):
+    with pytest.raises(ConfigError, match=r"Buffered left 0.table as it was"):
         checkpoint.load_weights(model, tmp_path / "ours", init=lambda module: None)
     with torch.device("meta"):
         model = nn.Sequential(Buffered())
@@ -324,6 +324,91 @@ def test_buffers_that_are_not_saved_need_a_value(tmp_path: Path) -> None:
     )
     assert torch.equal(model[0].table, torch.arange(4.0))
     assert torch.equal(model[0].weight, torch.ones(3, 5))
+
+
+class Half(nn.Module):
+    """A module whose reset gives one of two parameters a value, and a shared buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.other = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(4.0))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+
+def test_only_what_the_files_lack_needs_a_value(tmp_path: Path) -> None:
+    full = nn.ModuleList([Half(), Half()])
+    full[1].table = full[0].table
+    state = {name: value.clone() for name, value in full.state_dict().items()}
+    save_file({n: v for n, v in state.items() if "weight" not in n}, tmp_path / "a.safetensors")
+    save_file({n: v for n, v in state.items() if "other" not in n}, tmp_path / "b.safetensors")
+    for name in "ab":
+        with torch.device("meta"):
+            model = nn.ModuleList([Half(), Half()])
+            model[1].table = model[0].table
+        file = tmp_path / f"{name}.safetensors"
+        if name == "b":
+            with pytest.raises(ConfigError, match=r"Half left 0.other as it was"):
+                checkpoint.load_weights(model, file, strict=False)
+            continue
+        loaded = checkpoint.load_weights(model, file, strict=False)
+        assert loaded.missing == ["0.weight", "1.weight"]
+        assert torch.equal(model[1].table, torch.arange(4.0))  # type: ignore[arg-type]
+        assert model[0].weight.std() > 0  # type: ignore[operator,union-attr]
+
+
+def new_head(folder: Path, way: str) -> Tensor:
+    """Load all but the head into copies of the shards, whose ranks have other generators."""
+    torch.manual_seed(dist.get_rank())
+    model = sharded("llama", way)
+    loaded = checkpoint.load_weights(model, folder, strict=False)
+    assert loaded.missing == ["lm_head.weight"]
+    return checkpoint.full_state_dict(model, rank0_only=False)["lm_head.weight"]
+
+
+@pytest.mark.parametrize("way", ["hsdp", "ragged", "plain"])
+def test_what_is_missing_is_drawn_alike(
+    pool: RankPool, saved: Path, tmp_path: Path, way: str
+) -> None:
+    tensors = everything_in(saved / "llama")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    first, *others = pool.run(4, new_head, tmp_path, way)
+    assert first.std() > 0 and all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64])
+def test_what_was_quantised_is_not_converted(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"weight": torch.ones(2, 3).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"weight is \w+ in the files and torch.float32 here"):
+        checkpoint.load_weights(nn.Linear(3, 2, bias=False), tmp_path, strict=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fnuz])
+def test_weights_are_cast_to_what_files_can_hold(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match="expected one of floating point"):
+        checkpoint.save_weights(nn.Linear(3, 2), tmp_path / "ours", dtype=dtype)
+
+
+def test_models_of_models_initialise_their_own_buffers(tmp_path: Path) -> None:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "intermediate_size": 24, "image_size": 8, "patch_size": 4}
+    text = {**SIZES, "model_type": "llama"}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=64)
+    whole = LlavaForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(config)
+    assert checkpoint.load_weights(model, tmp_path) == ([], [])
+    buffers = dict(model.named_buffers())
+    assert all(torch.equal(value, buffers[name]) for name, value in whole.named_buffers())
+    found = model.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in whole.state_dict().items())
 
 
 def saves_with_trouble(path: Path) -> str:

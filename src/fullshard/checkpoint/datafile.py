@@ -58,7 +58,7 @@ def name_of(dtype: torch.dtype, what: str) -> str:
     Raises:
         UnsupportedError: safetensors files cannot hold ``what``, a tensor of this dtype.
     """
-    if not _is_known(dtype):
+    if not is_known(dtype):
         raise UnsupportedError(
             f"{what} is of {dtype}, which safetensors files do not know; convert it, for example "
             "to a buffer of torch.uint8"
@@ -66,7 +66,13 @@ def name_of(dtype: torch.dtype, what: str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_known(dtype: torch.dtype) -> bool:
+def dtype_in_file(code: str) -> torch.dtype | None:
+    """Return the dtype that a safetensors file calls ``code``; None if there is none."""
+    return next((dtype for dtype, own in _CODES.items() if own == code), None)
+
+
+def is_known(dtype: torch.dtype) -> bool:
+    """Return whether a data file can hold tensors of ``dtype``."""
     return dtype in _CODES or dtype == torch.complex128
 
 
@@ -210,7 +216,7 @@ class DataFile:
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Check that the file's part of a tensor has this dtype and this shape."""
         self._check(name in self._stored, f"has no data of {name}")
-        self._check(_is_known(dtype), f"has {name} as {dtype}, which safetensors do not know")
+        self._check(is_known(dtype), f"has {name} as {dtype}, which safetensors do not know")
         found, expected = self._stored[name].kind, _code(dtype, shape)
         self._check(found == expected, f"has {name} as {found}, the manifest as {expected}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -23,7 +24,10 @@ from fullshard.checkpoint.stored import INDEX, SINGLE, Stored, pretrained, store
 from fullshard.comm.council import Council
 from fullshard.comm.mesh import all_to_all_bytes
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout.region import Overlap, Region
+
+log = logging.getLogger(__name__)
 
 _BUFFER_NBYTES = 32 << 20
 _SMALLEST_FILE_NBYTES = 64 << 20
@@ -62,7 +66,7 @@ def save_weights(
     council = Council(f"save weights to {folder}")
     found = Collected(council.rank, council.world)
 
-    def collect() -> str:
+    def collect() -> list[Any]:
         found.add_model(model)
         states = {name: state for name, state in found.values["states"].items() if state}
         if states:
@@ -70,10 +74,16 @@ def save_weights(
                 f"extra state of modules, {', '.join([*states][:8])}, has no place in such files; "
                 "save() keeps it"
             )
-        return shared(council, found)
+        if dtype is not None and not (dtype.is_floating_point and datafile.is_known(dtype)):
+            raise ConfigError(f"dtype={dtype}: expected one of floating point that files can hold")
+        if max_file_nbytes < 1:
+            raise ConfigError(f"max_file_nbytes={max_file_nbytes}: expected a positive number")
+        return [shared(council, found), str(dtype), max_file_nbytes]
 
-    def begin(keys: list[str]) -> list[str]:
-        contents, numbers = merged(council, keys)
+    def begin(said: list[list[Any]]) -> list[str]:
+        if any(one[1:] != said[0][1:] for one in said):
+            raise ConfigError("ranks differ in dtype or max_file_nbytes: give all the same")
+        contents, numbers = merged(council, [one[0] for one in said])
         files = [FileInfo(f"rank-{rank}", rank, 0, "", one) for rank, one in enumerate(numbers)]
         manifest = Manifest(0, 0.0, {}, contents, files, None)
         manifest.check()
@@ -356,14 +366,19 @@ def _write_configuration(model: nn.Module, folder: Path, plan: _Plan) -> None:
     if inner is None or not hasattr(inner.config, "save_pretrained"):
         return
     config = copy.deepcopy(inner.config)
-    bases = (base for base in type(inner).__mro__ if base.__module__.startswith("transformers."))
-    config.architectures = [next(bases, type(inner)).__name__]
+    own = (base for base in type(inner).__mro__ if not issubclass(base, ShardedModule))
+    config.architectures = [next(own).__name__]
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # what is written is not quantised
     dtypes = [one.dtype for one in plan.tensors if one.dtype.is_floating_point]
     if dtypes:
         config.dtype = max(set(dtypes), key=dtypes.count)
     config.save_pretrained(folder)
     if getattr(inner, "generation_config", None) is not None and inner.can_generate():
-        inner.generation_config.save_pretrained(folder)
+        try:
+            inner.generation_config.save_pretrained(folder)
+        except ValueError as error:  # it may be inconsistent; weights are worth more
+            log.warning("%s has no generation_config.json: %s", folder, error)
 
 
 def _nbytes(shares: Sequence[_Share]) -> int:

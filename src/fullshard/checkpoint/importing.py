@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +21,14 @@ from fullshard.checkpoint.stored import (
     StoredReader,
     check_fits,
     choose,
-    pretrained,
     read_index,
 )
 from fullshard.checkpoint.tree import Row, Tree
 from fullshard.comm.council import Council
 from fullshard.errors import ConfigError
-from fullshard.frontend.contexts import clean_name
+from fullshard.frontend.contexts import clean_name, unshard_params
+from fullshard.frontend.ownership import owner_of
+from fullshard.frontend.places import Place
 from fullshard.layout.region import Region, whole
 from fullshard.tensors import region_of
 from fullshard.tensors.parts import coordinate_in
@@ -56,8 +59,8 @@ def load_weights(
 
     Each rank reads its own parts, a piece at a time. A model on the meta device gets memory on the
     device of its mesh first. What files do not have, such as buffers that are not saved, is then
-    initialised: by ``init``, by the model's ``_init_weights`` if it is of ``transformers``, else by
-    the ``reset_parameters`` of their modules.
+    initialised, equally on all ranks and with whole parameters: by ``init``, by ``_init_weights``
+    of a model of ``transformers``, else by the ``reset_parameters`` of their modules.
 
     Args:
         model: a model, sharded or not; values are cast to its dtypes.
@@ -67,7 +70,8 @@ def load_weights(
         init: called with each module on the meta device that has a tensor the files lack.
 
     Raises:
-        ConfigError: files and model do not fit, with all differences. Nothing was changed.
+        ConfigError: files and model do not fit, with all differences. Nothing was changed, unless
+            ``init`` or its like left something without a value, which is seen afterwards.
         CheckpointError: files are missing or damaged; if they could be opened, some values may
             have been loaded.
         LostRankError: a rank ended or hangs.
@@ -85,7 +89,7 @@ def load_weights(
         targets.append(_Target(model, files, init))
         return [targets[0].chosen.missing, targets[0].chosen.unexpected]
 
-    def compare(said: list[list[list[str]]]) -> list[list[str]]:
+    def compare(said: list[list[list[str]]]) -> list[Any]:
         missing = list(dict.fromkeys(name for one, _ in said for name in one))
         nowhere = set(said[0][1]).intersection(*(own for _, own in said))
         unexpected = [name for name in said[0][1] if name in nowhere]
@@ -96,10 +100,10 @@ def load_weights(
             problems.append(f"the model lacks {_some(unexpected)}")
         if problems:
             raise ConfigError("they do not fit; " + "; ".join(problems))
-        return [missing, unexpected]
+        return [missing, unexpected, secrets.randbits(63)]
 
-    missing, unexpected = council.agree(plan, compare)
-    council.agree(lambda: targets[0].fill(folder))
+    missing, unexpected, seed = council.agree(plan, compare)
+    council.agree(lambda: targets[0].fill(folder, seed))
     return LoadedWeights(missing, unexpected)
 
 
@@ -134,49 +138,57 @@ class _Target:
         ]
         self._device = tree.device
         problems = []
-        for parts in self.chosen.parts.values():
+        dtypes = {row.name: row.value.dtype for row in rows}
+        for name, parts in self.chosen.parts.items():
             for part in parts:
                 try:
-                    check_fits(part, files[part.name])
+                    check_fits(part, files[part.name], dtypes[name])
                 except ConfigError as error:
                     problems.append(str(error))
         tied = {name: same[0] for same in names.values() for name in same}
         filled = {name for name, first in tied.items() if first in self._names}
-        self._init = [
-            (module, _initialiser(model, module, init, ", ".join(lacking), problems))
-            for module, lacking in _lacking(model, filled)
+        self._lacking = _lacking(model, filled, init)
+        problems += [
+            f"{name} is on the meta device and not in the files, and "
+            f"{type(one.module).__name__} has no reset_parameters(): pass load_weights an init"
+            for one in self._lacking
+            for name in one.names
+            if one.initialise is None
         ]
         if problems:
             raise ConfigError("they do not fit; " + _some(problems, "; "))
 
-    def fill(self, folder: Path) -> None:
+    def fill(self, folder: Path, seed: int) -> None:
         """Give the model memory, initialise what the files lack, and read."""
-        self._model._apply(
-            lambda own: torch.empty_like(own, device=self._device) if own.is_meta else own
-        )
+        self._model._apply(self._with_memory)
         for first, *others in self._tied:
-            param = _place(self._model, first)
+            tensors, own = _place(self._model, first)
             for other in others:
-                if _place(self._model, other) is not param:
-                    path, _, last = other.rpartition(".")
-                    self._model.get_submodule(path)._parameters[last] = param
-        for module, initialise in self._init:
-            before = {key: (own, own._version) for key, own in _own_buffers(module)}
-            with torch.no_grad():
-                initialise(module)
-            for key, own in _own_buffers(module):
-                was, version = before.get(key, (None, 0))
-                if was is own and version == own._version:
-                    raise ConfigError(
-                        f"{type(module).__name__} left its buffer {key} as it was; pass "
-                        "load_weights an init that gives it a value"
-                    )
+                its, last = _place(self._model, other)
+                if its[last] is not tensors[own]:
+                    its[last] = tensors[own]
+        drawn_on = [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(drawn_on), torch.no_grad():
+            torch.manual_seed(seed)
+            for one in self._lacking:
+                places = (Place(one.module, name) for name in one.module._parameters)
+                is_sharded = any(owner_of(place) is not None for place in places)
+                with unshard_params(one.module, recurse=False) if is_sharded else nullcontext():
+                    one.fill()
         tree = Tree(self._model, "load_weights")
         with StoredReader(folder, self._files) as reader, torch.no_grad():
             for row in tree.rows():
                 if row.name in self._names:
                     _fill(row, self.chosen.parts[row.name], reader)
         tree.rewritten()
+
+    def _with_memory(self, own: Tensor) -> Tensor:
+        if not own.is_meta:
+            return own
+        device = self._device
+        if isinstance(own, DTensor) and own.device_mesh.device_type != device.type:
+            device = torch.device(own.device_mesh.device_type)  # tensor-parallel, in no unit
+        return torch.empty_like(own, device=device)
 
 
 def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
@@ -226,51 +238,67 @@ def _put(memory: Tensor, local: Tensor, start: int) -> None:
         offset += target.numel()
 
 
-def _place(model: nn.Module, name: str) -> nn.Parameter | None:
+def _place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the parameters or buffers of the module that has a tensor, and its name there."""
     path, _, own = name.rpartition(".")
-    return model.get_submodule(path)._parameters.get(own)
+    module = model.get_submodule(path)
+    return (module._parameters if own in module._parameters else module._buffers), own
 
 
-def _own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, own) for name, own in module._buffers.items() if own is not None]
+class _Lacking(NamedTuple):
+    """A module with tensors on the meta device that the files lack, and what gives them values."""
+
+    module: nn.Module
+    names: dict[str, str]
+    """Of the tensors: in the model, and in the module."""
+    initialise: Callable[[nn.Module], object] | None
+
+    def fill(self) -> None:
+        """Give values to the tensors.
+
+        Raises:
+            ConfigError: one has none then.
+        """
+        assert self.initialise is not None
+        before = self._tensors()
+        versions = {name: own._version for name, own in before.items()}
+        self.initialise(self.module)
+        for name, own in self._tensors().items():
+            if own is before[name] and own._version == versions[name]:
+                raise ConfigError(
+                    f"{type(self.module).__name__} left {name} as it was; pass load_weights an "
+                    "init that gives it a value"
+                )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self.module, own) for name, own in self.names.items()}
 
 
-def _lacking(model: nn.Module, filled: set[str]) -> list[tuple[nn.Module, list[str]]]:
+def _lacking(
+    model: nn.Module, filled: set[str], init: Callable[[nn.Module], object] | None
+) -> list[_Lacking]:
     """Return the modules that have tensors on the meta device that will not be filled."""
     found = []
-    for prefix, module in model.named_modules():
+    of_models: dict[str, Any] = {}  # by the path of a module: the innermost model's around it
+    for path, module in model.named_modules():
+        around = of_models.get(path.rpartition(".")[0])
+        is_model = hasattr(type(module), "base_model_prefix")
+        of_models[path] = getattr(module, "_init_weights", around) if is_model else around
         tensors = {**module._parameters, **module._buffers}
-        names = [
-            clean_name(f"{prefix}.{name}" if prefix else name)
-            for name, own in tensors.items()
-            if own is not None and own.is_meta
-        ]
-        lacking = [name for name in names if name not in filled]
+        names = {
+            clean_name(f"{path}.{own}" if path else own): own
+            for own, tensor in tensors.items()
+            if tensor is not None and tensor.is_meta
+        }
+        lacking = {name: own for name, own in names.items() if name not in filled}
+        reset = _reset if hasattr(module, "reset_parameters") else None
         if lacking:
-            found.append((module, lacking))
+            found.append(_Lacking(module, lacking, init or of_models[path] or reset))
     return found
 
 
-def _initialiser(
-    model: nn.Module,
-    module: nn.Module,
-    init: Callable[[nn.Module], object] | None,
-    lacking: str,
-    problems: list[str],
-) -> Callable[[nn.Module], Any]:
-    """Return what gives values to the tensors of a module; add to ``problems`` if nothing does."""
-    inner = pretrained(model)
-    if init is not None:
-        return init
-    if inner is not None and hasattr(inner, "_init_weights"):
-        own: Callable[[nn.Module], Any] = inner._init_weights
-        return own
-    if not hasattr(module, "reset_parameters"):
-        problems.append(
-            f"{lacking} is on the meta device and not in the files, and "
-            f"{type(module).__name__} has no reset_parameters(): pass load_weights an init"
-        )
-    return lambda module: module.reset_parameters()  # type: ignore[operator]
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]
 
 
 def _some(names: Sequence[str], between: str = ", ") -> str:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard.checkpoint import datafile
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.frontend.contexts import clean_name
 from fullshard.layout.region import Interval, Region, whole
@@ -303,9 +304,20 @@ class StoredReader:
         return read
 
 
-def check_fits(stored: Stored, found: InFile) -> None:
-    """Raise ``ConfigError`` if a stored tensor has not the shape that the model gives it."""
+def check_fits(stored: Stored, found: InFile, dtype: torch.dtype) -> None:
+    """Raise ``ConfigError`` if a stored tensor has not the shape or the kind of the model's."""
     if found.shape != stored.shape:
         raise ConfigError(
             f"{stored.name} has shape {found.shape} in the files and {stored.shape} here"
         )
+    own = datafile.dtype_in_file(found.dtype)
+    if own != dtype and not (_is_real(own) and _is_real(dtype)):
+        raise ConfigError(
+            f"{stored.name} is {found.dtype} in the files and {dtype} here: what was quantised, or "
+            "is of another kind, is not converted"
+        )
+
+
+def _is_real(dtype: torch.dtype | None) -> bool:
+    """Return whether values of this dtype can be rounded to another such dtype."""
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1

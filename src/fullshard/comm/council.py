@@ -257,7 +257,8 @@ class _Pulse:
     def end(self) -> None:
         """End the thread."""
         self._ended.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # a finalizer may run in any
+            self._thread.join(2 * _PULSE_S)
 
     def _run(self) -> None:
         for number in itertools.count():

@@ -19,7 +19,7 @@ from .launch import default_nproc, launch
 from .options import read_options
 from .rundir import RunDir
 from .worker import work
-from .world import is_restarted, is_worker, job_of_launcher, num_local_workers
+from .world import is_worker, num_local_workers
 
 _DEFAULT = TrainConfig()
 
@@ -103,8 +103,7 @@ def resolve(context: typer.Context) -> TrainConfig:
     """Return the configuration that the options ask for; options override ``--config``.
 
     With ``--resume``, options that are not given keep the values of the resumed run, except for
-    ``stop_after``, which is never taken over. Workers that torchrun starts again resume what they
-    have saved, if anything.
+    ``stop_after``, which is never taken over.
 
     Raises:
         ConfigError: a value cannot work, or there is no run to resume.
@@ -114,8 +113,6 @@ def resolve(context: typer.Context) -> TrainConfig:
     from_file = {} if file is None else read_options(Path(file), _kinds())
     folder = _folder(given, from_file)
     asked = {key: v for key, v in {**from_file, **given}.items() if key not in ("name", "out")}
-    if is_restarted():
-        asked["resume"] = RunDir(Path(folder)).is_of(job_of_launcher())
     if asked.get("resume"):
         saved = RunDir(Path(folder)).config
         if not saved.exists():

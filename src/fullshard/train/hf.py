@@ -63,8 +63,11 @@ class HfArchitecture:
 
         This may take rows of a weight, which ragged layouts do not have: units are lent one by one.
         """
-        initialise: Any = model._init_weights
-        for module in model.modules():
+        of_models: dict[str, Any] = {}  # by path: that of the innermost model around a module
+        for path, module in model.named_modules():
+            around = of_models.get(path.rpartition(".")[0])
+            initialise: Any = getattr(module, "_init_weights", around)
+            of_models[path] = initialise
             has_own = any(True for _ in module.parameters(recurse=False))
             with unshard_params(module, recurse=False) if has_own else nullcontext():
                 initialise(module)

@@ -12,7 +12,6 @@ from .config import TrainConfig
 from .data import TokenizedText, load_text, num_windows
 from .rundir import RunDir, check_continues
 from .runlock import RunLock
-from .world import job_of_launcher
 
 
 def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
@@ -53,7 +52,6 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         lock = RunLock(run.lock)
         aside = None if config.resume else run.set_aside()
         config.save(run.config)
-        run.job.write_text(job_of_launcher())
     except OSError as error:
         raise ConfigError(f"--out {config.out}: cannot be written ({error})") from error
     if aside is not None:

@@ -7,7 +7,6 @@ runs/default/
   loss.png               if matplotlib is installed
   earlier-1/             files that a start without --resume found here
   fullshard.lock         names the process that trains here; locked during training
-  job                    id of torchrun's job that trained here last
 """
 
 from __future__ import annotations
@@ -64,18 +63,6 @@ class RunDir:
     def lock(self) -> Path:
         """Path of the file that the job training here has locked."""
         return self.path / "fullshard.lock"
-
-    @property
-    def job(self) -> Path:
-        """Path of the file with the id of the job of torchrun that trained here last."""
-        return self.path / "job"
-
-    def is_of(self, job: str) -> bool:
-        """Return whether this job of torchrun has trained here, and has left a checkpoint."""
-        try:
-            return self.job.read_text() == job and self.newest_checkpoint() is not None
-        except OSError:
-            return False
 
     def newest_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint."""

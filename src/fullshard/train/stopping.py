@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,11 +32,14 @@ class Stopping:
 
 @contextmanager
 def stopping() -> Iterator[Stopping]:
-    """Handle SIGTERM and SIGINT in the main thread during the block."""
+    """Handle SIGTERM and SIGINT during the block; in another thread than the main one, nothing."""
     found = Stopping()
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
     before = {number: signal.signal(number, found.ask) for number in _SIGNALS}
     try:
         yield found
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -6,6 +6,7 @@ command calls ``work`` itself.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -51,6 +52,7 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
         ConfigError: ``prepare`` refuses; raised on all workers alike.
     """
     with join_world() as world:
+        config = _going_on(config, world)
         text = _load_text(config, world)
         lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
         with lock or nullcontext():
@@ -58,9 +60,22 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
             _finish(config, text, trained, world)
 
 
+def _going_on(config: TrainConfig, world: World) -> TrainConfig:
+    """Resume what was saved before torchrun started workers again, as the first worker sees it."""
+    has_saved = False
+    if world.is_first and world.has_prepared:
+        has_saved = RunDir(Path(config.out)).newest_checkpoint() is not None
+    resumes = config.resume or bool(world.rows(has_saved)[0].any())
+    return dataclasses.replace(config, resume=resumes)
+
+
 def _prepare_first(config: TrainConfig, world: World) -> RunLock | None:
     """Prepare on the first worker; the other workers wait for the result in ``_together``."""
-    return prepare(config, num_workers=world.size) if world.is_first else None
+    if not world.is_first:
+        return None
+    lock = prepare(config, num_workers=world.size)
+    world.has_prepared.remember()
+    return lock
 
 
 def _load_text(config: TrainConfig, world: World) -> TokenizedText:
@@ -150,6 +165,8 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
         _record(error, is_refusal=is_refusal)
         if not prepared:  # under torchrun; our own launcher shows the record instead
             _show(error, is_refusal=is_refusal)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

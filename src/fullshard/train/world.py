@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +19,9 @@ from fullshard.errors import ConfigError
 
 STORE = "FULLSHARD_STORE"
 """Environment variable: the rendezvous file of workers that our launcher started."""
+
+_PREPARED = "fullshard/prepared"
+_START_S = 600.0  # machines may be slow to start
 
 
 class Rows:
@@ -49,6 +55,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    has_prepared: HasPrepared = field(default_factory=lambda: HasPrepared())
 
     @property
     def is_first(self) -> bool:
@@ -100,16 +107,6 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def job_of_launcher() -> str:
-    """Return the id of torchrun's job, which stays as it is when torchrun restarts workers."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def is_restarted() -> bool:
-    """Return whether torchrun starts these workers again, after some of them ended."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def num_local_workers() -> int:
     """Return the number of workers that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -132,30 +129,73 @@ def join_world() -> Iterator[World]:
     Raises:
         ConfigError: this machine has GPUs, but fewer than local workers.
     """
+    place, has_prepared = _meeting_place()
     if torch.cuda.is_available():
         check_gpus(num_local_workers())
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, **_meeting_place())
+        dist.init_process_group("nccl", device_id=device, **place)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", **_meeting_place())
-    yield World(dist.get_rank(), dist.get_world_size(), device)
+        dist.init_process_group("gloo", **place)
+    yield World(dist.get_rank(), dist.get_world_size(), device, has_prepared)
     # Only on success: destroying a process group in which other workers still wait can hang.
     dist.destroy_process_group()
 
 
-def _meeting_place() -> dict[str, Any]:
+class HasPrepared:
+    """Whether workers of this job have prepared the run before; torchrun's store remembers it."""
+
+    def __init__(self, store: dist.Store | None = None) -> None:
+        self._store = store
+
+    def __bool__(self) -> bool:
+        return self._store is not None and self._store.check([_PREPARED])
+
+    def remember(self) -> None:
+        """Tell workers that torchrun starts later."""
+        if self._store is not None:
+            self._store.set(_PREPARED, "")
+
+
+def _meeting_place() -> tuple[dict[str, Any], HasPrepared]:
     """Return rendezvous arguments: the file store of our launcher, or torchrun's store."""
     path = os.environ.get(STORE)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if path is not None:
-        return {"store": dist.FileStore(path, size), "rank": rank, "world_size": size}
-    store, rank, size = next(dist.rendezvous("env://"))
-    # torchrun keeps its store when it restarts workers, who would find addresses of dead ones.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"start {restarts} of {size}", store)
-    return {"store": store, "rank": rank, "world_size": size}
+        store: dist.Store = dist.FileStore(path, size)
+        return {"store": store, "rank": rank, "world_size": size}, HasPrepared()
+    kept, rank, size = next(dist.rendezvous("env://"))
+    # torchrun keeps its store when it starts workers again, who would find what dead ones left.
+    store = dist.PrefixStore(_name_of_start(kept, rank, size), kept)
+    return {"store": store, "rank": rank, "world_size": size}, HasPrepared(kept)
+
+
+def _name_of_start(store: dist.Store, rank: int, size: int) -> str:
+    """Return a name that the workers which start now have in common, and earlier ones had not.
+
+    Each has a number of its own, and the first tells the list of numbers until all have found
+    theirs in it. Counts of restarts would not do: torchrun's agents count for themselves.
+    """
+    own = secrets.token_hex(8)
+    store.set(f"fullshard/own/{rank}", own)
+    deadline_s = time.monotonic() + _START_S
+    while time.monotonic() < deadline_s:
+        if rank == 0:
+            numbers = [store.get(f"fullshard/own/{each}").decode() for each in range(size)]
+            store.set("fullshard/all", " ".join(numbers))
+        told = store.get("fullshard/all").decode()
+        if told.split()[rank : rank + 1] == [own]:
+            name = hashlib.sha256(told.encode()).hexdigest()
+            store.set(f"fullshard/found/{rank}", name)
+            if rank == 0:
+                found = (store.get(f"fullshard/found/{each}").decode() for each in range(size))
+                if all(each == name for each in found):
+                    store.set(f"fullshard/go/{name}", "")
+            if store.check([f"fullshard/go/{name}"]):
+                return name
+        time.sleep(0.02)
+    raise ConfigError(f"the {size} workers of the job did not meet in {_START_S:g} s")
 
 
 def check_gpus(num_workers: int) -> None:
