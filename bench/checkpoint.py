@@ -1,6 +1,8 @@
 """Saving and loading a checkpoint of 370 MB, two gloo ranks of one thread each, on a local disk.
 
-Everything is flushed to the disk when it is written; what is read is in memory already.
+Also: how long training stands still for a save beside it, how much slower steps are meanwhile, and
+how long it takes to describe a checkpoint of many ranks. Everything is flushed to the disk when it
+is written; what is read is in memory already.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +24,21 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Optimizer
 
 import fullshard
 from bench.machine import idle, table
 from bench.models import GPT, Shape
+from fullshard.checkpoint.entry import Entry, Grid
+from fullshard.checkpoint.manifest import (
+    Contents,
+    FileInfo,
+    Manifest,
+    contents_from_json,
+    contents_to_json,
+)
+from fullshard.tensors import RaggedShard
 
 __all__ = ["figures", "report"]
 
@@ -32,7 +46,13 @@ WORLD = 2
 ROUNDS = 5
 SHAPE = Shape(vocab=4096, dim=768, layers=4, heads=12, length=64, batch=1)
 OURS, DCP, DISK = "fullshard", "torch.distributed.checkpoint", "the disk alone"
+NOTHING = "no save"
+STEPS = 12
+PLANNED = 1000
+VALUES: dict[str, Any] = {"ties": {}, "states": {}}
 BOUND = 1.0  # of DCP
+STALL = 0.1  # of a sync save
+SLOWER = 1.1
 
 
 def ours(folder: Path, model: nn.Module, optimizer: Optimizer) -> tuple[Callable[[], object], ...]:
@@ -84,6 +104,64 @@ def disks(folder: Path, nbytes: int) -> tuple[Callable[[], object], ...]:
     return save, load
 
 
+def beside(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Callable[[], Ended]]:
+    """By contender, what begins a save beside the training, and returns what waits for its end."""
+
+    def own() -> Ended:
+        return fullshard.checkpoint.save(folder / "ours", model, optimizer, step=1, mode="async")
+
+    def theirs() -> Ended:
+        state, optim = get_state_dict(model, optimizer)
+        found = dcp.async_save({"model": state, "optim": optim}, checkpoint_id=folder / "dcp")
+        assert isinstance(found, Future)
+        return Later(found)
+
+    return {OURS: own, DCP: theirs, NOTHING: Ended}
+
+
+class Ended:
+    """A save that has ended."""
+
+    is_done = True
+
+    def wait(self) -> None:
+        """Wait for its end."""
+
+
+class Later(Ended):
+    """A save of PyTorch."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:  # type: ignore[override]
+        """Whether it has ended."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._future.result()
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that all ranks took, and what the call returned here."""
+    dist.barrier()
+    start = time.perf_counter()
+    found = call()
+    dist.barrier()
+    return time.perf_counter() - start, found
+
+
+def empty(root: Path) -> None:
+    """Remove everything; the first rank does."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for one in root.iterdir():
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+    dist.barrier()
+
+
 def worker(rank: int, store: str, folder: str, results: str) -> None:
     """One rank; rank 0 writes median seconds."""
     torch.set_num_threads(1)
@@ -92,8 +170,14 @@ def worker(rank: int, store: str, folder: str, results: str) -> None:
     model = GPT(SHAPE)
     fullshard.shard_blocks(model)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    model(torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.length + 1))).backward()
-    optimizer.step()
+    tokens = torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.length + 1))
+
+    def step() -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
     own = sum(param.to_local().nbytes for param in model.parameters())  # type: ignore[operator]
     root = Path(folder)
     kinds = {
@@ -101,27 +185,57 @@ def worker(rank: int, store: str, folder: str, results: str) -> None:
         DCP: dcps(root / "dcp", model, optimizer),
         DISK: disks(root / "disk", 3 * own),
     }
-    seconds: dict[str, list[float]] = {
-        f"{what} {name}": [] for what in ("save", "load") for name in kinds
-    }
+    seconds: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for name, calls in kinds.items():
             for what, call in zip(("save", "load"), calls, strict=True):
-                dist.barrier()
-                start = time.perf_counter()
-                call()
-                dist.barrier()
-                seconds.setdefault(f"{what} {name}", []).append(time.perf_counter() - start)
-            dist.barrier()
-            if rank == 0:
-                for one in root.iterdir():
-                    shutil.rmtree(one) if one.is_dir() else one.unlink()
-            dist.barrier()
+                seconds.setdefault(f"{what} {name}", []).append(timed(call)[0])
+            empty(root)
+        for name, begin in beside(root, model, optimizer).items():
+            stall, save = timed(begin)
+            first, _ = timed(step)  # waits for copies
+            for _ in range(STEPS):
+                was_done = save.is_done
+                taken, _ = timed(step)
+                if name == NOTHING or not was_done:
+                    seconds.setdefault(f"step {name}", []).append(taken)
+            save.wait()
+            seconds.setdefault(f"stall {name}", []).append(stall + first)
+            empty(root)
     if rank == 0:
         medians = {name: statistics.median(taken) for name, taken in seconds.items()}
         Path(results).write_text(json.dumps({**medians, "nbytes": 3 * own * WORLD}))
     dist.barrier()
     os._exit(0)  # PyTorch's now and then aborts at the end
+
+
+def planning() -> dict[str, float]:
+    """Seconds to describe 1,000 tensors on 1,000 ranks, for each rank and for the first besides."""
+    grid = Grid((PLANNED,), tuple(range(PLANNED)))
+    placed = {
+        "rows": Shard(0),
+        "ragged": RaggedShard([(1, PLANNED + at % 2) for at in range(PLANNED)]),
+    }
+    found = {}
+    for name, placement in placed.items():
+        shape = (PLANNED, PLANNED) if name == "rows" else (sum(n for _, n in placement.lengths),)
+        start = time.perf_counter()
+        entries = {
+            f"model/layers.{at}.weight": Entry("float32", shape, grid, (placement,), 0)
+            for at in range(PLANNED)
+        }
+        for entry in entries.values():
+            entry.region(7)
+        text = json.dumps(contents_to_json(Contents(entries, VALUES)))
+        found[f"plan {name}, a rank"] = time.perf_counter() - start
+        start = time.perf_counter()
+        contents = contents_from_json(json.loads(text), PLANNED)
+        files = [FileInfo(f"rank-{rank:05d}", rank, 10**9, "0" * 32, 0) for rank in grid.ranks]
+        manifest = Manifest(1, 0.0, {}, [contents], files, None)
+        manifest.check()
+        manifest.to_json()
+        found[f"plan {name}, the first"] = time.perf_counter() - start
+    return found
 
 
 def figures() -> dict[str, float]:
@@ -136,11 +250,12 @@ def figures() -> dict[str, float]:
         target.mkdir()
         mp.spawn(worker, (f"{folder}/store", str(target), str(results)), nprocs=WORLD)
         found: dict[str, float] = json.loads(results.read_text())
+        found |= planning()
     return found
 
 
 def report(found: dict[str, float]) -> int:
-    """Print the table; how many bounds were missed."""
+    """Print the tables; how many bounds were missed."""
     rows, missed = [], []
     for what in ("save", "load"):
         mine, theirs, disk = (found[f"{what} {name}"] for name in (OURS, DCP, DISK))
@@ -148,5 +263,30 @@ def report(found: dict[str, float]) -> int:
         missed += [what] if mine > BOUND * theirs else []
     print(f"a checkpoint of {found['nbytes'] / 1e6:.0f} MB, {WORLD} ranks\n")
     print(table(["", "time, of DCP's", "speed, of the disk's", "the same of DCP"], rows))
+    alone = found[f"step {NOTHING}"]
+    rows = []
+    for name in (OURS, DCP):
+        stall = (found[f"stall {name}"] - alone) / found[f"save {name}"]
+        slower = found.get(f"step {name}", alone) / alone
+        rows.append([name, f"{stall:.2f}", f"{slower:.2f}"])
+        if name == OURS:
+            missed += ["stall"] if stall > STALL else []
+            missed += ["steps beside a save"] if slower > SLOWER else []
+    header = [
+        "async",
+        "time that training stands still, of its sync save",
+        "steps beside it, of others",
+    ]
+    print()
+    print(table(header, rows))
+    print()
+    plans = {name: value for name, value in found.items() if name.startswith("plan ")}
+    print(
+        table(
+            [f"{PLANNED} tensors, {PLANNED} ranks", "s"],
+            [[n, f"{v:.2f}"] for n, v in plans.items()],
+        )
+    )
+    missed += [name for name, value in plans.items() if value > 1.0]
     print(f"\nbounds missed: {', '.join(missed) or 'none'}")
     return len(missed)

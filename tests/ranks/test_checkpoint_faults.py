@@ -538,3 +538,27 @@ def test_much_extra_state_passes_through_the_store(pool: RankPool, tmp_path: Pat
 def test_a_checkpointer_refuses_what_makes_no_sense(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a positive int"):
         checkpoint.Checkpointer(tmp_path, **wrong)
+
+
+def pair(seed: int, *, is_tied: bool) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+    if is_tied:
+        model[1].weight = model[0].weight
+    return fully_shard(model)
+
+
+def unties(path: Path) -> list[bool]:
+    checkpoint.save(path / "tied", pair(1, is_tied=True), step=1)
+    checkpoint.save(path / "not", pair(1, is_tied=False), step=1)
+    tied = checkpoint.full_state_dict(pair(1, is_tied=True), rank0_only=False)
+    model = pair(2, is_tied=False)
+    checkpoint.load(path / "tied", model)
+    found = checkpoint.full_state_dict(model, rank0_only=False)
+    with pytest.raises(ConfigError, match=r"is tied to model/0\.weight here, not there"):
+        checkpoint.load(path / "not", pair(2, is_tied=True))
+    return [torch.equal(found[name], tied[name]) for name in found]
+
+
+def test_what_was_tied_is_loaded_into_every_parameter(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, unties, tmp_path) == [[True, True], [True, True]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from fullshard.checkpoint.checkpointer import Checkpointer
 from fullshard.checkpoint.comparing import differences
+from fullshard.checkpoint.converting import convert
 from fullshard.checkpoint.exporting import save_weights
 from fullshard.checkpoint.folders import (
     CheckpointInfo,
@@ -37,6 +38,7 @@ from fullshard.checkpoint.optimizer import (
     load_sharded_optim_state_dict,
     sharded_optim_state_dict,
 )
+from fullshard.checkpoint.pending import PendingSave
 from fullshard.checkpoint.planner import LoadPlanner
 from fullshard.checkpoint.saving import save
 
@@ -45,7 +47,9 @@ __all__ = [
     "Checkpointer",
     "LoadPlanner",
     "LoadedWeights",
+    "PendingSave",
     "TensorInfo",
+    "convert",
     "differences",
     "faults",
     "full_optim_state_dict",

@@ -17,6 +17,7 @@ from fullshard.checkpoint.entry import Entry, Grid
 from fullshard.checkpoint.optimizer import sharded_optim_state_dict
 from fullshard.checkpoint.tree import Tree, sharded
 from fullshard.checkpoint.values import encode
+from fullshard.engine import Unit
 from fullshard.errors import UnsupportedError
 
 _EXTRA_STATE = "_extra_state"  # what modules name theirs
@@ -28,19 +29,24 @@ class Collected:
     Attributes:
         tensors: the tensors of which this rank holds a part.
         parts: the parts that this rank writes.
+        params: the parameters and buffers of which these are parts, by the same names.
         values: what the model and the optimizer have besides.
+        units: the units of the model.
     """
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
         self.tensors: dict[str, Entry] = {}
         self.parts: dict[str, Tensor] = {}
+        self.params: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
+        self.units: list[Unit] = []
         self._everyone = Grid((world,), tuple(range(world)))
 
     def add_model(self, model: nn.Module) -> None:
         """Add parameters, buffers and extra state of a model."""
         tree = Tree(model, "save")
+        self.units = tree.units
         if tree.mesh is not None:
             self._everyone = grid_of(tree.mesh)
         ties: dict[str, str] = {}
@@ -55,6 +61,8 @@ class Collected:
             else:
                 first[id(row.value)] = row.name
                 self.add(f"model/{row.name}", value)
+                own = row.value if row.held is None else row.held.param
+                self.params[f"model/{row.name}"] = own
         self.values |= {"ties": ties, "states": states}
 
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -36,7 +36,7 @@ def differences(
         if kinds[0] != kinds[1]:
             yield name, " and ".join(kinds)
             continue
-        a, b = _tensor(paths[0], one, name), _tensor(paths[1], two, name)
+        a, b = (whole_tensor(at, its, name) for at, its in zip(paths, (one, two), strict=True))
         if not torch.equal(bytes_of(a), bytes_of(b)):
             differ = (bytes_of(a).view(-1, a.itemsize) != bytes_of(b).view(-1, a.itemsize)).any(1)
             wide = torch.complex128 if a.is_complex() else torch.float64
@@ -44,7 +44,7 @@ def differences(
             yield name, f"{int(differ.sum())} elements differ, by {apart:.3g} at most"
 
 
-def _tensor(path: Path, manifest: Manifest, name: str) -> Tensor:
+def whole_tensor(path: Path, manifest: Manifest, name: str) -> Tensor:
     """Return all of a tensor, flat."""
     entry = manifest.entry(name)
     memory = torch.empty(entry.numel, dtype=dtype_of(entry.dtype))

@@ -29,7 +29,9 @@ from fullshard.errors import CheckpointError, UnsupportedError
 BLOCK_NBYTES = 1 << 15
 """Size of the blocks; a multiple of every element's size."""
 
-_CHUNK_BLOCKS = 128  # written at once, after their digests were computed
+CHUNK_NBYTES = 128 * BLOCK_NBYTES
+"""Bytes that are read or written at once."""
+
 _SYNC_NBYTES = 256 << 20  # so that no flush takes long
 _DIGEST = 16  # characters
 _CODES: dict[torch.dtype, str] = {
@@ -96,7 +98,12 @@ def num_blocks(nbytes: int) -> int:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the elements of a plain tensor as bytes on the CPU, without a copy if possible."""
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat_bytes(tensor.detach().cpu())
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a plain tensor as bytes on its device, without a copy if possible."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
@@ -105,36 +112,74 @@ def array_of(tensor: Tensor) -> Any:
     return tensor.numpy()
 
 
-def write(path: Path, pieces: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write plain tensors to a new file and flush it; return its size and its header's digest.
+class FileWriter:
+    """A new data file, whose data come in chunks, in any order.
 
     Args:
         path: the file.
-        pieces: this rank's parts, by name.
+        parts: for each part that the rank writes its dtype and its shape, by name.
+
+    Raises:
+        OSError: here and in all methods.
     """
-    # Large elements first, so that every tensor is aligned to its elements.
-    named = sorted(pieces.items(), key=lambda item: -item[1].element_size())
-    blank = _header(named, "0" * (_DIGEST * sum(num_blocks(one.nbytes) for _, one in named)))
-    digests: list[str] = []
-    with path.open("xb", buffering=0) as file:
-        file.seek(len(blank))
-        unsynced = 0
-        for _, tensor in named:
-            data = memoryview(array_of(bytes_of(tensor)))
-            for start in range(0, len(data), _CHUNK_BLOCKS * BLOCK_NBYTES):
-                chunk = data[start : start + _CHUNK_BLOCKS * BLOCK_NBYTES]
-                digests += map(xxhash.xxh3_64_hexdigest, _blocks(chunk))
-                write_all(file, chunk)
-                unsynced += len(chunk)
-            if unsynced > _SYNC_NBYTES:
-                os.fsync(file.fileno())
-                unsynced = 0
-        header = _header(named, "".join(digests))
-        nbytes = file.tell()
-        file.seek(0)
-        write_all(file, memoryview(header))
-        os.fsync(file.fileno())
-    return nbytes, digest_of(bytes(header))
+
+    def __init__(self, path: Path, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+        # Large elements first, so that every tensor is aligned to its elements.
+        self._parts = sorted(parts.items(), key=lambda item: -item[1][0].itemsize)
+        self._offsets: dict[str, int] = {}  # of data in the file
+        self._digests: dict[str, list[str]] = {}  # of blocks
+        nbytes = 0
+        for name, (dtype, shape) in self._parts:
+            self._offsets[name] = nbytes
+            size = math.prod(shape) * dtype.itemsize
+            self._digests[name] = ["0" * _DIGEST] * num_blocks(size)
+            nbytes += size
+        header_nbytes = len(self._header())
+        self._offsets = {name: header_nbytes + at for name, at in self._offsets.items()}
+        self._nbytes = header_nbytes + nbytes
+        self._unsynced_nbytes = 0
+        self._file = path.open("xb", buffering=0)
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def put(self, name: str, start: int, data: Tensor) -> None:
+        """Write a chunk of a part.
+
+        Args:
+            name: the part.
+            start: where the chunk begins in it, in bytes; a multiple of ``CHUNK_NBYTES``.
+            data: bytes on the CPU, ``CHUNK_NBYTES`` or the rest of the part.
+        """
+        view = memoryview(array_of(data))
+        digests = map(xxhash.xxh3_64_hexdigest, _blocks(view))
+        first = start // BLOCK_NBYTES
+        self._digests[name][first : first + num_blocks(len(view))] = digests
+        self._write(self._offsets[name] + start, view)
+        self._unsynced_nbytes += len(view)
+        if self._unsynced_nbytes > _SYNC_NBYTES:
+            os.fsync(self._file.fileno())
+            self._unsynced_nbytes = 0
+
+    def finish(self) -> tuple[int, str]:
+        """Write the header and flush the file; return its size and its header's digest."""
+        header = self._header()
+        self._write(0, memoryview(header))
+        os.fsync(self._file.fileno())
+        return self._nbytes, digest_of(header)
+
+    def _header(self) -> bytes:
+        digests = "".join(one for name, _ in self._parts for one in self._digests[name])
+        metadata = {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
+        return header_of([(name, dtype, shape) for name, (dtype, shape) in self._parts], metadata)
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data:
+            count = os.pwrite(self._file.fileno(), data, offset)
+            offset, data = offset + count, data[count:]
 
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:
@@ -145,11 +190,6 @@ def write_all(file: BinaryIO, data: memoryview) -> None:
     """Write all of ``data`` to a file without a buffer."""
     while data:
         data = data[file.write(data) :]
-
-
-def _header(named: Sequence[tuple[str, Tensor]], digests: str) -> bytes:
-    metadata = {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
-    return header_of([(name, one.dtype, one.shape) for name, one in named], metadata)
 
 
 def header_of(
@@ -248,8 +288,8 @@ class DataFile:
                 self._check(name in expected, f"has {name}, which the manifest has not")
                 self.check(name, dtype_of(expected[name].dtype), expected[name].shape)
                 nbytes = self._stored[name].nbytes
-                for start in range(0, nbytes, _CHUNK_BLOCKS * BLOCK_NBYTES):
-                    size = min(_CHUNK_BLOCKS * BLOCK_NBYTES, nbytes - start)
+                for start in range(0, nbytes, CHUNK_NBYTES):
+                    size = min(CHUNK_NBYTES, nbytes - start)
                     self.read(name, start, torch.empty(size, dtype=torch.uint8))
             except CheckpointError as error:
                 yield str(error)

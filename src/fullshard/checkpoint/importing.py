@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.stored import (
     Chosen,
     InFile,
@@ -79,6 +80,7 @@ def load_weights(
 
         All ranks raise the same.
     """
+    settle()
     folder = Path(folder)
     council = Council(f"load weights from {folder}")
     listed = council.agree(lambda: None, lambda _: read_index(folder))

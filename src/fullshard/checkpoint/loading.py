@@ -18,6 +18,7 @@ from fullshard.checkpoint.folders import CheckpointInfo, described, read_manifes
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.model import load_sharded_state_dict
 from fullshard.checkpoint.optimizer import optim_state_to_load
+from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.reading import Reader, Wanted
 from fullshard.checkpoint.stepped import Stepped
 from fullshard.checkpoint.tree import Tree
@@ -64,6 +65,7 @@ def load_described(
     path: Path, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
 ) -> CheckpointInfo:
     """Load a checkpoint as ``load`` does and return its description."""
+    settle()
     council = Council(f"load {path}")
     found: list[Any] = []
 
@@ -220,7 +222,11 @@ class Target:
             self._problems.append(f"{full} shares memory between its elements here")
             return None
         region, shape = _own(like)
-        local = torch.empty(shape, dtype=dtype)
+        known = self.wanted.get(full)  # tied there, and not here
+        if known is not None and known.region != region:
+            self._problems.append(f"{full} is tied there, and several parameters, cut apart, here")
+            return None
+        local = torch.empty(shape, dtype=dtype) if known is None else known.memory.view(shape)
         self.wanted[full] = Wanted(region, local.view(-1))
         return _torch.dtensor_like(like, local) if isinstance(like, DTensor) else local
 

@@ -261,6 +261,6 @@ def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
     return file
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: bytes | memoryview) -> str:
     """Return the digest of a manifest, a header or contents: 128 bits, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)

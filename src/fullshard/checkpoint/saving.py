@@ -7,16 +7,17 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard import _torch
 from fullshard._version import __version__
-from fullshard.checkpoint import datafile
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.folders import UNFINISHED, commit, make_folder, refuse_name
 from fullshard.checkpoint.manifest import (
@@ -27,9 +28,14 @@ from fullshard.checkpoint.manifest import (
     contents_to_json,
     digest_of,
 )
-from fullshard.checkpoint.values import encode
+from fullshard.checkpoint.pending import PendingSave, settle
+from fullshard.checkpoint.values import decode, encode
+from fullshard.checkpoint.writing import Pace, Writing
 from fullshard.comm.council import Council
 from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.optim.groups import numbered
+
+_SHARE = 0.1  # of a processor, for what is written beside the training
 
 
 def save(
@@ -39,7 +45,9 @@ def save(
     extra: Any = None,
     *,
     step: int,
-) -> None:
+    mode: str = "sync",
+    budget_nbytes: int | None = None,
+) -> PendingSave:
     """Write a checkpoint to the new folder ``path``; all ranks must call this.
 
     Each rank writes one file with its part of the model and of the optimizer's state, to a folder
@@ -53,6 +61,16 @@ def save(
         extra: what else a run needs to go on: numbers, strings, None, bytes, small plain tensors
             and arrays, in lists, tuples and dictionaries; equal on all ranks.
         step: the number of the training step, for people and for ``latest``.
+        mode: "sync": return when everything is on the disk. "async": write beside the training.
+            What the optimizer steps, and its state, are copied while the training goes on, and the
+            next step waits for that; everything else is copied before this returns.
+        budget_nbytes: for "async", how much host memory this rank has for copies; what does not
+            fit is written from where it is, and the next step of the optimizer waits for that.
+            None: as much as the rank writes.
+
+    Returns:
+        The save; with "async", ``wait`` waits for its end, and so do the next ``save`` or ``load``.
+        If it fails, they raise why.
 
     Raises:
         ConfigError: something cannot be saved, or there is something at ``path``. Nothing changed.
@@ -62,35 +80,90 @@ def save(
 
         All ranks raise the same.
     """
+    settle()
     path = Path(path)
-    council = Council(f"save to {path}")
-    saving = _Saving(path, council, extra, step)
-    unfinished = Path(council.agree(lambda: saving.collect(model, optimizer), saving.begin))
-    council.agree(
-        lambda: saving.write(unfinished),
-        lambda said: saving.finish(unfinished, said),
-        undo=lambda: shutil.rmtree(unfinished, ignore_errors=True),
+    how = How(mode, budget_nbytes)
+    return begin(Council(f"save to {path}"), path, model, optimizer, extra, step=step, how=how)
+
+
+class How(NamedTuple):
+    """The arguments ``mode`` and ``budget_nbytes`` of ``save``."""
+
+    mode: str
+    budget_nbytes: int | None
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` if they have no meaning."""
+        if self.mode not in ("sync", "async"):
+            raise ConfigError(f'mode={self.mode!r}: expected "sync" or "async"')
+        size = self.budget_nbytes
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+            raise ConfigError(f"budget_nbytes={size!r}: expected a number of bytes, or None")
+        if size is not None and self.mode == "sync":
+            raise ConfigError(
+                f'budget_nbytes={size}: only for mode="async"; nothing is copied here'
+            )
+
+
+def begin(
+    council: Council,
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Any,
+    *,
+    step: int,
+    how: How,
+    after: Callable[[], None] | None = None,
+) -> PendingSave:
+    """Do the work of ``save``, and ``after`` it what else belongs to it, by ``council`` alone."""
+    saving = _Saving(path, council, step)
+    unfinished = Path(
+        council.agree(lambda: saving.collect(model, optimizer, extra, how), saving.begin)
     )
+    writing = saving.writing(optimizer, how)
+    is_sync = how.mode == "sync"
+
+    def rest() -> None:
+        pace = None if is_sync else Pace(_SHARE)
+        council.agree(
+            lambda: saving.write(unfinished, writing, pace),
+            lambda said: saving.finish(unfinished, said),
+            undo=lambda: shutil.rmtree(unfinished, ignore_errors=True),
+        )
+        if after is not None:
+            after()
+
+    pending = PendingSave(path, writing, rest)
+    if is_sync:
+        pending.run_here()
+    else:
+        pending.run_aside(saving.found.units, optimizer)
+    return pending
 
 
 class _Saving:
     """The parts of ``save``: what each rank does, and what the first one decides then."""
 
-    def __init__(self, path: Path, council: Council, extra: Any, step: int) -> None:
+    def __init__(self, path: Path, council: Council, step: int) -> None:
         self._path = path
         self._council = council
-        self._extra = extra
+        self._extra: Any = None
         self._step = step
-        self._found = Collected(council.rank, council.world)
+        self.found = Collected(council.rank, council.world)
 
-    def collect(self, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    def collect(
+        self, model: nn.Module, optimizer: Optimizer | None, extra: Any, how: How
+    ) -> dict[str, Any]:
         if not isinstance(self._step, int) or isinstance(self._step, bool):
             raise ArgumentTypeError(f"step={self._step!r}: expected an int")
-        self._found.add_model(model)
+        how.check()
+        self.found.add_model(model)
         if optimizer is not None:
-            self._found.add_optimizer(model, optimizer)
-        extra = json.dumps(encode(self._extra, "extra"), allow_nan=False)
-        return {"step": self._step, "extra": digest_of(extra.encode())}
+            self.found.add_optimizer(model, optimizer)
+        text = json.dumps(encode(extra, "extra"), allow_nan=False)
+        self._extra = decode(json.loads(text))  # as it is now, whatever the caller does with it
+        return {"step": self._step, "mode": how.mode, "extra": digest_of(text.encode())}
 
     def begin(self, said: list[dict[str, Any]]) -> str:
         """Make the folder to write to."""
@@ -108,10 +181,24 @@ class _Saving:
         make_folder(self._path.with_name(name))
         return str(self._path.with_name(name))
 
-    def write(self, unfinished: Path) -> dict[str, Any]:
+    def writing(self, optimizer: Optimizer | None, how: How) -> Writing:
+        """Return the writing of this rank's parts."""
+        parts, params = self.found.parts, self.found.params
+        if how.mode == "sync":
+            return Writing(parts, params, waits=parts.keys(), budget_nbytes=0)
+        groups = () if optimizer is None else optimizer.param_groups
+        stepped = {_memory(param) for _, param in numbered(groups)}
+        waits = {
+            name
+            for name, part in parts.items()
+            if name.startswith("optimizer/") or _memory(part) in stepped
+        }
+        return Writing(parts, params, waits=waits, budget_nbytes=how.budget_nbytes)
+
+    def write(self, unfinished: Path, writing: Writing, pace: Pace | None) -> dict[str, Any]:
         name = f"rank-{self._council.rank:05d}.safetensors"
-        nbytes, digest = datafile.write(unfinished / name, self._found.parts)
-        key = shared(self._council, self._found)
+        nbytes, digest = writing.run(unfinished / name, pace)
+        key = shared(self._council, self.found)
         return {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
 
     def finish(self, unfinished: Path, said: list[dict[str, Any]]) -> None:
@@ -130,6 +217,12 @@ class _Saving:
         )
         manifest.check()
         commit(unfinished, self._path, manifest)
+
+
+def _memory(value: Tensor) -> int:
+    """Return what tells apart the memory of tensors."""
+    local = _torch.local_of(value) if isinstance(value, DTensor) else value
+    return local.untyped_storage().data_ptr()
 
 
 def shared(council: Council, found: Collected) -> str:

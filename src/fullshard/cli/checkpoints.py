@@ -1,4 +1,4 @@
-"""``fullshard checkpoint``: look at checkpoints, check them and compare them."""
+"""``fullshard checkpoint``: look at checkpoints, check, compare and convert them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from fullshard.checkpoint import CheckpointInfo, differences, faults, inspect, list_checkpoints
+from fullshard.checkpoint import (
+    CheckpointInfo,
+    convert,
+    differences,
+    faults,
+    inspect,
+    list_checkpoints,
+)
 from fullshard.errors import CheckpointError, ConfigError
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check and compare them.")
+app = typer.Typer(
+    no_args_is_help=True, help="Look at checkpoints, check, compare and convert them."
+)
 
 Folder = Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a checkpoint.")]
 Root = Annotated[
@@ -101,6 +111,34 @@ def diff_command(
         raise typer.Exit(1)
     if not as_json:
         print("all tensors are equal")
+
+
+@app.command("convert")
+def convert_command(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Checkpoint, or PyTorch's.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A path where nothing is.")],
+    *,
+    to: Annotated[
+        str, typer.Option(help="fullshard, dcp (torch.distributed.checkpoint) or torch (a file).")
+    ] = "fullshard",
+    step: Annotated[int | None, typer.Option(help="Step of the training.")] = None,
+    leave_out: Annotated[
+        list[str] | None, typer.Option(help="A key of PyTorch's dictionary; may be repeated.")
+    ] = None,
+) -> None:
+    """Write a checkpoint in another format; nothing that is read can run code."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("tensors", total=None)
+        convert(
+            source,
+            target,
+            to=to,
+            step=step,
+            leave_out=leave_out or (),
+            told=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    print(f"{target} is written")
 
 
 def _folders(path: Path) -> list[Path]:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fullshard.device.host import host_tensor
+from fullshard.device.host import HostReader, host_tensor
 from fullshard.device.storage import Buffer, Kind, StorageMeter
 from fullshard.device.streams import Lane, Lanes, Mark, make_lanes

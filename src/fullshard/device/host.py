@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,3 +13,31 @@ def host_tensor(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Return a 1-D CPU tensor; if pinned, copies to and from a device do not block the host."""
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+
+
+class HostReader:
+    """Copies tensors of ``device`` to the host, from any thread.
+
+    What it reads is what was there when it was made: copies wait for what the current stream was
+    given before, and for nothing that comes later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._accelerator is not None:
+            self._stream = self._accelerator.Stream(device=device)
+            self._stream.wait_stream(self._accelerator.current_stream(device))
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Make what is computed in the block part of what ``read`` does, in this order."""
+        if self._accelerator is None:
+            return nullcontext()
+        stream: AbstractContextManager[Any] = self._accelerator.stream(self._stream)
+        return stream
+
+    def read(self, source: Tensor, into: Tensor) -> None:
+        """Copy ``source`` to ``into``, of the same shape on the host, and wait for it."""
+        with self.aside():
+            into.copy_(source, non_blocking=self._accelerator is not None)
+        if self._accelerator is not None:
+            self._stream.synchronize()

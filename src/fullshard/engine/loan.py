@@ -136,7 +136,7 @@ class Loan:
 
         For terms with ``writeback`` only; the caller then calls ``Engine.rewritten``.
         """
-        self._unit.wait_for_gathers()  # before what they read is written
+        self._unit.wait_for_readers()  # before what they read is written
         with torch.inference_mode(False), torch.no_grad():
             for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
                 if self._terms.rank0_only:

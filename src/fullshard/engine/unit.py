@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -77,6 +77,7 @@ class Unit:
         self.encloses = encloses
         self.engine: object = None  # the ``Engine`` that runs the unit
         self.is_lent = False  # True while ``unshard_params`` lends full parameters
+        self.readers: list[Callable[[], None]] = []  # wait for what else reads the shards
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
 
@@ -87,7 +88,7 @@ class Unit:
         """
         new = copy.copy(self)
         new.buckets = tuple(bucket.copy(memo) for bucket in self.buckets)
-        new.engine, new.is_lent = None, False
+        new.engine, new.is_lent, new.readers = None, False, []
         new.forget_nodes()
         memo[id(self)] = new
         return new
@@ -177,14 +178,20 @@ class Unit:
         for whole in self._wholes():
             whole.start()
 
-    def wait_for_gathers(self) -> None:
-        """Make compute wait for gathers in flight, which read the shards."""
+    def wait_for_readers(self) -> None:
+        """Wait for what reads the shards, before they are written: gathers in flight, ``readers``.
+
+        For gathers it is compute that waits.
+        """
         for whole in self._wholes():
             whole.finish()
+        for wait in self.readers:
+            wait()
 
     def finish_unshard(self) -> None:
         """Make the unsharded parameters usable and show them in the modules."""
-        self.wait_for_gathers()
+        for whole in self._wholes():
+            whole.finish()
         self.registration.show_unsharded(self.buckets)
 
     def conceal(self) -> None:

@@ -138,7 +138,7 @@ class _StateDictHooks:
 
     def before_load(self, module: nn.Module, *_: Any) -> None:
         self._enter()
-        self.unit.wait_for_gathers()  # before what they read is written
+        self.unit.wait_for_readers()  # before what they read is written
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         # Only record: with assign=True other parameters of the unit may not be loaded yet.

@@ -34,6 +34,7 @@ _LAYOUTS = {
     LayoutName.PER_PARAMETER: fullshard.PerParameter(),
     LayoutName.RAGGED: fullshard.Ragged(),
 }
+_COPIES_NBYTES = 1 << 30  # of host memory, for what a step would overwrite before it is written
 
 
 class Trained(NamedTuple):
@@ -76,6 +77,7 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> Trained:
                 last = None
             if is_due or trainer.stops:
                 trainer.save(step)
+        trainer.checkpointer.wait()
     return Trained(trainer.model, step)
 
 
@@ -164,7 +166,10 @@ class Trainer:
         self.model = build_sharded_model(config, self.architecture, world)
         self.optimizer = build_optimizer(self.model, config)
         self.checkpointer = Checkpointer(
-            RunDir(Path(config.out)).checkpoints, every=config.save_every
+            RunDir(Path(config.out)).checkpoints,
+            every=config.save_every,
+            mode="async",
+            budget_nbytes=_COPIES_NBYTES,
         )
         self.shard_nbytes = shard_nbytes(self.model)
         self.order = Order(
@@ -210,6 +215,7 @@ class Trainer:
         self.stops = self.stops or bool(asked.any())
         mean_loss = losses.mean().item()
         if not math.isfinite(mean_loss):  # the same on all workers, so all stop
+            self.checkpointer.wait()
             raise ConfigError(
                 f"the loss is {mean_loss} at step {step}: lower --lr than {config.lr}"
             )
@@ -271,7 +277,7 @@ class Trainer:
         return float(all_nats / math.log(2) / all_nbytes)
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of ``step``."""
+        """Begin to write the checkpoint of ``step``, and wait for the one before."""
         origin = describe(
             self.config,
             self.architecture.description(),

@@ -1,0 +1,161 @@
+"""Write a rank's parts of a checkpoint, at once or beside the training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.checkpoint.datafile import CHUNK_NBYTES, FileWriter, flat_bytes
+from fullshard.device import HostReader, host_tensor
+from fullshard.errors import ProtocolError
+
+
+class _Chunk(NamedTuple):
+    name: str
+    start: int
+    data: Tensor
+
+
+class Writing:
+    """The writing of one file, a chunk at a time; chunks are copied first if there is room.
+
+    Args:
+        parts: what to write, plain tensors by name.
+        params: by the same names, if they are parts of something that people write to.
+        waits: names of parts that nobody writes to before ``wait_until_copied`` returns; for all
+            others that is ``wait_for_others``.
+        budget_nbytes: size of the copies at any time; None: of all parts.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        *,
+        waits: Collection[str],
+        budget_nbytes: int | None,
+    ) -> None:
+        others = [name for name in parts if name not in waits]
+        self._num_others = len(others)
+        self._parts = {name: parts[name] for name in dict.fromkeys((*others, *parts))}
+        # A DTensor has a version of its own, and its local tensor keeps the one that it has.
+        self._watched = {
+            name: [one for one in (params.get(name, part), part) if not one.is_inference()]
+            for name, part in parts.items()
+        }
+        self._versions = {name: _torch.versions(both) for name, both in self._watched.items()}
+        self._readers = {one: HostReader(one) for one in {part.device for part in parts.values()}}
+        self._budget_nbytes = sys.maxsize if budget_nbytes is None else budget_nbytes
+        self._has_others = threading.Event()
+        self._is_copied = threading.Event()
+        self._is_awaited = threading.Event()
+        self._end_is_awaited = False
+        self.peak_nbytes = 0
+        """The largest size that the copies had."""
+
+    def wait_for_others(self) -> None:
+        """Wait until all parts but those that wait are copied or written."""
+        self._has_others.wait()
+
+    def wait_until_copied(self) -> None:
+        """Wait until all parts are copied or written."""
+        if not self._is_copied.is_set():
+            self._is_awaited.set()
+            self._is_copied.wait()
+
+    def hurry(self) -> None:
+        """Rest no longer: somebody waits for the end."""
+        self._end_is_awaited = True
+        self._is_awaited.set()
+
+    def run(self, path: Path, pace: Pace | None = None) -> tuple[int, str]:
+        """Write the file; return its size and its header's digest.
+
+        Raises:
+            OSError: it cannot be written.
+            ProtocolError: a part was written to before it was copied.
+        """
+        try:
+            kinds = {name: (part.dtype, part.shape) for name, part in self._parts.items()}
+            with FileWriter(path, kinds) as file:
+                self._put_all(file, pace)
+                return file.finish()
+        finally:
+            self._parts, self._watched = {}, {}
+            self._has_others.set()
+            self._is_copied.set()
+
+    def _put_all(self, file: FileWriter, pace: Pace | None) -> None:
+        copies: deque[_Chunk] = deque()
+        nbytes = 0
+
+        def put(chunk: _Chunk) -> None:
+            file.put(*chunk)
+            if pace is not None:
+                pace.rest(self._is_awaited)
+
+        for chunk in self._chunks():
+            while copies and nbytes + chunk.data.nbytes > self._budget_nbytes:
+                nbytes -= copies[0].data.nbytes
+                put(copies.popleft())
+            if nbytes + chunk.data.nbytes <= self._budget_nbytes:
+                copies.append(self._copied(chunk))
+                nbytes += chunk.data.nbytes
+                self.peak_nbytes = max(self.peak_nbytes, nbytes)
+            else:
+                put(chunk if chunk.data.device.type == "cpu" else self._copied(chunk))
+        self._is_copied.set()
+        if not self._end_is_awaited:  # the step that waited for the copies goes on
+            self._is_awaited.clear()
+            if self._end_is_awaited:
+                self._is_awaited.set()
+        while copies:
+            put(copies.popleft())
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Yield chunks; when the next one is asked for, the last one was copied or written."""
+        for number, (name, part) in enumerate(self._parts.items()):
+            if number == self._num_others:
+                self._has_others.set()
+            with self._readers[part.device].aside():
+                data = flat_bytes(part)
+            for start in range(0, data.nbytes, CHUNK_NBYTES):
+                yield _Chunk(name, start, data[start : start + CHUNK_NBYTES])
+            if _torch.versions(self._watched[name]) != self._versions[name]:
+                raise ProtocolError(
+                    f"{name} was written to while it was being saved: call wait_until_copied() of "
+                    "what save() returned before, unless it is the optimizer that writes"
+                )
+        self._has_others.set()
+
+    def _copied(self, chunk: _Chunk) -> _Chunk:
+        data = chunk.data
+        copy = host_tensor(data.nbytes, torch.uint8, pinned=data.device.type != "cpu")
+        self._readers[data.device].read(data, copy)
+        return chunk._replace(data=copy)
+
+
+class Pace:
+    """Keeps the thread that makes it to a share of the time of a processor."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._worked_s = time.thread_time()
+
+    def rest(self, unless: threading.Event) -> None:
+        """Wait as long as the thread should do nothing after its work; not once ``unless`` is set.
+
+        Returns at once when ``unless`` is set meanwhile.
+        """
+        now_s = time.thread_time()
+        worked_s, self._worked_s = now_s - self._worked_s, now_s
+        unless.wait(worked_s * (1 / self._share - 1))

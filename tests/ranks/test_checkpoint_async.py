@@ -1,0 +1,370 @@
+"""Saves beside the training: what is saved is the state at the call, whatever comes after it."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import checkpoint, unshard_params
+from fullshard.checkpoint.datafile import FileWriter
+from fullshard.checkpoint.pending import settle
+from fullshard.errors import CheckpointError, ConfigError, LostRankError, ProtocolError
+from fullshard.frontend import contexts
+from fullshard.optim import ShardedOptimizer
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_checkpoint_faults import alone
+from tests.ranks.test_checkpoint_files import WAYS, built, everything, plain, same
+
+LITTLE = 100_000  # bytes, less than one weight of the model
+
+
+def trains(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Forward and backward twice, then a step."""
+    for part in (0, 1):
+        model(noise(4, 192, seed=seed + part)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def disk(do: Callable[[str], object]) -> Iterator[None]:
+    """Call ``do`` with the name of a part before a chunk of it is written."""
+    put = FileWriter.put
+
+    def slow(writer: FileWriter, name: str, start: int, data: Tensor) -> None:
+        do(name)
+        put(writer, name, start, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileWriter, "put", slow)
+        yield
+
+
+@contextmanager
+def slow_disk() -> Iterator[threading.Event]:
+    """Write nothing of what an optimizer steps before the event is set; set it at the end."""
+    goes_on = threading.Event()
+
+    def wait(name: str) -> None:
+        if "blocks" in name:
+            assert goes_on.wait(60)
+
+    with disk(wait):
+        try:
+            yield goes_on
+        finally:
+            goes_on.set()
+            settle()
+
+
+def begins(call: Callable[[], object]) -> threading.Thread:
+    """Run ``call`` in a thread, which surely has begun."""
+    has_begun = threading.Event()
+    thread = threading.Thread(target=lambda: (has_begun.set(), call()))
+    thread.start()
+    has_begun.wait()
+    thread.join(0.3)
+    return thread
+
+
+def goes_on_training(way: str, path: Path, budgets: list[int | None]) -> None:
+    model, optimizer = built(way, 1)
+    trains(model, optimizer, 0)
+    for number, budget in enumerate(budgets):
+        extra = {"rates": [1, 0.5]}
+        before = copy.deepcopy(everything(model, optimizer))
+        folder = path / str(number)
+        save = checkpoint.save(
+            folder, model, optimizer, extra, step=3, mode="async", budget_nbytes=budget
+        )
+        extra["rates"].append(2)
+        for seed in (3, 5):  # the first step waits for copies; buffers change in the forward
+            trains(model, optimizer, seed)
+        save.wait()
+        assert save.is_done and save.path == folder
+        if budget is not None:
+            assert save._writing.peak_nbytes <= budget
+        other, its_optimizer = built(way, 2)
+        assert checkpoint.load(folder, other, its_optimizer) == {"rates": [1, 0.5]}
+        assert same(everything(other, its_optimizer), before)
+        checkpoint.verify(folder)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_what_is_saved_is_the_state_at_the_call(pool: RankPool, tmp_path: Path, way: str) -> None:
+    pool.run(2, goes_on_training, way, tmp_path, [None, 0, LITTLE])
+
+
+def test_on_four_ranks_of_two_meshes(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(4, goes_on_training, "ragged tp", tmp_path, [LITTLE])
+
+
+def steps_wait(path: Path, kind: str, budget: int | None) -> bool:
+    """Return whether a step waits for the disk."""
+    model = WAYS["ragged"](plain(1))
+    params = model.parameters()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, fused=kind == "fused")
+    if kind == "sharded":
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    trains(model, optimizer, 0)
+    with slow_disk() as goes_on:
+        checkpoint.save(path, model, optimizer, step=1, mode="async", budget_nbytes=budget)
+        for number in range(2):  # backwards do not wait
+            model(noise(4, 192, seed=number)).square().mean().backward()
+        step = begins(optimizer.step)
+        waits = step.is_alive()
+        goes_on.set()
+        step.join()
+    return waits
+
+
+@pytest.mark.parametrize("kind", ["lists", "fused", "sharded"])
+def test_a_step_waits_until_everything_is_copied_and_no_longer(
+    pool: RankPool, tmp_path: Path, kind: str
+) -> None:
+    assert pool.run(2, steps_wait, tmp_path / "all", kind, None) == [False, False]
+    assert pool.run(2, steps_wait, tmp_path / "none", kind, 0) == [True, True]
+    assert pool.run(2, steps_wait, tmp_path / "some", kind, LITTLE) == [True, True]
+
+
+def writers_wait(path: Path) -> None:
+    """Whatever of ours or of PyTorch writes to parameters or state waits for the copies."""
+    model, optimizer = built("rows", 1)
+    other, its_optimizer = built("rows", 2)
+    for one, its in ((model, optimizer), (other, its_optimizer)):
+        trains(one, its, 0)
+    before = everything(model, optimizer)
+    state, steps = other.state_dict(), its_optimizer.state_dict()
+
+    def lends() -> None:
+        with unshard_params(model):
+            model.blocks[0].up.weight.data.zero_()
+
+    calls: list[Callable[[], object]] = [
+        lambda: model.load_state_dict(state),
+        lambda: model.blocks[1].load_state_dict(other.blocks[1].state_dict()),
+        lambda: optimizer.load_state_dict(steps),
+        lends,
+    ]
+    for number, call in enumerate(calls):
+        with slow_disk() as goes_on:
+            folder = path / str(number)
+            checkpoint.save(folder, model, optimizer, step=1, mode="async", budget_nbytes=0)
+            writer = begins(call)
+            assert writer.is_alive(), number
+            goes_on.set()
+            writer.join()
+        assert not any(unit.readers for unit in contexts.units_at_rest(model, "look"))
+        assert not optimizer._optimizer_step_pre_hooks
+        checkpoint.load(folder, model, optimizer)
+        assert same(everything(model, optimizer), before)
+
+
+def test_loads_and_loans_wait_for_copies(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, writers_wait, tmp_path)
+
+
+def writes_by_hand(path: Path) -> list[str]:
+    model, optimizer = built("rows", 1)
+    trains(model, optimizer, 0)
+    said = []
+    with slow_disk() as goes_on:
+        checkpoint.save(path / "0", model, optimizer, step=1, mode="async", budget_nbytes=0)
+        with torch.no_grad():
+            model.blocks[0].up.weight.zero_()
+        goes_on.set()
+        with pytest.raises(ProtocolError) as found:
+            checkpoint.save(path / "1", model, optimizer, step=1)
+        said.append(str(found.value))
+    with slow_disk():
+        save = checkpoint.save(path / "2", model, optimizer, step=1, mode="async")
+        save.wait_until_copied()
+        with torch.no_grad():
+            model.blocks[0].up.weight.add_(1)
+    dist.barrier()
+    said += [one.path.name for one in checkpoint.list_checkpoints(path)]
+    return said
+
+
+def test_what_is_written_by_hand_meanwhile_is_noticed(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, writes_by_hand, tmp_path)
+    assert first == second
+    assert "blocks.0.up.weight was written to while it was being saved" in first[0]
+    assert "wait_until_copied()" in first[0] and first[1:] == ["2"]
+
+
+def one_disk_is_full(path: Path) -> list[str]:
+    model, optimizer = built("ragged", 1)
+    trains(model, optimizer, 0)
+    said = []
+
+    def fails(_name: str) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    calls: list[Callable[[checkpoint.PendingSave], object]] = [
+        lambda save: save.wait(),
+        lambda _: checkpoint.save(path / "next", model, optimizer, step=2),
+        lambda _: checkpoint.load(path / "bad", model, optimizer),
+        lambda _: checkpoint.load_weights(model, path),
+    ]
+    for call in calls:
+        with disk(fails):
+            save = checkpoint.save(path / "bad", model, optimizer, step=1, mode="async")
+            trains(model, optimizer, 1)
+            with pytest.raises(CheckpointError) as found:
+                call(save)
+        said.append(str(found.value))
+        save.wait()  # told once
+        dist.barrier()
+        assert not list(path.glob("*"))
+    checkpoint.save(path / "good", model, optimizer, step=1, mode="async").wait()
+    checkpoint.verify(path / "good")
+    return said
+
+
+def test_a_failure_is_raised_once_on_all_ranks_by_the_next_call(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    first, second = pool.run(2, one_disk_is_full, tmp_path)
+    assert first == second and len(set(first)) == 1
+    assert f"save to {tmp_path / 'bad'}: rank 1: OSError: [Errno 28] No space left" in first[0]
+
+
+def without_a_rank(path: Path) -> str:
+    """Rank 1 writes nothing while the others wait for it."""
+    model, optimizer = built("rows", 1)
+    trains(model, optimizer, 0)
+    goes_on = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.comm.council.Council._limit_s", lambda self: 2.0)
+        with disk(lambda _: dist.get_rank() == 1 and goes_on.wait(60)):
+            save = checkpoint.save(path / "bad", model, optimizer, step=1, mode="async")
+            trains(model, optimizer, 1)
+            said = ""
+            if dist.get_rank() != 1:
+                with pytest.raises(LostRankError) as found:
+                    save.wait()
+                said = str(found.value)
+            dist.barrier()
+            goes_on.set()
+            if dist.get_rank() == 1:
+                with pytest.raises(LostRankError):
+                    save.wait()
+    dist.barrier()
+    assert not list(path.glob("*"))
+    return said
+
+
+def test_a_rank_whose_disk_hangs_is_named(pool: RankPool, tmp_path: Path) -> None:
+    first, absent, last = pool.run(3, without_a_rank, tmp_path)
+    assert first == last and absent == ""
+    assert "rank(s) 1 live, but did not come to this in 2 s" in first
+
+
+def disagrees(path: Path) -> str:
+    model, optimizer = built("rows", 1)
+    mode = "async" if dist.get_rank() else "sync"
+    with pytest.raises(ConfigError) as found:
+        checkpoint.save(path / "one", model, optimizer, step=1, mode=mode)
+    return str(found.value)
+
+
+def test_ranks_that_disagree_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, disagrees, tmp_path)
+    assert first == second and "mode of rank 1 differs from rank 0's" in first
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mode": "later"}, 'mode=\'later\': expected "sync" or "async"'),
+        ({"mode": "async", "budget_nbytes": -1}, "budget_nbytes=-1: expected a number of bytes"),
+        ({"mode": "async", "budget_nbytes": 1.5}, "budget_nbytes=1.5: expected"),
+        ({"budget_nbytes": 5}, 'budget_nbytes=5: only for mode="async"'),
+    ],
+)
+def test_arguments_without_a_meaning_are_refused(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace("(", ".")):
+        checkpoint.save(tmp_path / "one", *alone(), step=1, **options)
+    with pytest.raises(ConfigError, match=said.replace("(", ".")):
+        checkpoint.Checkpointer(tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def loop(path: Path) -> list[int]:
+    model, optimizer = built("ragged", 1)
+    checkpointer = checkpoint.Checkpointer(path, every=2, keep=2, mode="async", budget_nbytes=0)
+    states = {}
+    for step in range(1, 10):
+        trains(model, optimizer, step)
+        if checkpointer.is_due(step):
+            states[step] = copy.deepcopy(everything(model, optimizer))
+            checkpointer.save(model, optimizer, {"step": step}, step=step)
+    found = checkpointer.load(model, optimizer)  # waits for the last save
+    assert found is not None and found.extra == {"step": 8}
+    assert same(everything(model, optimizer), states[8])
+    checkpointer.wait()
+    dist.barrier()
+    return [one.step for one in checkpoint.list_checkpoints(path)]
+
+
+def test_a_checkpointer_saves_and_removes_beside_the_training(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    assert pool.run(2, loop, tmp_path) == [[6, 8], [6, 8]]
+
+
+def test_without_an_optimizer_everything_is_copied_when_save_returns(tmp_path: Path) -> None:
+    model = plain(1)
+    with slow_disk():
+        save = checkpoint.save(tmp_path / "one", model, step=1, mode="async")
+        before = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+    save.wait()
+    checkpoint.load(tmp_path / "one", model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_model_and_its_optimizer_are_copied_meanwhile(tmp_path: Path) -> None:
+    model = plain(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trains(model, optimizer, 0)
+    with slow_disk():
+        checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async", budget_nbytes=0)
+        other, its_optimizer = copy.deepcopy((model, optimizer))
+        trains(other, its_optimizer, 1)  # it has no hooks, and waits for nothing
+
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from fullshard import checkpoint
+model = torch.nn.Linear(512, 512)
+checkpoint.save(sys.argv[1], model, step=1, mode="async")
+"""
+
+
+def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
+    target = tmp_path / "one"
+    subprocess.run([sys.executable, "-c", PROGRAM, str(target)], check=True, timeout=120)
+    checkpoint.verify(target)

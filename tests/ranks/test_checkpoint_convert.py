@@ -1,0 +1,379 @@
+"""Checkpoints of PyTorch become ours, and ours become PyTorch's, bit for bit; nothing is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from typer.testing import CliRunner
+
+from fullshard import checkpoint, fully_shard
+from fullshard.checkpoint import convert
+from fullshard.cli import app
+from fullshard.errors import CheckpointError, ConfigError, FullshardError, UnsupportedError
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_checkpoint_files import built, everything, plain, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Extended(nn.Linear):
+    """Has extra state."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": 2.5, "names": ["a", "b"]}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"scale": 2.5, "names": ["a", "b"]}
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, and tensors of many kinds."""
+
+    def __init__(self, *, is_tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 24)
+        self.inner = Extended(24, 24)
+        self.head = nn.Linear(24, 40, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+        self.register_buffer("small", torch.randn(3, 5).to(torch.bfloat16))
+        self.register_buffer("turn", torch.randn(4, dtype=torch.complex128))
+        self.register_buffer("nothing", torch.empty(0, 7))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("scalar", torch.tensor(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.inner(self.embedding(tokens)))
+        return hidden
+
+
+def torchs(seed: int, shard: Callable[..., Any] = torch_fully_shard) -> tuple[Any, Any]:
+    """A model sharded by PyTorch, and its optimizer."""
+    model = plain(seed)
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Step twice; return the whole state, as PyTorch gathers it."""
+    for number in range(2):
+        model(noise(4, 192, seed=number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return gathered(model, optimizer)
+
+
+def gathered(model: Any, optimizer: Any) -> dict[str, Any]:
+    state, optim = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    found = dict(state)
+    for name, kept in optim["state"].items():
+        found |= {f"{name}/{key}": value for key, value in kept.items()}
+    return found
+
+
+def torch_saves(path: Path, *, flat: bool) -> dict[str, Any]:
+    model, optimizer = torchs(1)
+    whole = trained(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state, optim = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": state, "optim": optim, "step": 7, "rates": [0.5, 1]}, checkpoint_id=path)
+    return whole
+
+
+def loads(way: str, path: Path) -> tuple[Any, dict[str, Any]]:
+    model, optimizer = built(way, 2)
+    extra = checkpoint.load(path, model, optimizer)
+    found = everything(model, optimizer)
+    rates = [group["lr"] for group in found.pop("groups")]
+    return (extra, rates), found
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_folder_of_pytorch_is_loaded_in_any_layout(
+    pool: RankPool, tmp_path: Path, flat: bool
+) -> None:
+    whole, _ = pool.run(2, torch_saves, tmp_path / "dcp", flat=flat)
+    convert(tmp_path / "dcp", tmp_path / "ours")
+    info = checkpoint.verify(tmp_path / "ours")
+    assert (info.step, info.extra, info.world) == (7, {"step": 7, "rates": [0.5, 1]}, 1)
+    for world, way in ((1, "plain"), (2, "ragged"), (3, "one flat"), (4, "tp")):
+        for (extra, rates), found in pool.run(world, loads, way, tmp_path / "ours"):
+            assert extra == info.extra and set(rates) == {1e-2}
+            assert same(found, whole)
+
+
+def ours_saves(way: str, path: Path) -> dict[str, Any]:
+    model, optimizer = built(way, 1)
+    for number in range(2):
+        model(noise(4, 192, seed=number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(path, model, optimizer, {"rates": (0.5, 1)}, step=7)
+    whole = everything(model, optimizer)
+    whole.pop("groups")
+    return whole
+
+
+def torch_loads(path: Path) -> dict[str, Any]:
+    model, optimizer = torchs(2)
+    trained(model, optimizer)  # dcp only fills what is there
+    # Parameters that never step have no state in the file, and PyTorch makes state for all.
+    state, optim = get_state_dict(model, optimizer)
+    optim["state"] = {name: kept for name, kept in optim["state"].items() if "spare" not in name}
+    found = {"model": state, "optim": optim}
+    dcp.load(found, checkpoint_id=path)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=found["model"],
+        optim_state_dict=found["optim"],
+        options=StateDictOptions(strict=False),
+    )
+    return gathered(model, optimizer)
+
+
+@pytest.mark.parametrize(("world", "way"), [(1, "plain"), (3, "ragged"), (4, "ragged tp")])
+def test_pytorch_loads_what_was_ours(pool: RankPool, tmp_path: Path, world: int, way: str) -> None:
+    whole = pool.run(world, ours_saves, way, tmp_path / "ours")[0]
+    convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
+    for found in pool.run(2, torch_loads, tmp_path / "dcp"):
+        for name, value in whole.items():
+            assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+    convert(tmp_path / "ours", tmp_path / "one.pt", to="torch")
+    state = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert state["step"] == 7 and state["extra"] == {"rates": (0.5, 1)}
+    found = {**state["model"]}
+    for name, kept in state["optim"]["state"].items():
+        found |= {f"{name}/{key}": value for key, value in kept.items()}
+    assert same(found, whole)
+    for path in (tmp_path / "dcp", tmp_path / "one.pt"):
+        again = path.with_suffix(".again")
+        convert(path, again)
+        assert not dict(checkpoint.differences(tmp_path / "ours", again))
+        assert checkpoint.inspect(again).extra == {"rates": (0.5, 1)}
+        assert checkpoint.inspect(again).step == 7
+    left = {one.name for one in tmp_path.iterdir()}
+    assert left == {"ours", "dcp", "one.pt", "dcp.again", "one.again", "latest"}
+
+
+def stepped(model: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(40)).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("steps", [True, False])
+def test_ties_extra_state_and_every_kind_of_tensor(
+    tmp_path: Path, kind: str, is_tied: bool, steps: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Tied(is_tied=is_tied)
+    optimizer = stepped(model) if steps else None
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        state["model"], state["optim"] = get_state_dict(model, optimizer)
+    if kind == "torch":
+        torch.save(state, tmp_path / "theirs")
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    convert(tmp_path / "theirs", tmp_path / "ours", step=3)
+    assert checkpoint.verify(tmp_path / "ours").step == 3
+    torch.manual_seed(1)
+    other = Tied(is_tied=is_tied)
+    its = stepped(other) if steps else None
+    checkpoint.load(tmp_path / "ours", other, its)
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            assert torch.equal(other.state_dict()[name], value), name
+    if optimizer is not None and its is not None:
+        kept, own = (one.state_dict()["state"] for one in (optimizer, its))
+        assert all(torch.equal(own[n][key], kept[n][key]) for n in kept for key in kept[n])
+
+
+def test_a_state_dict_alone_is_a_model(tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    convert(tmp_path / "model.pt", tmp_path / "ours")
+    other = nn.Linear(5, 3)
+    assert checkpoint.load(tmp_path / "ours", other) is None
+    assert torch.equal(other.weight, model.weight)
+
+
+class Runs:
+    """What somebody would put into a file to have it run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def crafted(kind: str, path: Path, marker: Path) -> Path:
+    """Return a file or folder that would make the folder ``marker`` if it were trusted."""
+    if kind == "a file":
+        torch.save({"model": nn.Linear(2, 2).state_dict(), "x": Runs(marker)}, path)
+        return path
+    value = Runs(marker) if kind == "a value" else 1
+    dcp.save({"model": {"w": torch.ones(3)}, "x": value}, checkpoint_id=path, no_dist=True)
+    if kind == "metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(Runs(marker)))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["a file", "a value", "metadata"])
+def test_nothing_that_is_read_is_run(tmp_path: Path, kind: str) -> None:
+    source = crafted(kind, tmp_path / "source", tmp_path / "marker")
+    with pytest.raises(CheckpointError, match=str(source)):
+        convert(source, tmp_path / "target")
+    assert {one.name for one in tmp_path.iterdir()} == {"source"}
+
+
+def saved_by_torch(path: Path) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def outside(path: Path) -> None:
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())  # our own
+    (path / "__0_0.distcp").rename(path.parent / "other")
+    for place in metadata.storage_data.values():
+        place.relative_path = "../other"
+    file.write_bytes(pickle.dumps(metadata))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "data cut off": lambda path: os.truncate(path / "__0_0.distcp", 500),
+    "data gone": lambda path: (path / "__0_0.distcp").unlink(),
+    "metadata cut off": lambda path: os.truncate(path / ".metadata", 100),
+    "metadata of nothing": lambda path: (path / ".metadata").write_bytes(b""),
+    "metadata of something else": lambda path: (path / ".metadata").write_bytes(pickle.dumps(5)),
+    "data outside": outside,
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_damaged_folders_are_refused(tmp_path: Path, damage: str) -> None:
+    source = saved_by_torch(tmp_path / "source")
+    DAMAGES[damage](source)
+    with pytest.raises(CheckpointError, match=str(source)):
+        convert(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+
+
+def test_ours_are_verified_as_they_are_converted(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "ours", nn.Linear(500, 500), step=1)
+    file = tmp_path / "ours" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    for to in ("dcp", "torch", "fullshard"):
+        with pytest.raises(CheckpointError, match="are not what was written"):
+            convert(tmp_path / "ours", tmp_path / "target", to=to)
+    assert {one.name for one in tmp_path.iterdir()} == {"ours", "latest"}
+
+
+def numbered(path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}
+    torch.save({**state, "other": optimizer.state_dict()}, path)
+
+
+def test_what_cannot_be_told_apart_is_refused_and_can_be_left_out(tmp_path: Path) -> None:
+    numbered(tmp_path / "a.pt")
+    target = tmp_path / "ours"
+    with pytest.raises(UnsupportedError, match="several optimizers, optimizer, other"):
+        convert(tmp_path / "a.pt", target)
+    with pytest.raises(UnsupportedError, match="by numbers of parameters"):
+        convert(tmp_path / "a.pt", target, leave_out=["other"])
+    with pytest.raises(ConfigError, match="has no nothing; it has state_dict, optimizer"):
+        convert(tmp_path / "a.pt", target, leave_out=["nothing"])
+    convert(tmp_path / "a.pt", target, leave_out=["other", "optimizer"])
+    assert checkpoint.inspect(target).extra == {"epoch": 2}
+    torch.save({"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}}, tmp_path / "b.pt")
+    with pytest.raises(ConfigError, match="no model that can be told from the rest"):
+        convert(tmp_path / "b.pt", tmp_path / "two")
+    convert(tmp_path / "b.pt", tmp_path / "two", leave_out=["b"])
+    assert [*checkpoint.inspect(tmp_path / "two").tensors] == ["model/w"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options", "said"),
+    [
+        ("model.pt", "x", {"to": "onnx"}, "expected one of fullshard, dcp, torch"),
+        ("model.pt", "model.pt", {}, "there is something at this path"),
+        ("missing", "x", {}, "there is nothing at this path"),
+        ("", "x", {}, "no checkpoint of fullshard or PyTorch is in this folder"),
+        ("model.pt", "latest", {}, "is a name with a meaning"),
+        ("ours", "x", {"leave_out": ["a"]}, "leave_out is for PyTorch's"),
+        ("text", "x", {}, "cannot read it"),
+        ("list.pt", "x", {}, "holds a list, expected a state dict"),
+        ("sparse.pt", "x", {}, "only plain dense tensors can be converted"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_written(
+    tmp_path: Path, source: str, target: str, options: Any, said: str
+) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "model.pt")
+    torch.save([1], tmp_path / "list.pt")
+    torch.save({"w": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
+    (tmp_path / "text").write_text("text")
+    checkpoint.save(tmp_path / "ours", nn.Linear(2, 2), step=1)
+    before = {one.name for one in tmp_path.iterdir()}
+    with pytest.raises(FullshardError, match=said):
+        convert(tmp_path / source, tmp_path / target, **options)
+    assert {one.name for one in tmp_path.iterdir()} == before
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = saved_by_torch(tmp_path / "source")
+    command = ["checkpoint", "convert", str(source), str(tmp_path / "ours"), "--step", "4"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and "ours is written" in done.output
+    assert checkpoint.inspect(tmp_path / "ours").step == 4
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code != 0
+
+
+def test_a_model_on_ranks_loads_what_was_tied_in_a_folder(pool: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = Tied().state_dict()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "ours")
+    assert all(pool.run(2, loads_tied, tmp_path / "ours", state["head.weight"]))
+
+
+def loads_tied(path: Path, expected: Tensor) -> bool:
+    model = fully_shard(Tied())
+    checkpoint.load(path, model)
+    assert model.head.weight is model.embedding.weight
+    dist.barrier()
+    return torch.equal(model.head.weight.full_tensor(), expected)
