@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,13 @@ from torch import Tensor
 from fullshard import checkpoint, unshard_params
 from fullshard.checkpoint.datafile import FileWriter
 from fullshard.checkpoint.pending import settle
-from fullshard.errors import CheckpointError, ConfigError, LostRankError, ProtocolError
+from fullshard.errors import (
+    CheckpointError,
+    ConfigError,
+    LostRankError,
+    ProtocolError,
+    UnsupportedError,
+)
 from fullshard.frontend import contexts
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import noise
@@ -207,6 +215,29 @@ def test_what_is_written_by_hand_meanwhile_is_noticed(pool: RankPool, tmp_path: 
     assert "wait_until_copied()" in first[0] and first[1:] == ["2"]
 
 
+def writes_to_state(path: Path, kind: str) -> str:
+    model, optimizer = built("ragged", 1)
+    if kind == "sharded":
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    trains(model, optimizer, 0)
+    with slow_disk() as goes_on:
+        checkpoint.save(path / kind, model, optimizer, step=1, mode="async", budget_nbytes=0)
+        with torch.no_grad():
+            optimizer.state[model.blocks[0].up.weight]["exp_avg"].zero_()
+        goes_on.set()
+        with pytest.raises(ProtocolError) as found:
+            settle()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_state_that_is_written_by_hand_is_noticed(
+    pool: RankPool, tmp_path: Path, kind: str
+) -> None:
+    for said in pool.run(2, writes_to_state, tmp_path, kind):
+        assert "the state of the optimizer was written to" in said
+
+
 def one_disk_is_full(path: Path) -> list[str]:
     model, optimizer = built("ragged", 1)
     trains(model, optimizer, 0)
@@ -251,7 +282,7 @@ def without_a_rank(path: Path) -> str:
     trains(model, optimizer, 0)
     goes_on = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.council.Council._limit_s", lambda self: 2.0)
+        patch.setattr("fullshard.comm.council.Council.limit_s", 2.0)
         with disk(lambda _: dist.get_rank() == 1 and goes_on.wait(60)):
             save = checkpoint.save(path / "bad", model, optimizer, step=1, mode="async")
             trains(model, optimizer, 1)
@@ -353,6 +384,69 @@ def test_a_model_and_its_optimizer_are_copied_meanwhile(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async", budget_nbytes=0)
         other, its_optimizer = copy.deepcopy((model, optimizer))
         trains(other, its_optimizer, 1)  # it has no hooks, and waits for nothing
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another, that is no whole optimizer itself, as of accelerate."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer_step_pre_hooks":
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
+
+
+def test_an_optimizer_without_hooks_is_refused_and_nothing_waits(tmp_path: Path) -> None:
+    model = plain(1)
+    inner = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnsupportedError, match="Wrapped takes no hooks"):
+        checkpoint.save(tmp_path / "one", model, Wrapped(inner), step=1, mode="async")
+    assert not list(tmp_path.iterdir())
+    model.load_state_dict(model.state_dict())
+    trains(model, inner, 1)
+
+
+def test_without_a_thread_it_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = alone()
+
+    def cannot(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    save = checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async")
+    assert save.is_done
+    checkpoint.verify(tmp_path / "one")
+    optimizer.step()
+
+
+def test_nothing_is_kept_when_a_save_has_ended(tmp_path: Path) -> None:
+    model, optimizer = alone()
+    param = weakref.ref(next(model.parameters()))
+    moment = weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])
+    save = checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async")
+    save.wait()
+    del model, optimizer
+    gc.collect()
+    assert param() is None and moment() is None and save.is_done
+
+
+def test_a_load_into_a_plain_model_waits(tmp_path: Path) -> None:
+    model = plain(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trains(model, optimizer, 0)
+    before = copy.deepcopy(model.state_dict())
+    with slow_disk() as goes_on:
+        checkpoint.save(tmp_path / "one", model, optimizer, step=1, mode="async", budget_nbytes=0)
+        load = begins(lambda: model.load_state_dict(plain(2).state_dict()))
+        assert load.is_alive()
+        goes_on.set()
+        load.join()
+    checkpoint.load(tmp_path / "one", model)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
 
 
 PROGRAM = """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import os
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from typer.testing import CliRunner
 
-from fullshard import checkpoint, fully_shard
+from fullshard import PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.checkpoint import convert
 from fullshard.cli import app
 from fullshard.errors import CheckpointError, ConfigError, FullshardError, UnsupportedError
@@ -159,7 +162,7 @@ def test_pytorch_loads_what_was_ours(pool: RankPool, tmp_path: Path, world: int,
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
     convert(tmp_path / "ours", tmp_path / "one.pt", to="torch")
     state = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert state["step"] == 7 and state["extra"] == {"rates": (0.5, 1)}
+    assert state["step"] == 7
     found = {**state["model"]}
     for name, kept in state["optim"]["state"].items():
         found |= {f"{name}/{key}": value for key, value in kept.items()}
@@ -220,6 +223,64 @@ def test_a_state_dict_alone_is_a_model(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_tensors_beside_a_model_are_extra(tmp_path: Path, kind: str) -> None:
+    rng = torch.get_rng_state()
+    state = {"model": nn.Linear(5, 3).state_dict(), "rng": rng, "step": torch.tensor(5)}
+    if kind == "torch":
+        torch.save(state, tmp_path / "theirs")
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    info = checkpoint.inspect(tmp_path / "ours")
+    assert info.step == 5 and info.tensors.keys() == {"model/weight", "model/bias"}
+    assert torch.equal(info.extra["rng"], rng)
+
+
+EXTRAS = [None, 0, "", [], {}, {0: "a", 1: "b"}, {"a": {}}, {"a.b": 1, "a": {"b": (2,)}}, 1e-3]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=repr)
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_extra_comes_back_as_it_was(tmp_path: Path, extra: Any, to: str) -> None:
+    checkpoint.save(tmp_path / "ours", nn.Linear(5, 3), extra=extra, step=3)
+    convert(tmp_path / "ours", tmp_path / "theirs", to=to)
+    convert(tmp_path / "theirs", tmp_path / "again")
+    assert checkpoint.inspect(tmp_path / "again").step == 3
+    found = checkpoint.inspect(tmp_path / "again").extra
+    assert found == extra if extra is not None else found in (None, {"step": 3})
+
+
+def loads_layers(path: Path, layout: Any) -> list[Tensor]:
+    model = nn.Sequential(*(nn.Linear(7, 9) for _ in range(3)))
+    fully_shard(model, layout=layout)
+    checkpoint.load(path, model)
+    return [*checkpoint.full_state_dict(model, rank0_only=False).values()]
+
+
+def test_equal_layers_are_loaded_however_they_are_cut(pool: RankPool, tmp_path: Path) -> None:
+    layer = nn.Linear(7, 9)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "ours")
+    for layout in (PerParameter(), Ragged()):
+        for found in pool.run(2, loads_layers, tmp_path / "ours", layout):
+            expected = model.state_dict().values()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_as_many_tensors_as_there_are_need_one_file(tmp_path: Path) -> None:
+    model = nn.ParameterList(torch.randn(32, 32) for _ in range(200))
+    checkpoint.save(tmp_path / "ours", model, step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    try:
+        convert(tmp_path / "ours", tmp_path / "one.pt", to="torch")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert same(torch.load(tmp_path / "one.pt")["model"], dict(model.state_dict()))
+
+
 class Runs:
     """What somebody would put into a file to have it run."""
 
@@ -250,11 +311,41 @@ def test_nothing_that_is_read_is_run(tmp_path: Path, kind: str) -> None:
     assert {one.name for one in tmp_path.iterdir()} == {"source"}
 
 
+def building(module: str, name: str, attributes: dict[str, Any]) -> bytes:
+    """Return a pickle that sets attributes of a class or a function."""
+    state = pickle.dumps((None, attributes), 2)[2:-1]
+    return b"\x80\x02" + f"c{module}\n{name}\n".encode() + state + b"b."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("pathlib", "PosixPath"),
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("collections", "OrderedDict"),
+    ],
+)
+def test_metadata_cannot_change_a_class(tmp_path: Path, module: str, name: str) -> None:
+    source = saved_by_torch(tmp_path / "source")
+    (source / ".metadata").write_bytes(building(module, name, {"is_relative_to": 5, "_str": "x"}))
+    with pytest.raises(CheckpointError, match=str(source)):
+        convert(source, tmp_path / "target")
+    owner = getattr(importlib.import_module(module), name)
+    assert getattr(owner, "_str", None) != "x" and getattr(owner, "is_relative_to", None) != 5
+
+
 def saved_by_torch(path: Path) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3))
     dcp.save({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
     return path
+
+
+def linked(path: Path) -> None:
+    (path / "__0_0.distcp").rename(path.parent / "other")
+    (path / "__0_0.distcp").symlink_to(path.parent / "other")
 
 
 def outside(path: Path) -> None:
@@ -273,6 +364,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "metadata of nothing": lambda path: (path / ".metadata").write_bytes(b""),
     "metadata of something else": lambda path: (path / ".metadata").write_bytes(pickle.dumps(5)),
     "data outside": outside,
+    "data behind a link": linked,
 }
 
 
@@ -314,6 +406,14 @@ def test_what_cannot_be_told_apart_is_refused_and_can_be_left_out(tmp_path: Path
         convert(tmp_path / "a.pt", target)
     with pytest.raises(UnsupportedError, match="by numbers of parameters"):
         convert(tmp_path / "a.pt", target, leave_out=["other"])
+    model = nn.Linear(4, 4)
+    state = {"model": model.state_dict(), "optim": torch.optim.SGD(model.parameters()).state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UnsupportedError, match="by numbers of parameters"):
+        convert(tmp_path / "dcp", target)
+    torch.save({"a._orig_mod.w": torch.ones(2), "a.w": torch.zeros(2)}, tmp_path / "c.pt")
+    with pytest.raises(ConfigError, match=r"two tensors that are a\.w without prefixes"):
+        convert(tmp_path / "c.pt", target)
     with pytest.raises(ConfigError, match="has no nothing; it has state_dict, optimizer"):
         convert(tmp_path / "a.pt", target, leave_out=["nothing"])
     convert(tmp_path / "a.pt", target, leave_out=["other", "optimizer"])

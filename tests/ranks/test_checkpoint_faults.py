@@ -325,7 +325,7 @@ def without_a_rank(path: Path, *, stops: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "2.5")
         if not stops:
-            patch.setattr(Council, "_limit_s", lambda _: 2.0)
+            patch.setattr(Council, "limit_s", 2.0)
         if dist.get_rank() != 1:
             try:
                 checkpoint.save(path / "bad", model, optimizer, step=3)

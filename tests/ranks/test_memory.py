@@ -158,7 +158,7 @@ def test_no_more_than_pytorch(pool: RankPool, title: str, bf16: bool) -> None:
     accumulates = title == "accumulated whole (no_sync)" and not bf16
     bound = 1.05 if accumulates and TORCH >= (2, 15) else memory.BOUND
     ours, rivals = (PER_PARAMETER, RAGGED, FLAT), (FSDP2,) if case.bf16 else (FSDP2, FSDP1)
-    (found,) = pool.run(1, bytes_of, [*rivals, *ours], case, process_group=False)
+    (found,) = pool.run(1, bytes_of, [*rivals, *ours], case, process_group=False, timeout_s=240.0)
     for name in ours:
         for rival in rivals if name == FLAT else (FSDP2,):
             for mine, theirs in zip(found[name], found[rival], strict=True):

@@ -17,7 +17,7 @@ import pytest
 from fullshard.train.metrics import read_metrics
 from fullshard.train.rundir import RunDir
 
-TIMEOUT_S = 120.0  # a start takes about ten seconds
+TIMEOUT_S = 300.0  # a start takes about ten seconds
 COMMAND = ("-m", "fullshard.cli", "train")
 FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 

@@ -20,7 +20,8 @@ from fullshard.checkpoint.values import encode
 from fullshard.engine import Unit
 from fullshard.errors import UnsupportedError
 
-_EXTRA_STATE = "_extra_state"  # what modules name theirs
+EXTRA_STATE = "_extra_state"
+"""What modules name theirs."""
 
 
 class Collected:
@@ -31,6 +32,7 @@ class Collected:
         parts: the parts that this rank writes.
         params: the parameters and buffers of which these are parts, by the same names.
         values: what the model and the optimizer have besides.
+        stepped: names of the parameters that the optimizer steps.
         units: the units of the model.
     """
 
@@ -40,6 +42,7 @@ class Collected:
         self.parts: dict[str, Tensor] = {}
         self.params: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
+        self.stepped: set[str] = set()
         self.units: list[Unit] = []
         self._everyone = Grid((world,), tuple(range(world)))
 
@@ -54,7 +57,7 @@ class Collected:
         first: dict[int, str] = {}
         rows = list(tree.rows())
         for row, (_, value) in zip(rows, sharded(rows, tree.mesh, plain_shards=False), strict=True):
-            if not isinstance(value, Tensor) or row.name.endswith(_EXTRA_STATE):
+            if not isinstance(value, Tensor) or row.name.endswith(EXTRA_STATE):
                 states[row.name] = encode(value, f"extra state {row.name}")
             elif id(row.value) in first:
                 ties[row.name] = first[id(row.value)]
@@ -80,6 +83,7 @@ class Collected:
                     self.add(f"optimizer/{name}/{key}", value)
                 else:
                     single[name][key] = encode(value, f"optimizer state {key!r} of {name}")
+        self.stepped = {name for group in state["param_groups"] for name in group["params"]}
         groups = encode(state["param_groups"], "param_groups")
         self.values["optimizer"] = {"state": single, "param_groups": groups}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -39,11 +40,10 @@ from fullshard.checkpoint.folders import (
 from fullshard.checkpoint.foreign import Leaf, is_folder, tree_of
 from fullshard.checkpoint.manifest import MANIFEST, Contents, FileInfo, Manifest
 from fullshard.checkpoint.values import decode, encode
-from fullshard.checkpoint.whole import Whole, whole_of
+from fullshard.checkpoint.whole import EXTRA, Whole, whole_of
 from fullshard.errors import CheckpointError, ConfigError
 
 FORMATS = ("fullshard", "dcp", "torch")
-_PAGE = mmap.ALLOCATIONGRANULARITY
 Told = Callable[[int, int], object]
 
 
@@ -215,18 +215,20 @@ def _write_file(found: Whole, unfinished: Path, target: Path, more: Callable[[in
 def _state_of(found: Whole, target: Path, more: Callable[[int], None]) -> Iterator[dict[str, Any]]:
     """Give the dictionary that PyTorch saves; its tensors are in a temporary file."""
     with tempfile.TemporaryFile(dir=target.parent) as file:
+        sizes = [_aligned(leaf) for leaf in found.leaves.values()]
+        file.truncate(sum(sizes) + 1)
+        memory = memoryview(mmap.mmap(file.fileno(), 0))
         end = 0
 
         def kept(leaf: Leaf) -> Tensor:
             nonlocal end
             tensor = leaf.read()
+            start, end = end, end + _aligned(leaf)
             more(tensor.nbytes)
-            if tensor.nbytes < _PAGE:
-                return tensor.clone()
-            start, end = end, end - (-tensor.nbytes // _PAGE) * _PAGE
-            file.truncate(end)
-            memory = mmap.mmap(file.fileno(), tensor.nbytes, offset=start)
-            return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+            if not tensor.numel():
+                return tensor
+            own = torch.frombuffer(memory[start : start + tensor.nbytes], dtype=tensor.dtype)
+            return own.view(tensor.shape).copy_(tensor)
 
         model: dict[str, Any] = {name: kept(leaf) for name, leaf in found.model.items()}
         model |= {name: model[first] for name, first in found.ties.items()} | found.states
@@ -238,8 +240,13 @@ def _state_of(found: Whole, target: Path, more: Callable[[int], None]) -> Iterat
                 kept_state.setdefault(name, {})[key] = kept(leaf)
             state["optim"] = {"state": kept_state, "param_groups": found.groups}
         if found.extra is not None:
-            state["extra"] = found.extra
+            state[EXTRA] = json.dumps(encode(found.extra, "extra"), allow_nan=False)
         yield state
+
+
+def _aligned(leaf: Leaf) -> int:
+    """Return the bytes of a tensor, and those after it, so that the next one is aligned."""
+    return -(-leaf.dtype.itemsize * torch.Size(leaf.shape).numel() // 64) * 64
 
 
 _WRITERS: dict[str, Callable[[Whole, Path, Path, Callable[[int], None]], None]] = {

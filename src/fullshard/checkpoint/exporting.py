@@ -19,6 +19,7 @@ from fullshard.checkpoint import datafile
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.folders import UNFINISHED, flush_folder, make_folder, write_flushed
 from fullshard.checkpoint.manifest import FileInfo, Manifest
+from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.saving import merged, shared
 from fullshard.checkpoint.stored import INDEX, SINGLE, Stored, pretrained, stored_tensors
 from fullshard.comm.council import Council
@@ -62,6 +63,7 @@ def save_weights(
 
         All ranks raise the same.
     """
+    settle()
     folder = Path(folder)
     council = Council(f"save weights to {folder}")
     found = Collected(council.rank, council.world)

@@ -8,6 +8,7 @@ unpickles knows tensors, plain values and the metadata of checkpoints, and nothi
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as its
 
+from fullshard.checkpoint.datafile import dtype_of
 from fullshard.errors import CheckpointError, UnsupportedError
 
 METADATA = ".metadata"
@@ -55,13 +56,16 @@ def tree_of(path: Path) -> dict[str, Any]:
 def _tree_of_file(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # it may hold anything
         raise CheckpointError(
             f"{path}: torch.load(weights_only=True) cannot read it: {error}"
         ) from error
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected a state dict")
-    return {str(name): _leaves(value) for name, value in found.items()}
+    try:
+        return {str(name): _leaves(value) for name, value in found.items()}
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: holds something that contains itself") from error
 
 
 def _leaves(value: Any) -> Any:
@@ -83,15 +87,9 @@ def _leaves(value: Any) -> Any:
 def _tree_of_folder(path: Path) -> dict[str, Any]:
     folder = _Folder(path)
     tree: dict[str, Any] = {}
-    for name, stored in folder.metadata.state_dict_metadata.items():
-        keys = (folder.metadata.planner_data or {}).get(name, (name,))
-        if not isinstance(keys, tuple) or not keys:
-            raise CheckpointError(f"{path / METADATA}: {name} is at {keys!r}")
-        if isinstance(stored, its.TensorStorageMetadata):
-            value: Any = folder.leaf(name, stored)
-        else:
-            value = folder.value(name)
-        _put(tree, keys, value)
+    for name, stored in folder.stored.items():
+        keys = folder.keys.get(name, (name,))
+        _put(tree, keys, folder.value(name) if stored is None else folder.leaf(name, stored))
     return _with_lists(tree)  # type: ignore[no-any-return]
 
 
@@ -111,42 +109,87 @@ def _with_lists(tree: Any) -> Any:
     return [found[number] for number in sorted(numbers)] if is_list else found
 
 
+class _Chunk(NamedTuple):
+    """A part of a tensor in a folder."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Stored(NamedTuple):
+    """A tensor in a folder."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[_Chunk]
+
+
+class _Place(NamedTuple):
+    """Where something is in a folder: a file, and bytes of it."""
+
+    file: str
+    offset: int
+    nbytes: int
+    is_compressed: bool
+
+
 class _Folder:
-    """A folder of ``torch.distributed.checkpoint``."""
+    """A folder of ``torch.distributed.checkpoint``.
+
+    Attributes:
+        stored: what is stored under a name; None: a value that is no tensor.
+        keys: for names the keys of nested dictionaries.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.stored: dict[str, _Stored | None] = {}
+        self.keys: dict[str, tuple[Any, ...]] = {}
+        self._places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         file = path / METADATA
         try:
             with file.open("rb") as opened:
-                self.metadata: its.Metadata = _Unpickler(opened).load()
-            stored = self.metadata.storage_data or {}
-            self._places = {(index.fqn, _offset(index.offset)): at for index, at in stored.items()}
+                self._take(_Unpickler(opened).load())
         except CheckpointError as error:
             raise CheckpointError(f"{file}: {error}") from error
         except Exception as error:  # it may hold anything
             raise CheckpointError(f"{file}: cannot be read ({error!r})") from error
 
-    def leaf(self, name: str, stored: its.TensorStorageMetadata) -> Leaf:
+    def _take(self, metadata: Any) -> None:
+        """Take plain values out of the metadata; whatever is not as expected raises."""
+        for name, stored in _fields(metadata, "Metadata")["state_dict_metadata"].items():
+            self.stored[_checked(name, str)] = _stored(stored)
+        for name, keys in (metadata.fields.get("planner_data") or {}).items():
+            if not keys or any(type(key) not in (str, int) for key in _checked(keys, tuple)):
+                raise CheckpointError(f"{name} is at {keys!r}")
+            self.keys[_checked(name, str)] = keys
+        for index, place in _checked(metadata.fields["storage_data"], dict).items():
+            its, where = _fields(index, "MetadataIndex"), _fields(place, "_StorageInfo")
+            offset = its.get("offset")
+            key = (_checked(its["fqn"], str), None if offset is None else _numbers(offset))
+            start, nbytes = _numbers((where["offset"], where["length"]))
+            is_compressed = bool(where.get("transform_descriptors"))
+            file = _checked(where["relative_path"], str)
+            self._places[key] = _Place(file, start, nbytes, is_compressed)
+
+    def leaf(self, name: str, stored: _Stored) -> Leaf:
         """Return a tensor."""
-        dtype, shape = stored.properties.dtype, tuple(stored.size)
-        return Leaf(dtype, shape, None, lambda: self._read(name, dtype, shape, stored.chunks))
+        return Leaf(stored.dtype, stored.shape, None, lambda: self._read(name, stored))
 
     def value(self, name: str) -> Any:
         """Return what is no tensor."""
-        found = self._load(name, None)
-        return _leaves(found)
+        return _leaves(self._load(name, None))
 
-    def _read(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Any) -> Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+    def _read(self, name: str, stored: _Stored) -> Tensor:
+        whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         numel = 0
-        for chunk in chunks:
-            part = self._load(name, _offset(chunk.offsets))
-            target = whole
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
-            if not isinstance(part, Tensor) or part.shape != target.shape or part.dtype != dtype:
+        for offsets, sizes in stored.chunks:
+            part = self._load(name, offsets)
+            if not isinstance(part, Tensor) or (part.shape, part.dtype) != (sizes, stored.dtype):
                 raise CheckpointError(f"{self._path}: {name} is not what {METADATA} says")
+            target = whole
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                target = target.narrow(dim, offset, size)
             target.copy_(part)
             numel += part.numel()
         if numel != whole.numel():
@@ -156,72 +199,115 @@ class _Folder:
         return whole
 
     def _load(self, name: str, offset: tuple[int, ...] | None) -> Any:
-        place = self._places.get((name, offset))
-        if place is None and offset is None:
-            place = self._places.get((name, ()))
+        place = self._places.get((name, offset)) or self._places.get((name, offset or ()))
         if place is None:
             raise CheckpointError(f"{self._path / METADATA}: says of no file that it has {name}")
-        file = self._path / place.relative_path
-        if getattr(place, "transform_descriptors", None):
+        file = os.path.realpath(self._path / place.file)
+        if place.is_compressed:
             raise UnsupportedError(f"{file}: {name} is compressed; save it without extensions")
-        if not file.resolve().is_relative_to(self._path.resolve()):
+        if os.path.dirname(file) != os.path.realpath(self._path):
             raise CheckpointError(f"{self._path / METADATA}: {name} is outside of the folder")
         try:
-            with file.open("rb") as opened:
+            with open(file, "rb") as opened:
                 opened.seek(place.offset)
-                data = opened.read(place.length)
+                data = opened.read(place.nbytes)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # it may hold anything
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
 
 
-def _offset(offset: Any) -> tuple[int, ...] | None:
-    return None if offset is None else tuple(offset)
+def _stored(metadata: Any) -> _Stored | None:
+    if metadata.kind == "BytesStorageMetadata":
+        return None
+    fields = _fields(metadata, "TensorStorageMetadata")
+    properties = fields["properties"]
+    # Its state is a tuple that begins with the dtype.
+    dtype = dtype_of(_checked(_checked(properties.state, tuple)[0], str))
+    chunks = [_fields(one, "ChunkStorageMetadata") for one in _checked(fields["chunks"], list)]
+    parts = [_Chunk(_numbers(one["offsets"]), _numbers(one["sizes"])) for one in chunks]
+    return _Stored(dtype, _numbers(fields["size"]), parts)
+
+
+def _fields(found: Any, kind: str) -> dict[str, Any]:
+    if getattr(found, "kind", None) != kind:
+        raise CheckpointError(f"something is not what metadata have there, {kind}")
+    return found.fields  # type: ignore[no-any-return]
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise CheckpointError(f"something is a {type(value).__name__}, expected a {kind.__name__}")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if any(type(one) is not int or one < 0 for one in _checked(values, tuple)):
+        raise CheckpointError("something is no number, or negative")
+    return values  # type: ignore[no-any-return]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads metadata of checkpoints, and refuses everything that is something else."""
+    """Reads metadata of checkpoints.
+
+    A pickle may call what ``find_class`` returns and set its attributes. So it returns nothing that
+    anybody else has: a new class without meaning for each of the classes in such metadata, and
+    functions that were made for this pickle alone.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._found: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the classes that such metadata have."""
-        known: Any = None
-        if module == "torch.distributed.checkpoint.metadata":
-            known = getattr(its, name, None) if name in _CLASSES else None
-        elif (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
-            known = _Place
-        elif module == "torch" and (name == "Size" or isinstance(_of_torch(name), torch.dtype)):
-            known = _of_torch(name)
-        elif (module, name) == ("torch.serialization", "_get_layout"):
-            known = _layout
-        elif module.split(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
-            known = Path
-        elif (module, name) == ("collections", "OrderedDict"):
-            known = dict
-        if known is None:
-            raise CheckpointError(
-                f"it holds {module}.{name}, which metadata of checkpoints do not have: it "
-                "was made to run something when it is read, or comes from another program"
-            )
-        return known
+        """Return what stands for one of the classes that such metadata have."""
+        key = (module, name)
+        if key not in self._found:
+            self._found[key] = self._stand_in(module, name)
+        return self._found[key]
+
+    def _stand_in(self, module: str, name: str) -> Any:
+        if module in _MODULES and name in _CLASSES:
+            return _stand_in(name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return name
+        if (module, name) in (("torch", "Size"), ("collections", "OrderedDict")):
+            kind = tuple if name == "Size" else dict
+            return lambda *values: kind(*values)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda *_: None
+        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
+            return lambda *parts: "/".join(parts)
+        raise CheckpointError(
+            f"it holds {module}.{name}, which metadata of checkpoints do not have: it was made to "
+            "run something when it is read, or comes from another program"
+        )
 
 
-def _of_torch(name: str) -> Any:
-    return getattr(torch, name, None)
+def _stand_in(name: str) -> type:
+    """Return a new class whose objects only keep what a pickle gives them."""
+
+    class StandIn:
+        def __init__(self, *_: object) -> None:
+            self.kind = name
+            self.fields: dict[str, Any] = {}
+            self.state: Any = None
+
+        def __new__(cls, *_: object) -> StandIn:
+            own = object.__new__(cls)
+            cls.__init__(own)
+            return own
+
+        def __setstate__(self, state: Any) -> None:
+            self.state = state
+            self.fields = state if type(state) is dict else {}
+
+    return StandIn
 
 
-def _layout(name: str) -> Any:
-    return torch.strided
-
-
-class _Place:
-    """Where something is in a folder, as ``torch.distributed.checkpoint`` describes it."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: Any = None
-
-
+_MODULES = {
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+}
 _CLASSES = {
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -231,4 +317,5 @@ _CLASSES = {
     "TensorProperties",
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
+    "_StorageInfo",
 }

@@ -82,6 +82,9 @@ def load_described(
     def read() -> None:
         with reader:
             reader.read(exchanged)
+        for wanted in target.again:
+            with Reader(path, reader.manifest, wanted) as alone:
+                alone.read([])
         target.convert(optimizer)
 
     council.agree(read)
@@ -98,6 +101,7 @@ class Target:
 
     Attributes:
         wanted: this rank's parts, by their names in the checkpoint.
+        again: more of these, of names that are in ``wanted`` already.
 
     Raises:
         ConfigError: model, optimizer and checkpoint do not fit.
@@ -107,6 +111,7 @@ class Target:
         self, manifest: Manifest, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
     ) -> None:
         self.wanted: dict[str, Wanted] = {}
+        self.again: list[dict[str, Wanted]] = []
         self._manifest = manifest
         self._model = model
         self._strict = strict
@@ -222,12 +227,11 @@ class Target:
             self._problems.append(f"{full} shares memory between its elements here")
             return None
         region, shape = _own(like)
-        known = self.wanted.get(full)  # tied there, and not here
-        if known is not None and known.region != region:
-            self._problems.append(f"{full} is tied there, and several parameters, cut apart, here")
-            return None
-        local = torch.empty(shape, dtype=dtype) if known is None else known.memory.view(shape)
-        self.wanted[full] = Wanted(region, local.view(-1))
+        local = torch.empty(shape, dtype=dtype, device="cpu")
+        if full in self.wanted:  # tied there, and not here
+            self.again.append({full: Wanted(region, local.view(-1))})
+        else:
+            self.wanted[full] = Wanted(region, local.view(-1))
         return _torch.dtensor_like(like, local) if isinstance(like, DTensor) else local
 
 

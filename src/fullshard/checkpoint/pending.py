@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.writing import Writing
 from fullshard.engine import Unit
+from fullshard.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
 
@@ -25,17 +28,10 @@ class PendingSave:
         path: the folder of the checkpoint.
     """
 
-    def __init__(self, path: Path, writing: Writing, rest: Callable[[], None]) -> None:
-        """Begin.
-
-        Args:
-            path: the folder of the checkpoint.
-            writing: what is copied and written.
-            rest: does everything that is left to do; raises what ``wait`` raises then.
-        """
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._writing = writing
-        self._rest = rest
+        self._writing: Writing | None = None
+        self._rest: Callable[[], None] | None = None
         self._failure: BaseException | None = None
         self._undo: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
@@ -52,61 +48,85 @@ class PendingSave:
             FullshardError: the save failed; raised once, here or by the next call of ``save`` or
                 ``load``, on all ranks alike.
         """
-        self._writing.hurry()
+        global _in_flight
+        if self._writing is not None:
+            self._writing.hurry()
         if self._thread is not None:
             self._thread.join()
-        self._let_go()
+        if _in_flight is self:
+            _in_flight = None
+        self.let_go()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def wait_until_copied(self) -> None:
         """Wait until the parameters and the optimizer's state may be written to by other means."""
-        self._writing.wait_until_copied()
+        if self._writing is not None:
+            self._writing.wait_until_copied()
 
-    def run_here(self) -> None:
-        """Do what is left before this returns.
+    def hold(
+        self,
+        writing: Writing,
+        model: nn.Module,
+        units: Sequence[Unit],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Have those wait who would write to what ``writing`` copies, which is to begin soon.
 
         Raises:
-            FullshardError: the save failed.
+            UnsupportedError: the optimizer takes no hooks.
         """
-        self._rest()
+        self._writing = writing
 
-    def run_aside(self, units: list[Unit], optimizer: Optimizer | None) -> None:
-        """Begin to do what is left in a thread; return when what others may change is copied.
+        def wait(*_: object) -> None:
+            writing.wait_until_copied()
 
-        Args:
-            units: those of the model.
-            optimizer: its steps wait until everything is copied.
-        """
-        global _in_flight
         for unit in units:
-            unit.readers.append(self.wait_until_copied)
-            self._undo.append(lambda unit=unit: unit.readers.remove(self.wait_until_copied))  # type: ignore[misc]
-        if optimizer is not None:
-            for register in (
-                optimizer.register_step_pre_hook,
-                optimizer.register_load_state_dict_pre_hook,
-            ):
-                handle = register(lambda *_: self.wait_until_copied())
-                self._undo.append(handle.remove)
+            unit.readers.append(wait)
+            self._undo.append(partial(unit.readers.remove, wait))
+        self._undo.append(model.register_load_state_dict_pre_hook(wait).remove)
+        if optimizer is None:
+            return
+        try:
+            self._undo.append(optimizer.register_step_pre_hook(wait).remove)
+            self._undo.append(optimizer.register_load_state_dict_pre_hook(wait).remove)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f'mode="async": {type(optimizer).__name__} takes no hooks ({error}), so its steps '
+                "would not wait for what is being copied; give the optimizer that it wraps"
+            ) from error
+
+    def let_go(self) -> None:
+        """Hold nobody any longer."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    def run(self, writing: Writing, rest: Callable[[], None]) -> None:
+        """Begin with ``rest``, which runs ``writing``; return when others may go on writing."""
+        global _in_flight
+        self._writing, self._rest = writing, rest
         # Not a daemon: a program that ends waits for it.
         self._thread = threading.Thread(target=self._run, name="fullshard save", daemon=False)
-        self._thread.start()
         _in_flight = self
-        self._writing.wait_for_others()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many threads: without one, then
+            self._thread = None
+            self._run()
+        writing.wait_for_others()
 
     def _run(self) -> None:
+        assert self._rest is not None and self._writing is not None
         try:
             self._rest()
         except BaseException as error:
             log.warning("%s", error)  # nobody may ever call wait()
             self._failure = error
-
-    def _let_go(self) -> None:
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        finally:
+            self._writing.release()
+            self._rest = None  # and the tensors with it
 
 
 _in_flight: PendingSave | None = None

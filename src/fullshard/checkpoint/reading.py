@@ -70,7 +70,7 @@ class Reader:
         world: int = 1,
     ) -> None:
         self._folder = folder
-        self._manifest = manifest
+        self.manifest = manifest
         self._wanted = wanted
         self._rank = rank
         self._world = world
@@ -139,7 +139,7 @@ class Reader:
         """Yield the blocks that hold something of what is wanted of a tensor."""
         wanted = self._wanted[name]
         itemsize = wanted.memory.element_size()
-        for part in self._manifest.parts(name, wanted.region):
+        for part in self.manifest.parts(name, wanted.region):
             blocks: set[int] = set()
             for overlap in part.region.overlaps(wanted.region):
                 last = (overlap.stop * itemsize - 1) // BLOCK_NBYTES
@@ -197,8 +197,8 @@ class Reader:
         batch: list[_Run] = []
         room = _EXCHANGED_NBYTES
         for name in exchanged:
-            itemsize = datafile.dtype_of(self._manifest.entry(name).dtype).itemsize
-            for part in self._manifest.parts(name):
+            itemsize = datafile.dtype_of(self.manifest.entry(name).dtype).itemsize
+            for part in self.manifest.parts(name):
                 nbytes, start = part.region.numel * itemsize, 0
                 while start < nbytes:
                     stop = min(nbytes, start + room)

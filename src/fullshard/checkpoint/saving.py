@@ -7,16 +7,14 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard import _torch
 from fullshard._version import __version__
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.folders import UNFINISHED, commit, make_folder, refuse_name
@@ -33,7 +31,6 @@ from fullshard.checkpoint.values import decode, encode
 from fullshard.checkpoint.writing import Pace, Writing
 from fullshard.comm.council import Council
 from fullshard.errors import ArgumentTypeError, ConfigError
-from fullshard.optim.groups import numbered
 
 _SHARE = 0.1  # of a processor, for what is written beside the training
 
@@ -117,28 +114,35 @@ def begin(
     after: Callable[[], None] | None = None,
 ) -> PendingSave:
     """Do the work of ``save``, and ``after`` it what else belongs to it, by ``council`` alone."""
-    saving = _Saving(path, council, step)
-    unfinished = Path(
-        council.agree(lambda: saving.collect(model, optimizer, extra, how), saving.begin)
-    )
-    writing = saving.writing(optimizer, how)
+    saving, pending = _Saving(path, council, step), PendingSave(path)
     is_sync = how.mode == "sync"
 
+    def collect() -> dict[str, Any]:
+        said = saving.collect(model, optimizer, extra, how)
+        if not is_sync:
+            pending.hold(saving.writing, model, saving.found.units, optimizer)
+        return said
+
+    try:
+        unfinished = Path(council.agree(collect, saving.begin))
+    except BaseException:
+        pending.let_go()
+        raise
+
     def rest() -> None:
-        pace = None if is_sync else Pace(_SHARE)
+        pace = None if is_sync else Pace(_SHARE, council.limit_s / 4)
         council.agree(
-            lambda: saving.write(unfinished, writing, pace),
+            lambda: saving.write(unfinished, pace),
             lambda said: saving.finish(unfinished, said),
             undo=lambda: shutil.rmtree(unfinished, ignore_errors=True),
         )
         if after is not None:
             after()
 
-    pending = PendingSave(path, writing, rest)
     if is_sync:
-        pending.run_here()
+        rest()
     else:
-        pending.run_aside(saving.found.units, optimizer)
+        pending.run(saving.writing, rest)
     return pending
 
 
@@ -151,6 +155,7 @@ class _Saving:
         self._extra: Any = None
         self._step = step
         self.found = Collected(council.rank, council.world)
+        self.writing: Writing
 
     def collect(
         self, model: nn.Module, optimizer: Optimizer | None, extra: Any, how: How
@@ -163,6 +168,7 @@ class _Saving:
             self.found.add_optimizer(model, optimizer)
         text = json.dumps(encode(extra, "extra"), allow_nan=False)
         self._extra = decode(json.loads(text))  # as it is now, whatever the caller does with it
+        self.writing = self._writing(optimizer, how)
         return {"step": self._step, "mode": how.mode, "extra": digest_of(text.encode())}
 
     def begin(self, said: list[dict[str, Any]]) -> str:
@@ -181,23 +187,19 @@ class _Saving:
         make_folder(self._path.with_name(name))
         return str(self._path.with_name(name))
 
-    def writing(self, optimizer: Optimizer | None, how: How) -> Writing:
+    def _writing(self, optimizer: Optimizer | None, how: How) -> Writing:
         """Return the writing of this rank's parts."""
         parts, params = self.found.parts, self.found.params
         if how.mode == "sync":
             return Writing(parts, params, waits=parts.keys(), budget_nbytes=0)
-        groups = () if optimizer is None else optimizer.param_groups
-        stepped = {_memory(param) for _, param in numbered(groups)}
-        waits = {
-            name
-            for name, part in parts.items()
-            if name.startswith("optimizer/") or _memory(part) in stepped
-        }
-        return Writing(parts, params, waits=waits, budget_nbytes=how.budget_nbytes)
+        waits = {name for name in parts if name.startswith("optimizer/")}
+        waits |= {f"model/{name}" for name in self.found.stepped}
+        state = [] if optimizer is None else _tensors(optimizer.state.values())
+        return Writing(parts, params, state, waits=waits, budget_nbytes=how.budget_nbytes)
 
-    def write(self, unfinished: Path, writing: Writing, pace: Pace | None) -> dict[str, Any]:
+    def write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
         name = f"rank-{self._council.rank:05d}.safetensors"
-        nbytes, digest = writing.run(unfinished / name, pace)
+        nbytes, digest = self.writing.run(unfinished / name, pace)
         key = shared(self._council, self.found)
         return {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
 
@@ -219,10 +221,8 @@ class _Saving:
         commit(unfinished, self._path, manifest)
 
 
-def _memory(value: Tensor) -> int:
-    """Return what tells apart the memory of tensors."""
-    local = _torch.local_of(value) if isinstance(value, DTensor) else value
-    return local.untyped_storage().data_ptr()
+def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:
+    return [one for state in states for one in state.values() if isinstance(one, Tensor)]
 
 
 def shared(council: Council, found: Collected) -> str:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fullshard.checkpoint.collecting import EXTRA_STATE
 from fullshard.checkpoint.datafile import array_of, flat_bytes
 from fullshard.checkpoint.foreign import Leaf
 from fullshard.checkpoint.manifest import digest_of
+from fullshard.checkpoint.values import decode
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.contexts import clean_name
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _STEPS = ("step", "global_step")
+EXTRA = "fullshard_extra"
+"""Key of ``extra``, as text, in what we write for PyTorch; its folders know fewer kinds of keys."""
 
 
 @dataclass
@@ -90,9 +96,10 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
         )
     for key in optimizers:
         _add_optimizer(found, tree.pop(key), f"{where}: {key}")
-    models = [key for key in _MODELS if isinstance(tree.get(key), Mapping)]
+    models = [key for key in _MODELS if _has_leaves(tree.get(key))]
+    is_model = not models and any(isinstance(value, Leaf) for value in tree.values())
     models = models or [key for key, value in tree.items() if _has_leaves(value)]
-    if any(isinstance(value, Leaf) for value in tree.values()) and not models[1:]:
+    if is_model:
         model, extra = tree, {}
     elif len(models) == 1:
         model, extra = tree.pop(models[0]), tree
@@ -101,16 +108,29 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
             f"{where} has no model that can be told from the rest; its keys are "
             f"{', '.join([*tree][:16])}: leave out what is none"
         )
-    for name, value in _named(model):
-        if isinstance(value, Leaf):
-            found.model[clean_name(name)] = value
+    for full, value in _named(model):
+        name = clean_name(full)
+        if name in found.model or name in found.states:
+            raise ConfigError(f"{where} has two tensors that are {name} without prefixes")
+        if isinstance(value, Leaf) and not name.endswith(EXTRA_STATE):
+            found.model[name] = value
         else:
-            found.states[clean_name(name)] = _plain(value)
-    is_own = "extra" in extra and extra.keys() <= {"extra", "step"}  # as we write it
-    found.extra = _plain(extra["extra"] if is_own else extra) or None
-    steps = [extra[key] for key in _STEPS if type(extra.get(key)) is int]
+            found.states[name] = _plain(value)
+    extra = _plain(extra)
+    steps = [int(extra[key]) for key in _STEPS if _is_number(extra.get(key))]
     found.step = steps[0] if steps else 0
+    if isinstance(extra.get(EXTRA), str):  # as we write it
+        extra = decode(json.loads(extra[EXTRA]))
+        found.extra = extra
+    else:
+        found.extra = extra or None
     return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
+    return type(value) is int
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -126,7 +146,7 @@ def _has_leaves(value: Any) -> bool:
 
 def _named(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, Mapping) and not str(key).endswith("_extra_state"):
+        if isinstance(value, Mapping) and not str(key).endswith(EXTRA_STATE):
             yield from _named(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -145,7 +165,9 @@ def _add_optimizer(found: Whole, stored: Mapping[str, Any], where: str) -> None:
     state, groups = stored.get("state", {}), stored.get("param_groups")
     if groups is None:
         state, groups = _unflattened(stored)
-    if isinstance(state, list) or any(not isinstance(name, str) for name in state):
+    params = [name for group in groups for name in group["params"]]
+    by_number = isinstance(state, list) or any(str(name).isdigit() for name in (*state, *params))
+    if by_number or any(not isinstance(name, str) for name in params):
         raise UnsupportedError(
             f"{where} goes by numbers of parameters, which do not say which they are; save it with "
             "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, or leave it out"

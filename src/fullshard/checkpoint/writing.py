@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from fullshard import _torch
 from fullshard.checkpoint.datafile import CHUNK_NBYTES, FileWriter, flat_bytes
 from fullshard.device import HostReader, host_tensor
 from fullshard.errors import ProtocolError
+
+_STATE = "the state of the optimizer"
 
 
 class _Chunk(NamedTuple):
@@ -31,6 +33,7 @@ class Writing:
     Args:
         parts: what to write, plain tensors by name.
         params: by the same names, if they are parts of something that people write to.
+        state: more that nobody may write to before ``wait_until_copied`` returns.
         waits: names of parts that nobody writes to before ``wait_until_copied`` returns; for all
             others that is ``wait_for_others``.
         budget_nbytes: size of the copies at any time; None: of all parts.
@@ -40,6 +43,7 @@ class Writing:
         self,
         parts: Mapping[str, Tensor],
         params: Mapping[str, Tensor],
+        state: Sequence[Tensor] = (),
         *,
         waits: Collection[str],
         budget_nbytes: int | None,
@@ -52,6 +56,9 @@ class Writing:
             name: [one for one in (params.get(name, part), part) if not one.is_inference()]
             for name, part in parts.items()
         }
+        self._watched["the state of the optimizer"] = [
+            one for one in state if not one.is_inference()
+        ]
         self._versions = {name: _torch.versions(both) for name, both in self._watched.items()}
         self._readers = {one: HostReader(one) for one in {part.device for part in parts.values()}}
         self._budget_nbytes = sys.maxsize if budget_nbytes is None else budget_nbytes
@@ -64,6 +71,7 @@ class Writing:
 
     def wait_for_others(self) -> None:
         """Wait until all parts but those that wait are copied or written."""
+        self._is_awaited.set()
         self._has_others.wait()
 
     def wait_until_copied(self) -> None:
@@ -71,6 +79,17 @@ class Writing:
         if not self._is_copied.is_set():
             self._is_awaited.set()
             self._is_copied.wait()
+
+    def release(self) -> None:
+        """Let everybody go who waits for copies, as nothing is copied any longer."""
+        self._has_others.set()
+        self._is_copied.set()
+
+    def _calm(self) -> None:
+        """Rest again, as those who waited go on, unless somebody waits for the end."""
+        self._is_awaited.clear()
+        if self._end_is_awaited:
+            self._is_awaited.set()
 
     def hurry(self) -> None:
         """Rest no longer: somebody waits for the end."""
@@ -91,8 +110,7 @@ class Writing:
                 return file.finish()
         finally:
             self._parts, self._watched = {}, {}
-            self._has_others.set()
-            self._is_copied.set()
+            self.release()
 
     def _put_all(self, file: FileWriter, pace: Pace | None) -> None:
         copies: deque[_Chunk] = deque()
@@ -114,10 +132,7 @@ class Writing:
             else:
                 put(chunk if chunk.data.device.type == "cpu" else self._copied(chunk))
         self._is_copied.set()
-        if not self._end_is_awaited:  # the step that waited for the copies goes on
-            self._is_awaited.clear()
-            if self._end_is_awaited:
-                self._is_awaited.set()
+        self._calm()
         while copies:
             put(copies.popleft())
 
@@ -126,16 +141,21 @@ class Writing:
         for number, (name, part) in enumerate(self._parts.items()):
             if number == self._num_others:
                 self._has_others.set()
+                self._calm()
             with self._readers[part.device].aside():
                 data = flat_bytes(part)
             for start in range(0, data.nbytes, CHUNK_NBYTES):
                 yield _Chunk(name, start, data[start : start + CHUNK_NBYTES])
-            if _torch.versions(self._watched[name]) != self._versions[name]:
-                raise ProtocolError(
-                    f"{name} was written to while it was being saved: call wait_until_copied() of "
-                    "what save() returned before, unless it is the optimizer that writes"
-                )
+            self._check_version(name)
+        self._check_version(_STATE)
         self._has_others.set()
+
+    def _check_version(self, name: str) -> None:
+        if _torch.versions(self._watched[name]) != self._versions[name]:
+            raise ProtocolError(
+                f"{name} was written to while it was being saved: call wait_until_copied() of "
+                "what save() returned before, unless it is the optimizer that writes"
+            )
 
     def _copied(self, chunk: _Chunk) -> _Chunk:
         data = chunk.data
@@ -145,17 +165,26 @@ class Writing:
 
 
 class Pace:
-    """Keeps the thread that makes it to a share of the time of a processor."""
+    """Keeps the thread that makes it to a share of the time of a processor.
 
-    def __init__(self, share: float) -> None:
+    Args:
+        share: from 0 to 1.
+        rests_s: how long it rests at most in all, in seconds.
+    """
+
+    def __init__(self, share: float, rests_s: float) -> None:
         self._share = share
+        self._rests_s = rests_s
         self._worked_s = time.thread_time()
 
     def rest(self, unless: threading.Event) -> None:
-        """Wait as long as the thread should do nothing after its work; not once ``unless`` is set.
+        """Wait as long as the thread should do nothing after its work.
 
-        Returns at once when ``unless`` is set meanwhile.
+        Returns at once when ``unless`` is set, and when the program is about to end.
         """
         now_s = time.thread_time()
         worked_s, self._worked_s = now_s - self._worked_s, now_s
-        unless.wait(worked_s * (1 / self._share - 1))
+        rest_s = min(worked_s * (1 / self._share - 1), self._rests_s)
+        self._rests_s -= rest_s
+        if threading.main_thread().is_alive():
+            unless.wait(rest_s)

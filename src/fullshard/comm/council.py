@@ -89,7 +89,7 @@ class Council:
 
     def share(self, text: str) -> str:
         """Hand ``text``, equal on many ranks, to the first rank; return a key to contribute."""
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = f"{self._number}/{hashlib.sha256(text.encode()).hexdigest()}"
         with self._store_answers():
             if not self._store.check([key]):
                 self._post(key, base64.b64encode(zlib.compress(text.encode(), 1)).decode())
@@ -168,7 +168,7 @@ class Council:
         seen: dict[int, _Sign] = {}
         began = checked = time.monotonic()
         # The first rank waits for the others, and they wait for what it says then.
-        limit_s = self._limit_s() * (2 if self.rank else 1)
+        limit_s = self.limit_s * (2 if self.rank else 1)
         while True:
             missing = {r: key for r, key in missing.items() if not self._store.check([key])}
             if not missing:
@@ -184,8 +184,9 @@ class Council:
                 )
             time.sleep(_POLL_S)
 
-    def _limit_s(self) -> float:
-        """Return how long to wait for ranks that live."""
+    @property
+    def limit_s(self) -> float:
+        """How long to wait for ranks that live, in seconds."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
         return timeout.total_seconds()
 
@@ -277,7 +278,8 @@ class _Members:
         # Ranks may have met in this store before, in another process group: use other keys.
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         prefix = f"fullshard/{bytes(all_gather_bytes(name)[0].tolist()).hex()}"
-        self.store = dist.PrefixStore(prefix, _torch.default_store())
+        # Blocking calls on the default store, in any thread, are not to hold up a council.
+        self.store = dist.PrefixStore(prefix, _torch.own_store())
         self.numbers = itertools.count()
         pulse = _Pulse(dist.PrefixStore(prefix, _torch.own_store()), group.rank())
         weakref.finalize(group, pulse.end)
