@@ -29,6 +29,29 @@ def _coordinates(grid: Grid) -> dict[int, tuple[int, ...]]:
     return dict(zip(grid.ranks, itertools.product(*map(range, grid.shape)), strict=True))
 
 
+@cache
+def _has_all_ranks(grid: Grid) -> bool:
+    """Return whether there is a rank, and another, at each coordinate."""
+    sizes, ranks = grid
+    is_positive = all(size >= 1 for size in sizes) and all(rank >= 0 for rank in ranks)
+    return is_positive and math.prod(sizes) == len(set(ranks)) == len(ranks)
+
+
+@cache
+def _has_lengths(placement: RaggedShard) -> bool:
+    return all(count > 0 <= length for count, length in placement.lengths)
+
+
+@cache
+def _rank_groups(grid: Grid, ragged: int | None) -> list[tuple[int, ...]]:
+    """Return the ranks in groups that differ in no dim of the grid but the ragged one."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, at in _coordinates(grid).items():
+        key = () if ragged is None else (*at[:ragged], *at[ragged + 1 :])
+        groups.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
 class Entry(NamedTuple):
     """A tensor of a checkpoint, as the ranks of one mesh hold it.
 
@@ -74,20 +97,19 @@ class Entry(NamedTuple):
         """Return whether dtype, mesh, placements and writer can be those of a tensor."""
         placements, ndim = self._placements(), len(self.shape)
         cuts = [one for one in placements if not isinstance(one, (Replicate, RaggedShard))]
-        sizes, ranks = self.grid
+        sizes = self.grid.shape
         num_ranks = math.prod(sizes)
         factors = [getattr(one, "split_factor", 1) for one in cuts]
         ragged = [one for one in placements if isinstance(one, RaggedShard)]
         return (
             isinstance(getattr(torch, self.dtype, None), torch.dtype)
-            and all(size >= 0 for size in (*self.shape, *ranks))
-            and all(size >= 1 for size in sizes)
-            and num_ranks == len(set(ranks)) == len(ranks)
+            and all(size >= 0 for size in self.shape)
+            and _has_all_ranks(self.grid)
             and len(placements) == len(sizes)
             and all(0 <= one.dim < ndim for one in cuts)  # type: ignore[attr-defined]
             and all(1 <= factor <= num_ranks for factor in factors)
             and len(ragged) <= 1
-            and all(count > 0 <= length for one in ragged for count, length in one.lengths)
+            and all(map(_has_lengths, ragged))
             and 0 <= self.writer < self.num_copies
         )
 
@@ -101,11 +123,7 @@ class Entry(NamedTuple):
     def rank_groups(self) -> list[tuple[int, ...]]:
         """Return the ranks of the grid in groups that need to have equal entries."""
         ragged = [at for at, one in enumerate(self._placements()) if isinstance(one, RaggedShard)]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, at in _coordinates(self.grid).items():
-            key = () if not ragged else (*at[: ragged[0]], *at[ragged[0] + 1 :])
-            groups.setdefault(key, []).append(rank)
-        return [tuple(ranks) for ranks in groups.values()]
+        return _rank_groups(self.grid, ragged[0] if ragged else None)
 
     def _regular(self) -> tuple[Any, ...]:
         """Return what all ranks of the grid have to have."""

@@ -44,6 +44,7 @@ class RaggedShard(Placement):
             self._alike.append(_Alike(rank, start, length))
             rank += num_ranks
             start += num_ranks * length
+        self._numel = start
         self._hash = hash(tuple(self._lengths))
 
     @property
@@ -59,7 +60,7 @@ class RaggedShard(Placement):
     @property
     def numel(self) -> int:
         """Number of elements in all intervals together."""
-        return sum(num_ranks * length for num_ranks, length in self._lengths)
+        return self._numel
 
     def interval(self, rank: int) -> Interval:
         """Return the interval that ``rank`` holds."""
