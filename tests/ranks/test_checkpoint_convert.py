@@ -32,6 +32,7 @@ from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
 from tests.ranks.test_checkpoint_files import built, everything, plain, same
 
+PATIENCE_S = 240.0  # a loaded machine is slow
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -113,12 +114,14 @@ def loads(way: str, path: Path) -> tuple[Any, dict[str, Any]]:
 def test_a_folder_of_pytorch_is_loaded_in_any_layout(
     pool: RankPool, tmp_path: Path, flat: bool
 ) -> None:
-    whole, _ = pool.run(2, torch_saves, tmp_path / "dcp", flat=flat)
+    whole, _ = pool.run(2, torch_saves, tmp_path / "dcp", flat=flat, timeout_s=PATIENCE_S)
     convert(tmp_path / "dcp", tmp_path / "ours")
     info = checkpoint.verify(tmp_path / "ours")
     assert (info.step, info.extra, info.world) == (7, {"step": 7, "rates": [0.5, 1]}, 1)
     for world, way in ((1, "plain"), (2, "ragged"), (3, "one flat"), (4, "tp")):
-        for (extra, rates), found in pool.run(world, loads, way, tmp_path / "ours"):
+        for (extra, rates), found in pool.run(
+            world, loads, way, tmp_path / "ours", timeout_s=PATIENCE_S
+        ):
             assert extra == info.extra and set(rates) == {1e-2}
             assert same(found, whole)
 
@@ -155,9 +158,9 @@ def torch_loads(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("world", "way"), [(1, "plain"), (3, "ragged"), (4, "ragged tp")])
 def test_pytorch_loads_what_was_ours(pool: RankPool, tmp_path: Path, world: int, way: str) -> None:
-    whole = pool.run(world, ours_saves, way, tmp_path / "ours")[0]
+    whole = pool.run(world, ours_saves, way, tmp_path / "ours", timeout_s=PATIENCE_S)[0]
     convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
-    for found in pool.run(2, torch_loads, tmp_path / "dcp"):
+    for found in pool.run(2, torch_loads, tmp_path / "dcp", timeout_s=PATIENCE_S):
         for name, value in whole.items():
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
     convert(tmp_path / "ours", tmp_path / "one.pt", to="torch")
@@ -264,7 +267,7 @@ def test_equal_layers_are_loaded_however_they_are_cut(pool: RankPool, tmp_path: 
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     convert(tmp_path / "dcp", tmp_path / "ours")
     for layout in (PerParameter(), Ragged()):
-        for found in pool.run(2, loads_layers, tmp_path / "ours", layout):
+        for found in pool.run(2, loads_layers, tmp_path / "ours", layout, timeout_s=PATIENCE_S):
             expected = model.state_dict().values()
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -468,7 +471,9 @@ def test_a_model_on_ranks_loads_what_was_tied_in_a_folder(pool: RankPool, tmp_pa
     state = Tied().state_dict()
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     convert(tmp_path / "dcp", tmp_path / "ours")
-    assert all(pool.run(2, loads_tied, tmp_path / "ours", state["head.weight"]))
+    assert all(
+        pool.run(2, loads_tied, tmp_path / "ours", state["head.weight"], timeout_s=PATIENCE_S)
+    )
 
 
 def loads_tied(path: Path, expected: Tensor) -> bool:

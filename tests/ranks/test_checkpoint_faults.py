@@ -267,7 +267,7 @@ def bug(*_: Any) -> None:
 
 
 TROUBLE: dict[str, tuple[Any, ...]] = {
-    "full disk": (datafile, "write_all", full_disk),
+    "full disk": (datafile.FileWriter, "put", full_disk),
     "bug in an optimizer": (torch.optim.AdamW, "state_dict", bug),
 }
 

@@ -56,9 +56,7 @@ class Writing:
             name: [one for one in (params.get(name, part), part) if not one.is_inference()]
             for name, part in parts.items()
         }
-        self._watched["the state of the optimizer"] = [
-            one for one in state if not one.is_inference()
-        ]
+        self._watched[_STATE] = [one for one in state if not one.is_inference()]
         self._versions = {name: _torch.versions(both) for name, both in self._watched.items()}
         self._readers = {one: HostReader(one) for one in {part.device for part in parts.values()}}
         self._budget_nbytes = sys.maxsize if budget_nbytes is None else budget_nbytes
