@@ -33,7 +33,10 @@ from tests.ranks.pool import RankPool
 from tests.ranks.test_checkpoint_files import built, everything, plain, same
 
 PATIENCE_S = 240.0  # a loaded machine is slow
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*parse.* invariant"),
+]
 
 
 class Extended(nn.Linear):
