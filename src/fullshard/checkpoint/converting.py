@@ -151,10 +151,6 @@ def _of_ours(path: Path) -> Whole:
     return found
 
 
-def _numel(leaf: Leaf) -> int:
-    return torch.Size(leaf.shape).numel()
-
-
 def _write_ours(found: Whole, unfinished: Path, target: Path, more: Callable[[int], None]) -> None:
     leaves = found.leaves
     grid = Grid((1,), (0,))
@@ -176,7 +172,7 @@ def _write_ours(found: Whole, unfinished: Path, target: Path, more: Callable[[in
     encode(found.extra, "extra")
     make_folder(unfinished)
     name = "rank-00000.safetensors"
-    written = {name: leaf for name, leaf in leaves.items() if _numel(leaf)}
+    written = {name: leaf for name, leaf in leaves.items() if leaf.nbytes}
     kinds = {name: (leaf.dtype, leaf.shape) for name, leaf in written.items()}
     with FileWriter(unfinished / name, kinds) as file:
         for own, leaf in written.items():
@@ -239,14 +235,13 @@ def _state_of(found: Whole, target: Path, more: Callable[[int], None]) -> Iterat
                 name, _, key = full.rpartition("/")
                 kept_state.setdefault(name, {})[key] = kept(leaf)
             state["optim"] = {"state": kept_state, "param_groups": found.groups}
-        if found.extra is not None:
-            state[EXTRA] = json.dumps(encode(found.extra, "extra"), allow_nan=False)
+        state[EXTRA] = json.dumps(encode(found.extra, "extra"), allow_nan=False)
         yield state
 
 
 def _aligned(leaf: Leaf) -> int:
     """Return the bytes of a tensor, and those after it, so that the next one is aligned."""
-    return -(-leaf.dtype.itemsize * torch.Size(leaf.shape).numel() // 64) * 64
+    return -(-leaf.nbytes // 64) * 64
 
 
 _WRITERS: dict[str, Callable[[Whole, Path, Path, Callable[[int], None]], None]] = {

@@ -8,6 +8,7 @@ unpickles knows tensors, plain values and the metadata of checkpoints, and nothi
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -37,6 +38,11 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     memory: object
     read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def is_folder(path: Path) -> bool:

@@ -58,6 +58,7 @@ def load(
 
         All ranks raise the same, and nothing was changed.
     """
+    settle()
     return load_described(Path(path), model, optimizer, strict=strict).extra
 
 
@@ -65,7 +66,6 @@ def load_described(
     path: Path, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
 ) -> CheckpointInfo:
     """Load a checkpoint as ``load`` does and return its description."""
-    settle()
     council = Council(f"load {path}")
     found: list[Any] = []
 

@@ -50,9 +50,7 @@ class Whole:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        sizes = (torch.Size(leaf.shape).numel() for leaf in self.leaves.values())
-        dtypes = (leaf.dtype for leaf in self.leaves.values())
-        return sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
+        return sum(leaf.nbytes for leaf in self.leaves.values())
 
     def tie(self) -> None:
         """Keep parameters that are the same as others only once.
