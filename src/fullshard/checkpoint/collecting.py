@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ class Collected:
             self.parts[name] = local
 
 
+@lru_cache(maxsize=16)  # PyTorch computes the ranks of a mesh at every access
 def grid_of(mesh: DeviceMesh) -> Grid:
     """Return shape and ranks of a mesh."""
     return Grid(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))

@@ -94,7 +94,7 @@ class Tree:
     def mesh(self) -> DeviceMesh | None:
         """The largest mesh of any sharded parameter; None if there is no such parameter."""
         meshes = [self.shown(held).device_mesh for held in self._held.values()]  # type: ignore[attr-defined]
-        return max(meshes, key=_extent, default=None)
+        return max({id(mesh): mesh for mesh in meshes}.values(), key=_extent, default=None)
 
     @property
     def device(self) -> torch.device:

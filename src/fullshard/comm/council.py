@@ -38,7 +38,7 @@ PATIENCE = "FULLSHARD_PATIENCE_S"
 
 _DEFAULT_PATIENCE_S = 30.0
 _PULSE_S = 1.0
-_POLL_S = 0.005
+_POLL_S = 0.005  # at most
 _PIECE_NBYTES = 4 << 20  # stores refuse more than 8 MiB in one message
 
 
@@ -169,6 +169,7 @@ class Council:
         began = checked = time.monotonic()
         # The first rank waits for the others, and they wait for what it says then.
         limit_s = self.limit_s * (2 if self.rank else 1)
+        poll_s = _POLL_S / 16
         while True:
             missing = {r: key for r, key in missing.items() if not self._store.check([key])}
             if not missing:
@@ -182,7 +183,8 @@ class Council:
                     f"rank(s) {_some(list(missing))} live, but did not come to this in "
                     f"{limit_s:g} s: they hang, or do something else"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _POLL_S)
 
     @property
     def limit_s(self) -> float:

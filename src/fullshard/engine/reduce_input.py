@@ -153,7 +153,8 @@ class ReduceInput:
         params = self._reduced.spec.layout.params
         numel = sum(param.numel for param in params)
         left_out = sum(params[number].numel for number in missing)
-        self._meter.copied((numel - left_out) * self._buffer.tensor.itemsize)
+        written = numel - left_out + self._flags.numel()
+        self._meter.copied(written * self._buffer.tensor.itemsize)
         return self._buffer.tensor
 
     def _copy(self, grads: Sequence[Tensor | None], missing: Sequence[int]) -> None:
