@@ -29,6 +29,7 @@ from bench import (
     schedule,
     step,
     transport,
+    weights,
 )
 from bench.machine import Loaded
 
@@ -43,6 +44,7 @@ BENCHES: dict[str, ModuleType] = {
     "schedule": schedule,
     "transport": transport,
     "checkpoint": checkpoint,
+    "weights": weights,
     "gpu": gpu,
 }
 RESULTS = Path(__file__).with_name("results.json")

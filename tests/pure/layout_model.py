@@ -134,7 +134,14 @@ def stretches(layout: Layout, param: int) -> list[Stretch]:
 
 
 def starts_of_pieces(layout: Layout, param: int) -> list[int]:
-    return [stretch.start for stretch in stretches(layout, param)]
+    """From the bands: segments of 10,000 parameters on 1,024 ranks would take half a minute."""
+    return [
+        segment.start + i * segment.step
+        for band in layout.bands[param]
+        if band.segment.length
+        for segment in map(band.segment_of, range(band.first_rank, band.end_rank))
+        for i in range(segment.count)
+    ]
 
 
 def is_uncut(layout: Layout, ragged: Ragged) -> bool:

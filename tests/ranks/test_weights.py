@@ -197,15 +197,14 @@ def in_small_pieces(folder: Path, out: Path) -> tuple[float, int]:
         model = sharded("mixtral", "rows")
         checkpoint.load_weights(model, folder)
         kept = sum(param.to_local().nbytes for param in model.parameters())
-        packed, largest = exporting._Writer._packed, 0
+        pack, largest = exporting._Writer._pack, 0
 
-        def weighed(writer: Any, shares: Any) -> Tensor:
+        def weighed(writer: Any, shares: Any, message: Tensor) -> None:
             nonlocal largest
-            found = packed(writer, shares)
-            largest = max(largest, found.nbytes)
-            return found
+            largest = max(largest, message.nbytes)
+            pack(writer, shares, message)
 
-        patch.setattr(exporting._Writer, "_packed", weighed)
+        patch.setattr(exporting._Writer, "_pack", weighed)
         checkpoint.save_weights(model, out)
     return sum(read) / kept, max(*read, largest)
 

@@ -30,7 +30,7 @@ from fullshard.layout.region import Overlap, Region
 
 log = logging.getLogger(__name__)
 
-_BUFFER_NBYTES = 32 << 20
+_BUFFER_NBYTES = 32 << 20  # what a rank sends and receives at once, about
 _SMALLEST_FILE_NBYTES = 64 << 20
 _ALIGN = 16
 
@@ -250,7 +250,7 @@ class _Writer:
 
     def write(self) -> None:
         """Take part in all rounds; a collective."""
-        nbytes = _BUFFER_NBYTES // min(self._world, len(self._plan.files))
+        nbytes = _BUFFER_NBYTES // 2 // min(self._world, len(self._plan.files))
         rounds = [list(self._plan.rounds(rank, nbytes)) for rank in range(self._world)]
         failure: Exception | None = None
         for number in range(max(map(len, rounds))):
@@ -295,25 +295,33 @@ class _Writer:
             None on all ranks if one cannot go on.
         """
         own = [of_writer[self._rank] for of_writer in shares]
-        sent = [torch.zeros(_nbytes(one), dtype=torch.uint8) for one in own]
+        lengths = [_nbytes(one) for one in own]
+        sent = torch.zeros(sum(lengths), dtype=torch.uint8)
         try:
             if failure is None:
-                sent = [self._packed(one) for one in own]
+                messages = sent.split(lengths)
+                for one, message in zip(own, messages, strict=True):
+                    self._pack(one, message)
+                for message in messages:
+                    message[0] = 1
         finally:
-            given = all_to_all_bytes(sent, [_nbytes(one) for one in shares[self._rank]])
+            sizes = [_nbytes(one) for one in shares[self._rank]]
+            given = all_to_all_bytes(sent, lengths, sizes)
         return given if all(one[0] for one in given) else None
 
-    def _packed(self, shares: Sequence[_Share]) -> Tensor:
-        """Return parts that this rank has, end to end, after a sign that it could."""
-        packed = [torch.ones(_ALIGN, dtype=torch.uint8)]
+    def _pack(self, shares: Sequence[_Share], message: Tensor) -> None:
+        """Put parts that this rank has into a message, behind the sign that it could."""
+        offset = _ALIGN
         for share in shares:
             local = self._parts[share.piece.source].detach().reshape(-1)
-            first = local.storage_offset()
+            first, start = local.storage_offset(), offset
             for one in share.overlaps:
                 box = local.as_strided(one.sizes, one.other_strides, first + one.other_offset)
-                packed.append(datafile.bytes_of(box.to(share.piece.planned.dtype)))
-            packed.append(torch.zeros(_aligned(share.nbytes) - share.nbytes, dtype=torch.uint8))
-        return torch.cat(packed)
+                nbytes = one.numel * share.piece.planned.dtype.itemsize
+                place = message[start : start + nbytes].view(share.piece.planned.dtype)
+                place.view(one.sizes).copy_(box)
+                start += nbytes
+            offset += _aligned(share.nbytes)
 
     def _write(
         self,

@@ -143,19 +143,19 @@ def all_gather_bytes(own: Tensor) -> Tensor:
     return gathered.cpu()
 
 
-def all_to_all_bytes(sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def all_to_all_bytes(sent: Tensor, lengths: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
     """Send bytes to each rank of the default group; return what each sent to this one, on the CPU.
 
     Args:
-        sent: for each rank flat bytes, on the CPU.
+        sent: flat bytes on the CPU: what goes to the first rank, then to the second, and so on.
+        lengths: how many of them go to each rank.
         sizes: how many bytes each rank sends to this one.
     """
-    if len(sent) == 1:
-        return list(sent)
+    if len(lengths) == 1:
+        return [sent]
     group, device = _default_group()
     given = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    lengths = [len(one) for one in sent]
-    dist.all_to_all_single(given, torch.cat([*sent]).to(device), [*sizes], lengths, group=group)
+    dist.all_to_all_single(given, sent.to(device), [*sizes], [*lengths], group=group)
     return list(given.cpu().split([*sizes]))
 
 
