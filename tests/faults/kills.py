@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from fullshard import checkpoint
 from tests.faults.worker import KEEP, LAYOUTS, work
 
@@ -77,9 +79,12 @@ class Killer:
         newest = _newest(root)
         before = _lines(root)
         layout = self._random.choice([*LAYOUTS])
+        # Not a FileStore: one who is killed while writing to it leaves half a record, on which all
+        # others hang. As with torchrun, the store is kept by a process that lives.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         jobs = [
             self._context.Process(
-                target=work, args=(rank, WORLD, str(root), attempt, layout, STEPS)
+                target=work, args=(rank, WORLD, str(root), store.port, layout, STEPS)
             )
             for rank in range(WORLD)
         ]

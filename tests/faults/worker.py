@@ -22,15 +22,16 @@ LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
 KEEP = 2
 
 
-def work(rank: int, world: int, folder: str, attempt: int, layout: str, steps: int) -> None:
+def work(rank: int, world: int, folder: str, port: int, layout: str, steps: int) -> None:
     """Train to ``steps`` from the newest checkpoint in ``folder``.
 
+    The store of the process group is on ``port`` of this machine.
     Sums over two ranks do not depend on the order, so results are equal to the bit in any layout.
     """
     root = Path(folder)
     errors = os.open(root / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)  # ranks that others left alone say so
-    store = dist.FileStore(str(root / f"store-{attempt}"), world)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     dist.init_process_group(  # waits so long for a rank that was killed before it came here
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)
     )

@@ -39,6 +39,7 @@ EXEMPT = {
     ("StreamLanes._timing", "before.record(stream)"): "takes the time",
     ("StreamLanes._timing", "after.record(stream)"): "takes the time",
     ("StreamLanes.waited_s", "after.synchronize()"): "takes the time",
+    ("_Pulse.end", "self._thread.join(2 * _PULSE_S)"): "a thread that nothing is written by",
     ("Engine.trigger", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
     ("Engine.trigger", "self.recorder.record(Event(trigger, actions))"): "records for people",
 }

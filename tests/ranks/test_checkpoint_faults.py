@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import datafile, folders
 from fullshard.checkpoint.manifest import MANIFEST, digest_of
+from fullshard.comm import council
 from fullshard.comm.council import Council
 from fullshard.errors import (
     CheckpointError,
@@ -346,6 +349,32 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_on_the_others(
     first, absent, last = pool.run(3, without_a_rank, tmp_path, stops=True)
     assert absent == "" and first == last
     assert "rank(s) 1 gave no sign of life for 2.5 s" in first
+
+
+def ended_before_its_first_sign(path: Path) -> str:
+    """Rank 1 meets the others for the first time, and then there is nothing of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(council.PATIENCE, "1.5")
+        patch.setattr(council, "_members_of", WeakKeyDictionary())
+        said = ""
+        if dist.get_rank() == 1:
+            patch.setattr(council, "_Pulse", mock.Mock())
+            council.Council("meets the others")
+        else:
+            try:
+                checkpoint.save(path, *alone(), step=1)
+            except LostRankError as error:
+                said = str(error)
+        dist.barrier()
+    return said
+
+
+def test_a_rank_that_ended_before_its_first_sign_of_life_is_named_on_the_others(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    first, absent, last = pool.run(3, ended_before_its_first_sign, tmp_path / "new")
+    assert absent == "" and first == last
+    assert "rank(s) 1 gave no sign of life for 1.5 s" in first
 
 
 def test_a_rank_that_does_something_else_is_named_on_the_others(

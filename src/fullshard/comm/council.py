@@ -199,7 +199,7 @@ class Council:
             pulse = self._store.get(key) if self._store.check([key]) else None
             if rank not in seen or seen[rank].pulse != pulse:
                 seen[rank] = _Sign(pulse, now)
-            elif pulse is not None and now - seen[rank].time > self._patience_s:
+            elif now - seen[rank].time > self._patience_s:
                 lost.append(rank)
         if lost:
             raise LostRankError(
@@ -241,7 +241,7 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 class _Sign(NamedTuple):
-    """The last sign of life of a rank; ``pulse`` is None before its first council."""
+    """The last sign of life of a rank; ``pulse`` is None if it ended before the first one."""
 
     pulse: bytes | None
     time: float

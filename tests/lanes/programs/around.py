@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,10 +26,36 @@ from fullshard import (
 )
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.checkpoint import full_state_dict, load_full_state_dict
+from fullshard.device import HostReader, host_tensor
 from tests.lanes.checker import current_checker
 from tests.lanes.fake import Stream
 from tests.lanes.programs.base import both_layouts, program, step, steps, units_of
 from tests.ranks.net import batch, make, optimizer_of
+
+
+@program()
+def read_by_the_host() -> float:
+    """What a step wrote is copied to the host, as a save beside the training does, and read."""
+
+    def script(model: Any) -> None:
+        checker = current_checker()
+        optimizer = optimizer_of(model)
+        own = [
+            _torch.local_of(param).detach() if units_of(model) else param.detach()
+            for param in model.parameters()
+        ]
+        copies = [host_tensor(one.numel(), one.dtype, pinned=False) for one in own]
+        for copied in copies:
+            checker.on_host(copied)
+        for number in range(2):
+            step(model, optimizer, number)
+            with patch.object(torch, "get_device_module", return_value=checker.accelerator):
+                reader = HostReader(torch.device("cuda"))
+            for local, copied in zip(own, copies, strict=True):
+                reader.read(local.reshape(-1), copied)
+                copied.tolist()
+
+    return both_layouts(script)
 
 
 @program()
