@@ -109,8 +109,10 @@ def beside(folder: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Ca
     """By contender, what begins a save beside the training, and returns what waits for its end."""
     group = dist.new_group(backend="gloo")  # its collectives come in between the training's
 
+    ours = fullshard.checkpoint.Checkpointer(folder / "ours", mode="async")
+
     def own() -> Ended:
-        return fullshard.checkpoint.save(folder / "ours", model, optimizer, step=1, mode="async")
+        return ours.save(model, optimizer, step=1)
 
     def theirs() -> Ended:
         state, optim = get_state_dict(model, optimizer)

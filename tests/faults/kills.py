@@ -91,7 +91,7 @@ class Killer:
         for job in jobs:
             job.start()
         killed = self._kill(root, jobs, before) if may_kill else ""
-        self._wait(root, jobs)
+        self._wait(root, jobs, killed)
         new = _lines(root)[len(before) :]
         loaded = [int(line.split()[1]) for line in new if line.startswith("loaded")]
         if loaded and loaded[0] != newest:
@@ -126,16 +126,20 @@ class Killer:
                 os.kill(victim.pid, signal.SIGKILL)
         return "one" if one else "all"
 
-    def _wait(self, root: Path, jobs: list[Any]) -> None:
+    def _wait(self, root: Path, jobs: list[Any], killed: str) -> None:
         deadline_s = time.monotonic() + _END_S
         for job in jobs:
             job.join(max(deadline_s - time.monotonic(), 0))
-        hanging = [rank for rank, job in enumerate(jobs) if job.is_alive()]
-        for rank in hanging:
-            jobs[rank].kill()
-            jobs[rank].join()
+        hanging = {rank: job for rank, job in enumerate(jobs) if job.is_alive()}
+        does = {rank: _does(job.pid) for rank, job in hanging.items()}
+        for job in hanging.values():
+            with suppress(ProcessLookupError):
+                os.kill(job.pid, signal.SIGABRT)  # they write their stacks to errors-RANK
+            job.join(5)
+            job.kill()
+            job.join()
         if hanging:
-            raise Failed(f"{root}: ranks {hanging} did not end in {_END_S} s")
+            raise Failed(f"{root}: {killed or 'none'} killed, did not end in {_END_S} s: {does}")
 
     def _check(self, root: Path, new: list[str]) -> None:
         """Check that everything that was saved, or its successors, can be read."""
@@ -148,6 +152,18 @@ class Killer:
             checkpoint.verify(info.path)
         if newest >= KEEP and len(complete) < KEEP:
             raise Failed(f"{root}: {len(complete)} checkpoints are left of {KEEP}")
+
+
+def _does(pid: int) -> str:
+    """Return what the threads of a process do, as the kernel says."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):
+            state = next(
+                line for line in (task / "status").read_text().splitlines() if "State" in line
+            )
+            found.append(f"{state.split()[1]} {(task / 'wchan').read_text()}")
+    return ", ".join(found)
 
 
 def _newest(root: Path) -> int:

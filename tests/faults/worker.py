@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 from datetime import timedelta
@@ -31,6 +32,7 @@ def work(rank: int, world: int, folder: str, port: int, layout: str, steps: int)
     root = Path(folder)
     errors = os.open(root / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)  # ranks that others left alone say so
+    faulthandler.enable()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     dist.init_process_group(  # waits so long for a rank that was killed before it came here
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import checkpoint, unshard_params
+from fullshard.checkpoint import writing
 from fullshard.checkpoint.datafile import FileWriter
 from fullshard.checkpoint.pending import settle
+from fullshard.device import host_tensor
 from fullshard.errors import (
     CheckpointError,
     ConfigError,
@@ -105,7 +107,7 @@ def goes_on_training(way: str, path: Path, budgets: list[int | None]) -> None:
         save.wait()
         assert save.is_done and save.path == folder
         if budget is not None:
-            assert save._writing.peak_nbytes <= budget
+            assert save._writing._memory.peak_nbytes <= budget
         other, its_optimizer = built(way, 2)
         assert checkpoint.load(folder, other, its_optimizer) == {"rates": [1, 0.5]}
         assert same(everything(other, its_optimizer), before)
@@ -369,6 +371,55 @@ def test_a_checkpointer_saves_and_removes_beside_the_training(
     pool: RankPool, tmp_path: Path
 ) -> None:
     assert pool.run(2, loop, tmp_path, timeout_s=PATIENCE_S) == [[6, 8], [6, 8]]
+
+
+@pytest.mark.parametrize("budget", [None, 0, LITTLE])
+def test_a_checkpointer_keeps_the_memory_of_copies(tmp_path: Path, budget: int | None) -> None:
+    model = plain(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trains(model, optimizer, 0)
+    checkpointer = checkpoint.Checkpointer(tmp_path, mode="async", budget_nbytes=budget)
+    memory = checkpointer._how.memory
+    made: list[int] = []
+    first = 0
+
+    def counted(nbytes: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        made.append(nbytes)
+        return host_tensor(nbytes, dtype, pinned=pinned)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "host_tensor", counted)
+        for step in range(3):
+            before = copy.deepcopy(everything(model, optimizer))
+            checkpointer.save(model, optimizer, step=step).wait()
+            trains(model, optimizer, step)
+            first = len(made) if step == 0 else first
+        checkpoint.load(checkpointer.path(2), model, optimizer)
+    assert same(everything(model, optimizer), before)
+    if budget is None:
+        assert first and len(made) == first
+        assert memory.peak_nbytes == sum(made)
+    else:
+        assert memory.peak_nbytes <= budget and bool(made) == bool(budget)
+    assert memory.has_room(memory.peak_nbytes)
+
+
+def test_a_save_that_fails_gives_the_memory_of_its_copies_back(tmp_path: Path) -> None:
+    model = plain(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trains(model, optimizer, 0)
+    checkpointer = checkpoint.Checkpointer(tmp_path, mode="async", budget_nbytes=1 << 20)
+
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with disk(full):
+        save = checkpointer.save(model, optimizer, step=1)
+        with pytest.raises(CheckpointError, match="full"):
+            save.wait()
+    assert checkpointer._how.memory.has_room(1 << 20)
+    checkpointer.save(model, optimizer, step=1).wait()
+    checkpoint.verify(checkpointer.path(1))
 
 
 def test_without_an_optimizer_everything_is_copied_when_save_returns(tmp_path: Path) -> None:

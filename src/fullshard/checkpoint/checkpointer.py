@@ -22,6 +22,7 @@ from fullshard.checkpoint.folders import (
 from fullshard.checkpoint.loading import load_described
 from fullshard.checkpoint.pending import PendingSave, settle
 from fullshard.checkpoint.saving import How, begin
+from fullshard.checkpoint.writing import CopyMemory
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
 
@@ -40,7 +41,7 @@ class Checkpointer:
         keep: keep this many checkpoints. Only those count that were read back and found intact,
             which happens once before any other is removed. None: remove none.
         mode, budget_nbytes: as for ``save``; with "async" old checkpoints are read back and removed
-            beside the training, too.
+            beside the training, too, and the memory of copies is kept for the next save.
 
     Raises:
         ConfigError: an argument has no meaning.
@@ -59,7 +60,7 @@ class Checkpointer:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"Checkpointer({name}={value!r}): expected a positive int")
         self.root = Path(root)
-        self._how = How(mode, budget_nbytes)
+        self._how = How(mode, budget_nbytes, CopyMemory(budget_nbytes, is_kept=True))
         self._how.check()
         self._every = every
         self._keep = keep

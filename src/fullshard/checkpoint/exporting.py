@@ -247,6 +247,7 @@ class _Writer:
         self._folder = folder
         self._file: Any = None
         self._file_number = -1
+        self._buffers: dict[str, Tensor] = {}
 
     def write(self) -> None:
         """Take part in all rounds; a collective."""
@@ -296,18 +297,28 @@ class _Writer:
         """
         own = [of_writer[self._rank] for of_writer in shares]
         lengths = [_nbytes(one) for one in own]
-        sent = torch.zeros(sum(lengths), dtype=torch.uint8)
+        sizes = [_nbytes(one) for one in shares[self._rank]]
+        sent = self._buffer("sent", sum(lengths))
+        given = sent if self._world == 1 else self._buffer("given", sum(sizes))
+        messages = sent.split(lengths)
+        for message in messages:
+            message[0] = 0
         try:
             if failure is None:
-                messages = sent.split(lengths)
                 for one, message in zip(own, messages, strict=True):
                     self._pack(one, message)
                 for message in messages:
                     message[0] = 1
         finally:
-            sizes = [_nbytes(one) for one in shares[self._rank]]
-            given = all_to_all_bytes(sent, lengths, sizes)
-        return given if all(one[0] for one in given) else None
+            found = all_to_all_bytes(sent, lengths, given, sizes)
+        return found if all(one[0] for one in found) else None
+
+    def _buffer(self, name: str, nbytes: int) -> Tensor:
+        """Return flat bytes, in memory of all rounds: the allocator would keep some of each."""
+        if name not in self._buffers or self._buffers[name].nbytes < nbytes:
+            self._buffers.pop(name, None)
+            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[name][:nbytes]
 
     def _pack(self, shares: Sequence[_Share], message: Tensor) -> None:
         """Put parts that this rank has into a message, behind the sign that it could."""
@@ -330,14 +341,21 @@ class _Writer:
         given: Sequence[Tensor],
     ) -> None:
         """Put the parts of each piece together and write it."""
-        pieces = [torch.empty(one.stop - one.start, dtype=one.planned.dtype) for one in batch]
+        sizes = [_aligned(piece.nbytes) for piece in batch]
+        places = self._buffer("pieces", sum(sizes)).split(sizes)
+        pieces = [
+            place[: piece.nbytes].view(piece.planned.dtype)
+            for place, piece in zip(places, batch, strict=True)
+        ]
         for own, data in zip(shares, given, strict=True):
             offset = _ALIGN
             for share in own:
                 values = data[offset : offset + share.nbytes].view(share.piece.planned.dtype)
                 counts = [one.numel for one in share.overlaps]
                 for one, source in zip(share.overlaps, values.split(counts), strict=True):
-                    target = pieces[share.at].as_strided(one.sizes, one.strides, one.offset)
+                    piece = pieces[share.at]
+                    first = piece.storage_offset()
+                    target = piece.as_strided(one.sizes, one.strides, first + one.offset)
                     target.copy_(source.view(one.sizes))
                 offset += _aligned(share.nbytes)
         for piece, values in zip(batch, pieces, strict=True):

@@ -28,7 +28,7 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.pending import PendingSave, settle
 from fullshard.checkpoint.values import decode, encode
-from fullshard.checkpoint.writing import Pace, Writing
+from fullshard.checkpoint.writing import CopyMemory, Pace, Writing
 from fullshard.comm.council import Council
 from fullshard.errors import ArgumentTypeError, ConfigError
 
@@ -79,15 +79,16 @@ def save(
     """
     settle()
     path = Path(path)
-    how = How(mode, budget_nbytes)
+    how = How(mode, budget_nbytes, CopyMemory(budget_nbytes))
     return begin(Council(f"save to {path}"), path, model, optimizer, extra, step=step, how=how)
 
 
 class How(NamedTuple):
-    """The arguments ``mode`` and ``budget_nbytes`` of ``save``."""
+    """The arguments ``mode`` and ``budget_nbytes`` of ``save``, and memory of that size."""
 
     mode: str
     budget_nbytes: int | None
+    memory: CopyMemory
 
     def check(self) -> None:
         """Raise ``ConfigError`` if they have no meaning."""
@@ -191,11 +192,11 @@ class _Saving:
         """Return the writing of this rank's parts."""
         parts, params = self.found.parts, self.found.params
         if how.mode == "sync":
-            return Writing(parts, params, waits=parts.keys(), budget_nbytes=0)
+            return Writing(parts, params, waits=parts.keys(), memory=CopyMemory(0))
         waits = {name for name in parts if name.startswith("optimizer/")}
         waits |= {f"model/{name}" for name in self.found.stepped}
         state = [] if optimizer is None else _tensors(optimizer.state.values())
-        return Writing(parts, params, state, waits=waits, budget_nbytes=how.budget_nbytes)
+        return Writing(parts, params, state, waits=waits, memory=how.memory)
 
     def write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
         name = f"rank-{self._council.rank:05d}.safetensors"

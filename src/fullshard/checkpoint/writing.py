@@ -27,6 +27,51 @@ class _Chunk(NamedTuple):
     data: Tensor
 
 
+class CopyMemory:
+    """Host memory for copies.
+
+    Args:
+        budget_nbytes: the size of all of it at any time; None: as much as is asked for.
+        is_kept: keep it for the next save; to write to new memory takes far longer.
+    """
+
+    def __init__(self, budget_nbytes: int | None, *, is_kept: bool = False) -> None:
+        self._budget_nbytes = sys.maxsize if budget_nbytes is None else budget_nbytes
+        self._is_kept = is_kept
+        self._spare: dict[tuple[int, bool], list[Tensor]] = {}
+        self._used_nbytes = 0
+        self._nbytes = 0
+        self.peak_nbytes = 0
+        """The largest size that copies had at once."""
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether so many bytes may be taken now."""
+        return self._used_nbytes + nbytes <= self._budget_nbytes
+
+    def take(self, nbytes: int, *, pinned: bool) -> Tensor:
+        """Return memory for a copy of ``nbytes``, pinned or not, for which there is room."""
+        spare = self._spare.get((nbytes, pinned))
+        if spare:
+            found = spare.pop()
+        else:
+            if self._nbytes + nbytes > self._budget_nbytes:
+                self._spare.clear()
+                self._nbytes = self._used_nbytes
+            found = host_tensor(nbytes, torch.uint8, pinned=pinned)
+            self._nbytes += nbytes
+        self._used_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self._used_nbytes)
+        return found
+
+    def give_back(self, memory: Tensor) -> None:
+        """Take back what ``take`` returned."""
+        self._used_nbytes -= memory.nbytes
+        if self._is_kept:
+            self._spare.setdefault((memory.nbytes, memory.is_pinned()), []).append(memory)
+        else:
+            self._nbytes -= memory.nbytes
+
+
 class Writing:
     """The writing of one file, a chunk at a time; chunks are copied first if there is room.
 
@@ -36,7 +81,7 @@ class Writing:
         state: more that nobody may write to before ``wait_until_copied`` returns.
         waits: names of parts that nobody writes to before ``wait_until_copied`` returns; for all
             others that is ``wait_for_others``.
-        budget_nbytes: size of the copies at any time; None: of all parts.
+        memory: for copies; what has no room there is written from where it is.
     """
 
     def __init__(
@@ -46,7 +91,7 @@ class Writing:
         state: Sequence[Tensor] = (),
         *,
         waits: Collection[str],
-        budget_nbytes: int | None,
+        memory: CopyMemory,
     ) -> None:
         others = [name for name in parts if name not in waits]
         self._num_others = len(others)
@@ -59,13 +104,11 @@ class Writing:
         self._watched[_STATE] = [one for one in state if not one.is_inference()]
         self._versions = {name: _torch.versions(both) for name, both in self._watched.items()}
         self._readers = {one: HostReader(one) for one in {part.device for part in parts.values()}}
-        self._budget_nbytes = sys.maxsize if budget_nbytes is None else budget_nbytes
+        self._memory = memory
         self._has_others = threading.Event()
         self._is_copied = threading.Event()
         self._is_awaited = threading.Event()
         self._end_is_awaited = False
-        self.peak_nbytes = 0
-        """The largest size that the copies had."""
 
     def wait_for_others(self) -> None:
         """Wait until all parts but those that wait are copied or written."""
@@ -112,27 +155,37 @@ class Writing:
 
     def _put_all(self, file: FileWriter, pace: Pace | None) -> None:
         copies: deque[_Chunk] = deque()
-        nbytes = 0
+        try:
+            self._put_chunks(file, pace, copies)
+        finally:  # a save that failed leaves some
+            for copy in copies:
+                self._memory.give_back(copy.data)
 
+    def _put_chunks(self, file: FileWriter, pace: Pace | None, copies: deque[_Chunk]) -> None:
         def put(chunk: _Chunk) -> None:
             file.put(*chunk)
             if pace is not None:
                 pace.rest(self._is_awaited)
 
+        def put_copy() -> None:
+            put(copies[0])
+            self._memory.give_back(copies.popleft().data)
+
         for chunk in self._chunks():
-            while copies and nbytes + chunk.data.nbytes > self._budget_nbytes:
-                nbytes -= copies[0].data.nbytes
-                put(copies.popleft())
-            if nbytes + chunk.data.nbytes <= self._budget_nbytes:
-                copies.append(self._copied(chunk))
-                nbytes += chunk.data.nbytes
-                self.peak_nbytes = max(self.peak_nbytes, nbytes)
+            nbytes = chunk.data.nbytes
+            while copies and not self._memory.has_room(nbytes):
+                put_copy()
+            if self._memory.has_room(nbytes):
+                pinned = chunk.data.device.type != "cpu"
+                copies.append(self._copied(chunk, self._memory.take(nbytes, pinned=pinned)))
+            elif chunk.data.device.type == "cpu":
+                put(chunk)
             else:
-                put(chunk if chunk.data.device.type == "cpu" else self._copied(chunk))
+                put(self._copied(chunk, host_tensor(nbytes, torch.uint8, pinned=True)))
         self._is_copied.set()
         self._calm()
         while copies:
-            put(copies.popleft())
+            put_copy()
 
     def _chunks(self) -> Iterator[_Chunk]:
         """Yield chunks; when the next one is asked for, the last one was copied or written."""
@@ -155,10 +208,8 @@ class Writing:
                 "what save() returned before, unless it is the optimizer that writes"
             )
 
-    def _copied(self, chunk: _Chunk) -> _Chunk:
-        data = chunk.data
-        copy = host_tensor(data.nbytes, torch.uint8, pinned=data.device.type != "cpu")
-        self._readers[data.device].read(data, copy)
+    def _copied(self, chunk: _Chunk, copy: Tensor) -> _Chunk:
+        self._readers[chunk.data.device].read(chunk.data, copy)
         return chunk._replace(data=copy)
 
 

@@ -143,20 +143,28 @@ def all_gather_bytes(own: Tensor) -> Tensor:
     return gathered.cpu()
 
 
-def all_to_all_bytes(sent: Tensor, lengths: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """Send bytes to each rank of the default group; return what each sent to this one, on the CPU.
+def all_to_all_bytes(
+    sent: Tensor, lengths: Sequence[int], into: Tensor, sizes: Sequence[int]
+) -> list[Tensor]:
+    """Send bytes to each rank of the default group; return what each sent to this one.
 
     Args:
         sent: flat bytes on the CPU: what goes to the first rank, then to the second, and so on.
         lengths: how many of them go to each rank.
+        into: overwritten with what comes, in the same order, on the CPU; may be ``sent`` if there
+            is one rank.
         sizes: how many bytes each rank sends to this one.
+
+    Returns:
+        Views of ``into``, one for each rank.
     """
-    if len(lengths) == 1:
-        return [sent]
-    group, device = _default_group()
-    given = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(given, sent.to(device), [*sizes], [*lengths], group=group)
-    return list(given.cpu().split([*sizes]))
+    if len(lengths) > 1:
+        group, device = _default_group()
+        given = into.to(device)
+        dist.all_to_all_single(given, sent.to(device), [*sizes], [*lengths], group=group)
+        if given is not into:
+            into.copy_(given)
+    return list(into.split([*sizes]))
 
 
 def _default_group() -> tuple[dist.ProcessGroup, torch.device]:
