@@ -47,7 +47,25 @@ __all__ = [
 
 
 class FullshardError(Exception):
-    """The root of the tree: ``except FullshardError`` catches every error raised on purpose."""
+    """The root of the tree: ``except FullshardError`` catches every error raised on purpose.
+
+    Private subclasses, which derive from one more builtin, show in tracebacks as the class of this
+    module that they derive from.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Name a private subclass as its base."""
+        super().__init_subclass__()
+        if cls.__name__.startswith("_"):
+            base = cls.__bases__[0]
+            cls.__name__, cls.__qualname__ = base.__name__, base.__qualname__
+            cls.__module__, cls._public = base.__module__, base
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """Pickle a private subclass as its base."""
+        return self._public or type(self), self.args
+
+    _public: type | None = None
 
 
 class ConfigError(FullshardError, ValueError):

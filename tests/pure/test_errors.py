@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
+import pickle
+import traceback
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,22 @@ def raised_builtins(text: str) -> list[str]:
             if isinstance(what, ast.Name) and what.id in BUILTIN:
                 found.append(f"{node.lineno}: {what.id}")
     return found
+
+
+def all_classes(base: type) -> list[type]:
+    return [base, *(one for own in base.__subclasses__() for one in all_classes(own))]
+
+
+def test_private_classes_show_as_public_ones() -> None:
+    importlib.import_module("fullshard.frontend.explain")
+    for error in all_classes(errors.FullshardError):
+        one = error("what")
+        (text,) = traceback.format_exception_only(one)
+        name = text.removeprefix("fullshard.errors.").removesuffix(": what\n")
+        assert name in errors.__all__, text
+        assert issubclass(error, getattr(errors, name))
+        again = pickle.loads(pickle.dumps(one))
+        assert (type(again), again.args) == (getattr(errors, name), ("what",))
 
 
 def test_a_builtin_is_seen() -> None:

@@ -170,11 +170,6 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "hook of an inner unit": (_hook_inside, AssertionError, "root"),
     "no_sync of an inner unit": (lambda: _inner("no_sync"), RuntimeError, "root"),
     "clipping an inner unit": (lambda: _inner("clip"), RuntimeError, "root"),
-    "a forward inside of summon": (
-        lambda: _in_summon(lambda model: model(torch.ones(1, 6))),
-        RuntimeError,
-        "lends the full parameters",
-    ),
     "clipping inside of summon": (
         lambda: _in_summon(lambda model: model.clip_grad_norm_(1.0)),
         ValueError,

@@ -25,17 +25,22 @@ def full_state_dict(
     Values are whole plain tensors. Parameters, tensor-parallel ones too, are gathered one at a
     time: a rank that gets no result holds only one whole parameter. All ranks must call this.
 
+    Inside of ``unshard_params`` values are those of the lent parameters, as they are there; with
+    its ``rank0_only`` rank 0 may call this alone, and others get {}.
+
     Args:
         module: a sharded model, or a part of one.
         rank0_only: return the state dict on the first rank only, and {} on all other ranks.
         cpu: return tensors on the CPU instead of the device.
-        copies: False: buffers, and parameters in no unit, share the model's memory, as in
+        copies: False: buffers, and parameters in no unit or lent, share the model's memory, as in
             ``module.state_dict()``, unless they are moved to the CPU.
 
     Raises:
-        ProtocolError: during a forward, backward or ``unshard_params``, or on the meta device.
+        ProtocolError: during a forward or a backward, or on the meta device.
     """
-    tree = Tree(module, "full_state_dict")
+    tree = Tree(module, "full_state_dict", may_be_lent=True)
+    if tree.is_lent_elsewhere:
+        return {}
     rows = full(tree, list(tree.rows()), rank0_only=rank0_only, cpu=cpu, copies=copies)
     return {row.name: value for row, value in rows}
 
@@ -59,7 +64,7 @@ def sharded_state_dict(
             ``plain_shards`` it is gathered and cut again.
 
     Raises:
-        ProtocolError: as for ``full_state_dict``.
+        ProtocolError: as for ``full_state_dict``, and during ``unshard_params``.
     """
     tree = Tree(module, "sharded_state_dict")
     mesh = tree.mesh if whole_mesh else None
@@ -77,6 +82,8 @@ def load_full_state_dict(
 ) -> None:
     """Load a full state dict; each rank copies its part, whatever the layout and the mesh.
 
+    Inside of ``unshard_params`` it is loaded into the lent parameters.
+
     Args:
         module: a sharded model, or a part of one.
         state: whole tensors by name; of tied parameters one name is enough.
@@ -86,7 +93,8 @@ def load_full_state_dict(
 
     Raises:
         ConfigError: on all ranks, if names or shapes do not fit; nothing was changed.
-        ProtocolError: as for ``full_state_dict``.
+        ProtocolError: as for ``full_state_dict``, and while another rank has full parameters on
+            loan.
     """
     _load(module, state, "load_full_state_dict", send=broadcast_from_rank0, strict=strict)
 
@@ -110,7 +118,9 @@ def load_sharded_state_dict(
 def _load(
     module: nn.Module, state: Mapping[str, Any], what: str, *, send: bool, strict: bool
 ) -> None:
-    tree = Tree(module, what)
+    tree = Tree(module, what, may_be_lent=not send)
+    for unit in tree.units:
+        unit.check_shown(what)
     rows = list(tree.rows())
     values: dict[Key, Any] = {clean_name(name): value for name, value in (state or {}).items()}
     source = Source(values, mesh=tree.mesh if send else None, device=tree.device)

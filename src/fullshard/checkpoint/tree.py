@@ -43,16 +43,26 @@ class Row(NamedTuple):
 
 
 class Tree:
-    """A sharded model between steps, without a loan of its parameters.
+    """A sharded model between steps.
 
     Raises:
-        ProtocolError: during a forward, a backward or a loan, or if parameters are on meta, unless
-            the tree is to be seen ``without_values``.
+        ProtocolError: during a forward or a backward, or if parameters are on meta, unless the tree
+            is to be seen ``without_values``, or lent, unless they ``may_be_lent``: lent parameters
+            are then those of the rows, and no unit owns them.
     """
 
-    def __init__(self, module: nn.Module, what: str, *, without_values: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        what: str,
+        *,
+        without_values: bool = False,
+        may_be_lent: bool = False,
+    ) -> None:
         self.module = module
-        self.units: list[Unit] = units_at_rest(module, what, without_values=without_values)
+        self.units: list[Unit] = units_at_rest(
+            module, what, without_values=without_values, may_be_lent=may_be_lent
+        )
         self._held = {id(held.param): held for held in held_params(self.units).values()}
         self._shown: dict[Held, Tensor] = {}
 
@@ -101,10 +111,17 @@ class Tree:
         """The device on which this rank computes; the CPU if nothing is sharded."""
         return self.units[0].device if self.units else torch.device("cpu")
 
+    @property
+    def is_lent_elsewhere(self) -> bool:
+        """Return whether another rank has full parameters on loan, and this one has not."""
+        lendings = [unit.lending for unit in self.units if unit.lending is not None]
+        return any(not lending.is_shown for lending in lendings)
+
     def rewritten(self) -> None:
         """Tell the engines that sharded parameters have new values."""
         for unit in self.units:
-            engine_of(unit).rewritten(unit)
+            if not unit.is_lent:  # else that is told when the loan ends
+                engine_of(unit).rewritten(unit)
 
 
 def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:

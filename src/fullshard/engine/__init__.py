@@ -7,6 +7,7 @@ through a bucket), ``unit``, ``autograd`` (which tracks where backward is) and `
 
 from __future__ import annotations
 
+from fullshard.engine.autograd import refuse_gradients
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.executor import Engine
@@ -21,5 +22,5 @@ from fullshard.engine.policy import (
     ReducePolicy,
 )
 from fullshard.engine.spec import BucketSpec
-from fullshard.engine.unit import Registration, Unit
+from fullshard.engine.unit import Registration, Unit, check_lent_alike
 from fullshard.engine.waiting import Partial

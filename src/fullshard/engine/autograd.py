@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from torch.autograd.graph import Node
 from fullshard import _torch
 from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.unit import Unit
-from fullshard.errors import ProtocolError
+from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
@@ -327,3 +328,25 @@ def _can_have_graph(units: Iterable[Unit], inputs: Iterable[Tensor]) -> bool:
     """
     trainable = any(bucket.trainable for unit in units for bucket in unit.buckets)
     return trainable or any(tensor.requires_grad for tensor in inputs)
+
+
+def refuse_gradients(unit: Unit, params: Iterable[Tensor]) -> None:
+    """Make a backward raise ``BusyError`` that comes to ``params``, which ``unit`` lends now."""
+    for param in params:
+        hooks = (param._backward_hooks or {}).values()
+        if param.requires_grad and not any(isinstance(hook, _Refusal) for hook in hooks):
+            param.register_hook(_Refusal(unit))
+
+
+class _Refusal:
+    """A hook of a lent parameter."""
+
+    def __init__(self, unit: Unit) -> None:
+        assert unit.lending is not None
+        self._where = f"unit {unit.name or '(root)'} that {unit.lending.call}"
+
+    def __call__(self, grad: Tensor) -> NoReturn:
+        raise BusyError(
+            f"a backward came to parameters of {self._where} lent to the forward: gradients would "
+            "reach no shard. Run the forward outside of the with block, or in torch.no_grad()"
+        )

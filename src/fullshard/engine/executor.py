@@ -18,7 +18,7 @@ from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.reduce import Gradients, settle
 from fullshard.engine.steps import watch_steps
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Unit, check_lent_alike
 from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import (
     Action,
@@ -290,15 +290,15 @@ class Engine:
         """Enter the forward of ``member`` of ``unit``, which is about to run on ``inputs``.
 
         Raises:
-            ProtocolError: parameters are on the meta device, or lent, or gradients are still being
-                reduced for a handle; nothing was changed.
+            ProtocolError: parameters are on the meta device, or lent to the first rank, or
+                gradients are still being reduced for a handle; nothing was changed.
         """
-        unit.check_not_lent("a forward")
         self.check_awaited("a forward")
         task = self._backward.task()
         if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
             self.thread = threading.get_ident()
         if self.scheduler.idle:
+            check_lent_alike(self.units, "a forward")
             self.look_after(self.units)
         self.trigger(when.ForwardEnter(unit.key, member, task))
         number = self.scheduler.current_use

@@ -23,7 +23,7 @@ from fullshard.engine.full import (
     share_first,
 )
 from fullshard.engine.shard import cut_into
-from fullshard.engine.unit import Unit
+from fullshard.engine.unit import Lending, Unit
 from fullshard.errors import ConfigError, FullshardError, ProtocolError
 from fullshard.tensors import local_gradients, local_part
 
@@ -37,6 +37,8 @@ class Terms:
     offload_to_cpu: bool = False
     with_grads: bool = False
     check: bool = False
+    call: str = "unshard_params()"
+    """The call that the user made, for messages."""
 
 
 class Loan:
@@ -57,7 +59,11 @@ class Loan:
             self._lent = [self._fill(bucket) for bucket in unit.buckets]
         meter.change(Kind.FULL, self._nbytes)
         unit.registration.lend(unit.buckets, self._lent)
-        unit.is_lent = True
+        unit.lending = Lending(
+            terms.call,
+            to_first=terms.rank0_only,
+            is_shown=all(params is not None for params in self._lent),
+        )
 
     def _fill(self, bucket: Bucket) -> list[nn.Parameter] | None:
         """Return the full parameters of a bucket, with gradients if the terms ask for them."""
@@ -117,7 +123,7 @@ class Loan:
             The reason why the writes cannot be kept, or None: the modules show something that
             cannot be a parameter, or ranks wrote different values and ``check`` was set.
         """
-        self._unit.is_lent = False
+        self._unit.lending = None
         self._meter.change(Kind.FULL, -self._nbytes)
         problem: FullshardError | None = None
         try:
@@ -201,7 +207,7 @@ class Loan:
                 grads = differing(bucket.spec, _grads(bucket, params))
                 is_apart = [one or other for one, other in zip(is_apart, grads, strict=True)]
             names += [name for name, apart in zip(bucket.names, is_apart, strict=True) if apart]
-        where = f"unshard_params(check=True), unit {self._unit.name or '(root)'}: "
+        where = f"{self._terms.call} with check=True, unit {self._unit.name or '(root)'}: "
         if is_left and keep:
             return ProtocolError(
                 where + "what some ranks wrote cannot be kept, so nothing of it was"

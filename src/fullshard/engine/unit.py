@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -55,6 +56,21 @@ class Registration(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Lending:
+    """The loan of a unit's full parameters that goes on.
+
+    Attributes:
+        call: what the user called, for messages, such as "unshard_params()".
+        to_first: whether only rank 0 of the data-parallel mesh gets full parameters.
+        is_shown: whether the modules of this rank show them.
+    """
+
+    call: str
+    to_first: bool
+    is_shown: bool
+
+
 class Unit:
     """The buckets that move together, known to the scheduler by ``key``."""
 
@@ -76,7 +92,7 @@ class Unit:
         self.num_members = num_members
         self.encloses = encloses
         self.engine: object = None  # the ``Engine`` that runs the unit
-        self.is_lent = False  # True while ``unshard_params`` lends full parameters
+        self.lending: Lending | None = None
         self.readers: list[Callable[[], None]] = []  # wait for what else reads the shards
         self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
         self._version = 0
@@ -88,7 +104,7 @@ class Unit:
         """
         new = copy.copy(self)
         new.buckets = tuple(bucket.copy(memo) for bucket in self.buckets)
-        new.engine, new.is_lent, new.readers = None, False, []
+        new.engine, new.lending, new.readers = None, None, []
         new.forget_nodes()
         memo[id(self)] = new
         return new
@@ -280,13 +296,27 @@ class Unit:
                 "reset_parameters(), or load_state_dict(..., assign=True)"
             )
 
+    @property
+    def is_lent(self) -> bool:
+        """Return whether full parameters are on loan."""
+        return self.lending is not None
+
     def check_not_lent(self, what: str) -> None:
         """Raise ``BusyError`` while full parameters are on loan."""
-        if self.is_lent:
+        if self.lending is not None:
             raise BusyError(
-                f"{what} while unshard_params() lends the full parameters of unit "
+                f"{what} while {self.lending.call} lends the full parameters of unit "
                 f"{self.name or '(root)'}; units are expected to be in states of rest: leave the "
                 "with block first"
+            )
+
+    def check_shown(self, what: str) -> None:
+        """Raise ``BusyError`` while full parameters are on loan to the first rank, not to this."""
+        if self.lending is not None and not self.lending.is_shown:
+            raise BusyError(
+                f"{what} while {self.lending.call} with rank0_only=True lends the full parameters "
+                f"of unit {self.name or '(root)'} to another rank: do this on rank 0 only, or "
+                "leave the with block first"
             )
 
     def check_not_replaced(self) -> None:
@@ -312,6 +342,22 @@ class Unit:
         """Freeze and unfreeze the unsharded parameters like the sharded ones, and vice versa."""
         for bucket in self.buckets:
             bucket.sync_requires_grad()
+
+
+def check_lent_alike(units: Sequence[Unit], what: str) -> None:
+    """Check that gathers of ``units`` are possible, if any are needed.
+
+    Raises:
+        BusyError: some units, not all, are on loan to the first rank; others would wait for it.
+    """
+    lent = next((one for one in units if one.lending is not None and one.lending.to_first), None)
+    if lent is not None and not all(unit.is_lent for unit in units):
+        assert lent.lending is not None
+        raise BusyError(
+            f"{what} while {lent.lending.call} with rank0_only=True lends unit "
+            f"{lent.name or '(root)'} to rank 0 alone, and others have to be gathered by all "
+            "ranks: lend all of them, or lend to all ranks"
+        )
 
 
 def _ranks(spec: BucketSpec) -> str:

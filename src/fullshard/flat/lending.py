@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from fullshard.errors import AssertedProtocolError
-from fullshard.frontend.contexts import unshard_params
+from fullshard.frontend.contexts import lent
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 
@@ -39,11 +39,10 @@ def summon(
     specs = [bucket.spec for unit in units for bucket in unit.buckets]
     is_whole = all(spec.comm.world == 1 and spec.offload is None for spec in specs)
     stays = is_whole and not rank0_only and not offload_to_cpu
-    return unshard_params(
-        module,
-        recurse=recurse,
-        writeback=writeback or stays,
-        rank0_only=rank0_only,
-        offload_to_cpu=offload_to_cpu,
-        with_grads=with_grads,
-    )
+    flags = {
+        "writeback": writeback or stays,
+        "rank0_only": rank0_only,
+        "offload_to_cpu": offload_to_cpu,
+        "with_grads": with_grads,
+    }
+    return lent(module, "summon_full_params", flags, recurse=recurse)

@@ -75,7 +75,7 @@ class Precision:
         output = module(*args, **kwargs)
         return _cast_to(given[-1], output) if given else output
 
-    def cast_buffers(self, modules: Iterable[nn.Module]) -> None:
+    def cast_buffers(self, modules: Iterable[nn.Module], *, is_lent: bool) -> None:
         """Cast floating-point buffers to ``buffer_dtype`` or, in full precision, back again."""
         dtype = self.options.buffer_dtype
         if dtype is None:
@@ -84,7 +84,8 @@ class Precision:
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_floating_point():
                     continue
-                wanted = self.own_dtype(module, name, buffer) if self.in_eval else dtype
+                is_full = self.in_eval or is_lent
+                wanted = self.own_dtype(module, name, buffer) if is_full else dtype
                 if buffer.dtype != wanted:
                     self.buffers.setdefault((module, name), buffer.dtype)
                     module._buffers[name] = buffer.to(wanted)

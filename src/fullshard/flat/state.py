@@ -181,7 +181,7 @@ class StateDicts(nn.Module):
             return  # the wrapper has no parameters itself, and inner modules load theirs
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
         by_name = {clean_name(name): value for name, value in given.items()}
-        rows = list(Tree(self, "load_state_dict").rows())
+        rows = list(Tree(self, "load_state_dict", may_be_lent=True).rows())
         names = {row.name for row in rows}
         missing_keys += [prefix + row.name for row in rows if row.name not in by_name]
         unexpected_keys += [prefix + name for name in given if clean_name(name) not in names]

@@ -214,6 +214,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, whose parameters are whole at this time."""
         unit = self._unit
+        if unit.is_lent:  # parameters have their own dtypes
+            return getattr(self, WRAPPED)(*args, **kwargs)
         if self._precision.casts_inputs(is_root=engine_of(unit).scheduler.depth == 1):
             args, kwargs = self._precision.cast(args), self._precision.cast(kwargs)
         if self._precision.is_exempt:
@@ -223,11 +225,12 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and tell the engine when the call ends, even by an exception."""
         unit = self._unit
-        if self.training:
-            follow_order(unit)
-        if self._precision.options.full_precision_in_eval:
-            self._follow_modes()
-        self._precision.cast_buffers(self._own_modules())
+        if not unit.is_lent:
+            if self.training:
+                follow_order(unit)
+            if self._precision.options.full_precision_in_eval:
+                self._follow_modes()
+        self._precision.cast_buffers(self._own_modules(), is_lent=unit.is_lent)
         return super().__call__(*args, **kwargs)
 
     def _follow_modes(self) -> None:

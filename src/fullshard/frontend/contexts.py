@@ -16,6 +16,7 @@ from fullshard.engine import (
     Loan,
     Terms,
     Unit,
+    check_lent_alike,
     gather_full_param,
     is_first,
     is_first_copy,
@@ -61,6 +62,10 @@ def unshard_params(
             ``rank0_only``, on rank 0): "keep" writes them back, "discard" does not.
         check: compare bit by bit what ranks wrote, and raise on all ranks if it differs.
 
+    Forwards in the block run on the lent parameters, in their dtype and without communication;
+    ``state_dict()`` returns them and ``load_state_dict()`` writes to them. With ``rank0_only`` only
+    rank 0 may do so. Gradients do not come this way: a backward to a lent parameter raises.
+
     Raises:
         ConfigError, ArgumentTypeError: if arguments cannot work, if ``recurse=False`` leaves no
             unit to lend, or, on exit, if a parameter was replaced by something unusable.
@@ -69,16 +74,30 @@ def unshard_params(
 
         Whatever is raised, the units stay as usable as before.
     """
-    terms = _checked_terms(
-        writeback=writeback,
-        rank0_only=rank0_only,
-        offload_to_cpu=offload_to_cpu,
-        with_grads=with_grads,
-        check=check,
-        on_error=on_error,
-    )
-    units = _units_to_lend(module, recurse=recurse)
-    _check_lendable(units, "unshard_params")
+    flags = {
+        "writeback": writeback,
+        "rank0_only": rank0_only,
+        "offload_to_cpu": offload_to_cpu,
+        "with_grads": with_grads,
+    }
+    with lent(module, "unshard_params", flags, recurse=recurse, on_error=on_error, check=check):
+        yield
+
+
+@contextmanager
+def lent(
+    module: nn.Module,
+    call: str,
+    flags: Mapping[str, bool],
+    *,
+    recurse: bool,
+    on_error: str = "keep",
+    check: bool = False,
+) -> Iterator[None]:
+    """Do the work of ``unshard_params`` for the public function ``call``."""
+    terms = _checked_terms(call, flags, check=check, on_error=on_error)
+    units = _units_to_lend(module, call, recurse=recurse)
+    _check_lendable(units, call)
     loans: dict[Unit, Loan] = {}
     keep = on_error == "keep"
     try:
@@ -102,24 +121,24 @@ def _take_back(loans: Mapping[Unit, Loan], terms: Terms, *, keep: bool) -> None:
             raise problem
 
 
-def _checked_terms(*, check: bool, on_error: str, **flags: bool) -> Terms:
+def _checked_terms(call: str, flags: Mapping[str, bool], *, check: bool, on_error: str) -> Terms:
     for name, value in (*flags.items(), ("check", check)):
         if not isinstance(value, bool):
-            raise ArgumentTypeError(f"unshard_params({name}={value!r}): expected a bool")
+            raise ArgumentTypeError(f"{call}({name}={value!r}): expected a bool")
     if on_error not in ("keep", "discard"):
         raise ConfigError(
-            f'unshard_params(on_error={on_error!r}): expected "keep" or "discard", what to do with '
+            f'{call}(on_error={on_error!r}): expected "keep" or "discard", what to do with '
             "edits when an exception leaves the block"
         )
     if check and (flags["rank0_only"] or not flags["writeback"]):
         raise ConfigError(
-            "unshard_params(check=True): compares what ranks write back; with rank0_only=True only "
+            f"{call}(check=True): compares what ranks write back; with rank0_only=True only "
             "rank 0 writes, and with writeback=False nobody does. Leave check out"
         )
-    return Terms(check=check, **flags)
+    return Terms(check=check, call=f"{call}()", **flags)
 
 
-def _units_to_lend(module: nn.Module, *, recurse: bool) -> list[Unit]:
+def _units_to_lend(module: nn.Module, call: str, *, recurse: bool) -> list[Unit]:
     """Return the units that own parameters in ``module``; inner units only with ``recurse``.
 
     Raises:
@@ -141,7 +160,7 @@ def _units_to_lend(module: nn.Module, *, recurse: bool) -> list[Unit]:
     if everywhere and not found:
         inner = ", ".join(unit.name or "(root)" for unit in everywhere[:8])
         raise ConfigError(
-            f"unshard_params(recurse=False): {type(module).__name__} was not given to fully_shard, "
+            f"{call}(recurse=False): {type(module).__name__} was not given to fully_shard, "
             f"and all its sharded parameters belong to units inside of it ({inner}); leave out "
             "recurse=False, or pass one of these"
         )
@@ -159,19 +178,25 @@ def _owners_in(modules: Sequence[nn.Module]) -> list[Unit]:
     return list(found)
 
 
-def units_at_rest(module: nn.Module, what: str, *, without_values: bool = False) -> list[Unit]:
+def units_at_rest(
+    module: nn.Module, what: str, *, without_values: bool = False, may_be_lent: bool = False
+) -> list[Unit]:
     """Return the units that own parameters in ``module``, if values can be read and written.
 
     Raises:
         ArgumentTypeError: if ``module`` is not a module.
-        ProtocolError: during a forward or backward, or if a unit is lent or, unless units may be
-            ``without_values``, on the meta device.
+        ProtocolError: during a forward or backward, or if a unit is on the meta device, unless
+            units may be ``without_values``, or lent, unless they ``may_be_lent``; in any case if
+            some are lent to the first rank and others are not.
     """
-    units = _units_to_lend(module, recurse=True)
+    units = _units_to_lend(module, what, recurse=True)
+    if may_be_lent:
+        check_lent_alike(units, what)
+    own = [unit for unit in units if not (may_be_lent and unit.is_lent)]
     if without_values:
-        _check_at_rest(units, what)
+        _check_at_rest(own, what)
     else:
-        _check_lendable(units, what)
+        _check_lendable(own, what)
     return units
 
 

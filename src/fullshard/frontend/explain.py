@@ -88,7 +88,10 @@ def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: b
 
     Raises:
         ConfigError: if plain tensors are given for sharded parameters that cannot copy their part.
+        BusyError: if another rank has full parameters on loan.
     """
+    for unit in units_below([module]):
+        unit.check_shown("load_state_dict()")
     own = module.state_dict()
     plain = [
         name

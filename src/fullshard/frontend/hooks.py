@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
-from fullshard.frontend.places import Places
+from fullshard.engine import Engine, MixedPrecisionPolicy, Unit, refuse_gradients
+from fullshard.frontend.places import Places, places_of
 from fullshard.tensors import find_tensors, map_tensors
 
 
@@ -30,6 +30,18 @@ def install_forward_hooks(
         module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
 
 
+class _Call(NamedTuple):
+    """A call of a member.
+
+    Attributes:
+        handled: the exception that was being handled when it began.
+        is_lent: whether it runs on lent parameters, and the engine does not know of it.
+    """
+
+    handled: BaseException | None
+    is_lent: bool
+
+
 @dataclass
 class _ForwardHooks:
     """The two forward hooks of one member."""
@@ -37,14 +49,19 @@ class _ForwardHooks:
     unit: Unit
     member: int
     policy: MixedPrecisionPolicy
-    _handled: list[BaseException | None] = field(default_factory=list)
-    """The exception being handled when each running call began; the innermost call is last."""
+    _calls: list[_Call] = field(default_factory=list)
+    """The calls that run; the innermost is last."""
 
     @_torch.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard the unit; move the inputs of a root, and cast inputs."""
         engine = engine_of(self.unit)
-        self._handled.append(sys.exception())
+        self._calls.append(_Call(sys.exception(), is_lent=self.unit.is_lent))
+        if self.unit.is_lent:
+            self.unit.check_shown("a forward")
+            if torch.is_grad_enabled():
+                refuse_gradients(self.unit, places_of(self.unit).shown())
+            return args, kwargs
         if self.unit.device.type != "cpu" and engine.scheduler.idle:
             args, kwargs = map_tensors(self._move, args), map_tensors(self._move, kwargs)
         engine.enter(self.unit, self.member, find_tensors((args, kwargs)))
@@ -56,9 +73,11 @@ class _ForwardHooks:
     @_torch.never_compiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
-        if not self._handled:
+        if not self._calls:
             return None
-        handled = self._handled.pop()
+        handled, is_lent = self._calls.pop()
+        if is_lent:
+            return None
         failed = sys.exception() is not handled
         engine_of(self.unit).exit(self.unit, self.member, find_tensors(output), failed=failed)
         dtype = self.policy.output_dtype
@@ -137,19 +156,21 @@ class _StateDictHooks:
         self._exit()
 
     def before_load(self, module: nn.Module, *_: Any) -> None:
+        self.unit.check_shown("load_state_dict()")
         self._enter()
         self.unit.wait_for_readers()  # before what they read is written
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # Only record: with assign=True other parameters of the unit may not be loaded yet.
-        self.places.take_over(self.unit)
+        if not self.unit.is_lent:  # else that is done when the loan ends
+            # Only record: with assign=True other parameters of the unit may not be loaded yet.
+            self.places.take_over(self.unit)
+            engine_of(self.unit).weights_changed()
         self._exit()
-        engine_of(self.unit).weights_changed()
 
     def _enter(self) -> None:
-        self.unit.check_not_lent("state_dict() or load_state_dict()")
         if self._depth == 0:
-            self._shown_unsharded = not self.places.shows_sharded
+            is_lent = self.unit.lending is not None and self.unit.lending.is_shown
+            self._shown_unsharded = not (self.places.shows_sharded or is_lent)
             if self._shown_unsharded:
                 self.places.show_sharded(self.unit.buckets)
         self._depth += 1

@@ -64,6 +64,11 @@ class Places:
         """Return all places."""
         return [slot.place for slot in self._slots]
 
+    def shown(self) -> list[nn.Parameter]:
+        """Return the parameters that modules show now; those of several places once each."""
+        found = (own.get(name) for own, name, *_ in self._slots)
+        return list({id(param): param for param in found if param is not None}.values())
+
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """Let state dicts see the sharded parameters in the block; here hooks do so already."""
@@ -164,7 +169,7 @@ class Places:
             for one in shown
         )
         raise ConfigError(
-            f"parameter {bucket.names[number]} was replaced inside of unshard_params() by {what}; "
+            f"parameter {bucket.names[number]} was replaced inside of the with block by {what}; "
             f"expected one {ours[0].__name__} of {tuple(ours[1])} in all its places. Nothing was "
             "written back; write into the parameter instead"
         )
