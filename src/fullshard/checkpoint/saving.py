@@ -32,7 +32,7 @@ from fullshard.checkpoint.writing import CopyMemory, Pace, Writing
 from fullshard.comm.council import Council
 from fullshard.errors import ArgumentTypeError, ConfigError
 
-_SHARE = 0.1  # of a processor, for what is written beside the training
+_SHARE = 0.06  # of a processor, for what is written beside the training
 
 
 def save(
