@@ -140,8 +140,8 @@ def loads(way: str, paths: list[Path]) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         read = Reader.read
 
-        def counted(reader: Reader, exchanged: Any) -> None:
-            read(reader, exchanged)
+        def counted(reader: Reader, *args: Any) -> None:
+            read(reader, *args)
             kept = sum(wanted.memory.nbytes for wanted in reader._wanted.values())
             ratios.append(reader.nbytes_read / kept)
 

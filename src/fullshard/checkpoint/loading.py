@@ -78,10 +78,11 @@ def load_described(
 
     exchanged = council.agree(prepare, _union)
     target, reader, info = found
+    kept = council.agree(lambda: reader.kept_of(exchanged), list) if exchanged else []
 
     def read() -> None:
         with reader:
-            reader.read(exchanged)
+            reader.read(exchanged, kept)
         for wanted in target.again:
             with Reader(path, reader.manifest, wanted) as alone:
                 alone.read([])

@@ -2,11 +2,13 @@
 
 A rank reads whole blocks, as their digests are of whole blocks. If the blocks that it needs of a
 tensor hold much else besides, as when rows were saved and columns are loaded, the ranks exchange
-that tensor: each reads its share of all blocks, and keeps what it needs of everyone's.
+that tensor: each reads a share of all blocks, as large as what it keeps of such tensors, and keeps
+what it needs of everyone's.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ _TOLERATED = 1.05
 
 _EXCHANGED_NBYTES = 64 << 20  # at once, in the memory of each rank
 _CHUNK_NBYTES = 4 << 20  # a multiple of the blocks
+_LARGEST = 4  # share of a rank, in shares of a rank if all had the same
 _ALIGN = 16
 
 
@@ -100,8 +103,16 @@ class Reader:
             if sum(run.nbytes for run in self._runs(name)) > _TOLERATED * wanted.memory.nbytes
         ]
 
-    def read(self, exchanged: Sequence[str]) -> None:
-        """Fill all memory; a collective for the tensors that are ``exchanged``, equal on all ranks.
+    def kept_of(self, names: Sequence[str]) -> int:
+        """Return the bytes that this rank keeps of these tensors."""
+        return sum(self._wanted[name].memory.nbytes for name in names if name in self._wanted)
+
+    def read(self, exchanged: Sequence[str], kept: Sequence[int] = ()) -> None:
+        """Fill all memory; a collective for the tensors that are ``exchanged``.
+
+        Args:
+            exchanged: names, equal on all ranks.
+            kept: for each rank the result of ``kept_of``; empty if nothing is exchanged.
 
         Raises:
             CheckpointError: on this rank or another; memory has undefined contents.
@@ -113,8 +124,9 @@ class Reader:
                     self._read_and_use(run)
         except Exception as error:
             failure = error
-        for batch in self._batches(exchanged):
-            given = self._exchange(batch, failure)
+        parts = _parts_of_ranks(kept)
+        for batch in self._batches(exchanged, parts):
+            given = self._exchange(batch, parts, failure)
             if given is None:
                 break
             try:
@@ -192,10 +204,13 @@ class Reader:
             target.copy_(values.as_strided(one.sizes, one.strides, at))
             self._filled[run.name] += one.numel
 
-    def _batches(self, exchanged: Sequence[str]) -> Iterator[list[_Run]]:
+    def _batches(self, exchanged: Sequence[str], parts: Sequence[float]) -> Iterator[list[_Run]]:
         """Yield all blocks of the ``exchanged`` tensors, a limited number of bytes at a time."""
+        if not exchanged:
+            return
         batch: list[_Run] = []
-        room = _EXCHANGED_NBYTES
+        # The memory is that of the largest share for each rank.
+        limit = room = int(_EXCHANGED_NBYTES / (max(parts) * self._world))
         for name in exchanged:
             itemsize = datafile.dtype_of(self.manifest.entry(name).dtype).itemsize
             for part in self.manifest.parts(name):
@@ -207,23 +222,24 @@ class Reader:
                     start = stop
                     if room <= 0:
                         yield batch
-                        batch, room = [], _EXCHANGED_NBYTES
+                        batch, room = [], limit
         if batch:
             yield batch
 
     def _exchange(
-        self, batch: Sequence[_Run], failure: Exception | None
+        self, batch: Sequence[_Run], parts: Sequence[float], failure: Exception | None
     ) -> list[tuple[_Run, Tensor]] | None:
         """Read this rank's share of ``batch`` and return what all ranks read.
 
         Args:
             batch: equal on all ranks.
+            parts: of the ranks.
             failure: why this rank cannot read its share; if it is None, raised afterwards.
 
         Returns:
             None on all ranks if one cannot read its share.
         """
-        shares = [_Share(runs) for runs in _shares(batch, self._world)]
+        shares = [_Share(runs) for runs in _shares(batch, parts)]
         own = torch.zeros(max(share.nbytes for share in shares), dtype=torch.uint8)
         try:
             if failure is None:
@@ -256,15 +272,26 @@ class _Share:
         return zip(self._runs, self._places, strict=True)
 
 
-def _shares(batch: Sequence[_Run], world: int) -> list[list[_Run]]:
-    """Divide the blocks of ``batch`` among ``world`` ranks, as evenly as blocks allow."""
-    shares: list[list[_Run]] = [[] for _ in range(world)]
+def _parts_of_ranks(kept: Sequence[int]) -> list[float]:
+    """Return the part of each rank in what is exchanged, 1 in all: of its size, within limits."""
+    if not kept:
+        return []
+    world, total = len(kept), sum(kept)
+    parts = [min(nbytes / total, _LARGEST / world) if total else 0.0 for nbytes in kept]
+    return [part + (1 - sum(parts)) / world for part in parts]
+
+
+def _shares(batch: Sequence[_Run], parts: Sequence[float]) -> list[list[_Run]]:
+    """Divide the blocks of ``batch`` among the ranks, in their ``parts`` as far as blocks allow."""
+    shares: list[list[_Run]] = [[] for _ in parts]
     total, passed = sum(run.nbytes for run in batch), 0
+    *ends, _ = itertools.accumulate(part * total for part in parts)
     for run in batch:
         start = run.start
         while start < run.stop:
-            rank = min(passed * world // total, world - 1)
-            left = (rank + 1) * total / world - passed
+            # A rank whose part of the batch ends within half a block has it already.
+            rank = bisect.bisect_left(ends, passed + min(BLOCK_NBYTES, run.stop - start) / 2)
+            left = ends[rank] - passed if rank < len(ends) else run.stop - start
             stop = min(start + max(round(left / BLOCK_NBYTES), 1) * BLOCK_NBYTES, run.stop)
             shares[rank].append(run._replace(start=start, stop=stop))
             passed += stop - start
