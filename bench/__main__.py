@@ -28,6 +28,7 @@ from bench import (
     padding,
     schedule,
     step,
+    stream,
     transport,
     weights,
 )
@@ -45,6 +46,7 @@ BENCHES: dict[str, ModuleType] = {
     "transport": transport,
     "checkpoint": checkpoint,
     "weights": weights,
+    "stream": stream,
     "gpu": gpu,
 }
 RESULTS = Path(__file__).with_name("results.json")

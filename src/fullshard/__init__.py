@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fullshard import checkpoint, errors, optim, wrap
 from fullshard._version import __version__ as __version__
+from fullshard.checkpoint.streaming import stream_params
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.flat import (
@@ -84,6 +85,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "shard_blocks",
     "share_comm_ctx",
+    "stream_params",
     "unshard_params",
     "wrap",
 ]

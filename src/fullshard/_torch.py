@@ -584,6 +584,21 @@ def transposed_in_place(tensor: DTensor) -> DTensor:
     return tensor
 
 
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+def wrapper_of(cls: type[AnyTensor], like: Tensor) -> AnyTensor:
+    """Return a tensor without memory, of a class that dispatches, with the metadata of ``like``."""
+    found = Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+    )
+    return found
+
+
 def shares_storage(one: Tensor, other: Tensor) -> bool:
     """Return whether ``one`` and ``other`` are views of one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

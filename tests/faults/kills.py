@@ -23,6 +23,7 @@ from tests.faults.worker import KEEP, LAYOUTS, work
 WORLD = 2
 STEPS = 12
 _END_S = 60.0  # a job must end by itself so soon after one of its ranks was killed
+_DISK_S = 600.0
 _PATIENCE_S = 1.0
 
 
@@ -78,6 +79,8 @@ class Killer:
         """Start a job and let it end or kill it; return the digest if it was done."""
         newest = _newest(root)
         before = _lines(root)
+        for mark in root.glob("joined-*"):
+            mark.unlink()
         layout = self._random.choice([*LAYOUTS])
         # Not a FileStore: one who is killed while writing to it leaves half a record, on which all
         # others hang. As with torchrun, the store is kept by a process that lives.
@@ -124,21 +127,29 @@ class Killer:
         for victim in victims:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(victim.pid, signal.SIGKILL)
+        for victim in victims:
+            victim.join(_DISK_S)
         return "one" if one else "all"
 
     def _wait(self, root: Path, jobs: list[Any], killed: str) -> None:
+        """Wait for the end of a job.
+
+        PyTorch's ``init_process_group`` may wait for a rank that was killed, for minutes; who hangs
+        there is ended. So is who was killed, by a kernel that may have to wait for the disk.
+        """
         deadline_s = time.monotonic() + _END_S
         for job in jobs:
             job.join(max(deadline_s - time.monotonic(), 0))
         hanging = {rank: job for rank, job in enumerate(jobs) if job.is_alive()}
         does = {rank: _does(job.pid) for rank, job in hanging.items()}
+        joined = [rank for rank in hanging if (root / f"joined-{rank}").exists()]
         for job in hanging.values():
             with suppress(ProcessLookupError):
                 os.kill(job.pid, signal.SIGABRT)  # they write their stacks to errors-RANK
             job.join(5)
             job.kill()
             job.join()
-        if hanging:
+        if joined:
             raise Failed(f"{root}: {killed or 'none'} killed, did not end in {_END_S} s: {does}")
 
     def _check(self, root: Path, new: list[str]) -> None:

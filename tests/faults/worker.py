@@ -37,6 +37,7 @@ def work(rank: int, world: int, folder: str, port: int, layout: str, steps: int)
     dist.init_process_group(  # waits so long for a rank that was killed before it came here
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)
     )
+    (root / f"joined-{rank}").touch()
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 7)).double()
     for layer in (model[0], model[2], model):

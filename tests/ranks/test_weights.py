@@ -197,14 +197,14 @@ def in_small_pieces(folder: Path, out: Path) -> tuple[float, int]:
         model = sharded("mixtral", "rows")
         checkpoint.load_weights(model, folder)
         kept = sum(param.to_local().nbytes for param in model.parameters())
-        pack, largest = exporting._Writer._pack, 0
+        pack, largest = exporting.pack, 0
 
-        def weighed(writer: Any, shares: Any, message: Tensor) -> None:
+        def weighed(shares: Any, parts: Any, message: Tensor) -> None:
             nonlocal largest
             largest = max(largest, message.nbytes)
-            pack(writer, shares, message)
+            pack(shares, parts, message)
 
-        patch.setattr(exporting._Writer, "_pack", weighed)
+        patch.setattr(exporting, "pack", weighed)
         checkpoint.save_weights(model, out)
     return sum(read) / kept, max(*read, largest)
 
@@ -455,7 +455,7 @@ def test_extra_state_has_no_place(tmp_path: Path) -> None:
 
         def set_extra_state(self, state: dict[str, int]) -> None: ...
 
-    with pytest.raises(UnsupportedError, match="_extra_state, has no place in such files"):
+    with pytest.raises(UnsupportedError, match="_extra_state, has no place among weights"):
         checkpoint.save_weights(Stateful(2, 2), tmp_path / "ours")
 
 

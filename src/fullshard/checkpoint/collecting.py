@@ -35,6 +35,7 @@ class Collected:
         values: what the model and the optimizer have besides.
         stepped: names of the parameters that the optimizer steps.
         units: the units of the model.
+        device: where the model computes.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -45,12 +46,13 @@ class Collected:
         self.values: dict[str, Any] = {}
         self.stepped: set[str] = set()
         self.units: list[Unit] = []
+        self.device = torch.device("cpu")
         self._everyone = Grid((world,), tuple(range(world)))
 
     def add_model(self, model: nn.Module) -> None:
         """Add parameters, buffers and extra state of a model."""
         tree = Tree(model, "save")
-        self.units = tree.units
+        self.units, self.device = tree.units, tree.device
         if tree.mesh is not None:
             self._everyone = grid_of(tree.mesh)
         ties: dict[str, str] = {}

@@ -10,7 +10,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,31 @@ from torch import Tensor, nn
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.folders import UNFINISHED, flush_folder, make_folder, write_flushed
-from fullshard.checkpoint.manifest import FileInfo, Manifest
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.outgoing import (
+    ALIGN,
+    Piece,
+    Planned,
+    Share,
+    aligned,
+    described,
+    pack,
+    planned_tensors,
+    shares_of,
+    size_of,
+    unpack,
+)
 from fullshard.checkpoint.pending import settle
-from fullshard.checkpoint.saving import merged, shared
-from fullshard.checkpoint.stored import INDEX, SINGLE, Stored, pretrained, stored_tensors
+from fullshard.checkpoint.stored import INDEX, SINGLE, pretrained
 from fullshard.comm.council import Council
 from fullshard.comm.mesh import all_to_all_bytes
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.sharded import ShardedModule
-from fullshard.layout.region import Overlap, Region
 
 log = logging.getLogger(__name__)
 
 _BUFFER_NBYTES = 32 << 20  # what a rank sends and receives at once, about
 _SMALLEST_FILE_NBYTES = 64 << 20
-_ALIGN = 16
 
 
 def save_weights(
@@ -67,40 +77,24 @@ def save_weights(
     folder = Path(folder)
     council = Council(f"save weights to {folder}")
     found = Collected(council.rank, council.world)
+    manifest = described(council, found, model, [str(dtype), max_file_nbytes])
+    plans: list[_Plan] = []
 
-    def collect() -> list[Any]:
-        found.add_model(model)
-        states = {name: state for name, state in found.values["states"].items() if state}
-        if states:
-            raise UnsupportedError(
-                f"extra state of modules, {', '.join([*states][:8])}, has no place in such files; "
-                "save() keeps it"
-            )
-        if dtype is not None and not (dtype.is_floating_point and datafile.is_known(dtype)):
-            raise ConfigError(f"dtype={dtype}: expected one of floating point that files can hold")
+    def plan() -> None:
         if max_file_nbytes < 1:
             raise ConfigError(f"max_file_nbytes={max_file_nbytes}: expected a positive number")
-        return [shared(council, found), str(dtype), max_file_nbytes]
+        plans.append(_Plan(model, manifest, dtype, max_file_nbytes))
 
-    def begin(said: list[list[Any]]) -> list[str]:
-        if any(one[1:] != said[0][1:] for one in said):
-            raise ConfigError("ranks differ in dtype or max_file_nbytes: give all the same")
-        contents, numbers = merged(council, [one[0] for one in said])
-        files = [FileInfo(f"rank-{rank}", rank, 0, "", one) for rank, one in enumerate(numbers)]
-        manifest = Manifest(0, 0.0, {}, contents, files, None)
-        manifest.check()
+    def begin(_: list[None]) -> str:
         if folder.exists():
             raise ConfigError("there is something at this path; weights need a new one")
         unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}")
         make_folder(unfinished)
-        return [manifest.to_json().decode(), str(unfinished)]
+        return str(unfinished)
 
-    text, name = council.agree(collect, begin)
-    unfinished = Path(name)
-    plans: list[_Plan] = []
+    unfinished = Path(council.agree(plan, begin))
 
     def write() -> None:
-        plans.append(_Plan(model, Manifest.from_json(text.encode()), dtype, max_file_nbytes))
         _Writer(plans[0], found.parts, council, unfinished).write()
 
     def finish(_: list[None]) -> None:
@@ -111,54 +105,6 @@ def save_weights(
         flush_folder(folder.parent)
 
     council.agree(write, finish, undo=lambda: shutil.rmtree(unfinished, ignore_errors=True))
-
-
-class _Planned(NamedTuple):
-    """A tensor of a file that is to be written."""
-
-    stored: Stored
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.region.numel * self.dtype.itemsize
-
-
-class _Piece(NamedTuple):
-    """Elements ``start`` to ``stop`` of a tensor in a file."""
-
-    file: int
-    planned: _Planned
-    start: int
-    stop: int
-
-    @property
-    def source(self) -> str:
-        return f"model/{self.planned.stored.source}"
-
-    @property
-    def region(self) -> Region:
-        return self.planned.stored.region.part(self.start, self.stop)
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * self.planned.dtype.itemsize
-
-
-class _Share(NamedTuple):
-    """What one rank has of a piece.
-
-    Attributes:
-        at: number of the piece in its batch.
-        piece: the piece.
-        overlaps: what the piece and the rank's part have in common.
-        nbytes: the size of that.
-    """
-
-    at: int
-    piece: _Piece
-    overlaps: list[Overlap]
-    nbytes: int
 
 
 class _Plan:
@@ -178,18 +124,15 @@ class _Plan:
     ) -> None:
         self.manifest = manifest
         world = len(manifest.files)
-        entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}
-        shapes = {name: entry.shape for name, entry in entries.items()}
-        self.tensors: list[_Planned] = []
-        for stored in stored_tensors(model, shapes):
-            own = datafile.dtype_of(entries[stored.source].dtype)
-            if own == torch.complex128:
-                raise UnsupportedError(f"{stored.name} is of {own}; such files cannot hold it")
-            cast = dtype is not None and own.is_floating_point
-            self.tensors.append(_Planned(stored, dtype if cast and dtype is not None else own))
+        self.tensors = planned_tensors(model, manifest, dtype)
+        for one in self.tensors:
+            if one.dtype == torch.complex128:
+                raise UnsupportedError(
+                    f"{one.stored.name} is of {one.dtype}; such files cannot hold it"
+                )
         share = sum(one.nbytes for one in self.tensors) // world
         limit = min(max_file_nbytes, max(share + 1, _SMALLEST_FILE_NBYTES))
-        groups: list[list[_Planned]] = [[]]
+        groups: list[list[Planned]] = [[]]
         nbytes = 0
         for one in self.tensors:
             if groups[-1] and nbytes + one.nbytes > limit:
@@ -204,10 +147,10 @@ class _Plan:
         if count == 1:
             self.names = [SINGLE]
 
-    def rounds(self, rank: int, nbytes: int) -> Iterator[list[_Piece]]:
+    def rounds(self, rank: int, nbytes: int) -> Iterator[list[Piece]]:
         """Yield what ``rank`` writes, so many bytes at a time."""
         world = len(self.manifest.files)
-        batch: list[_Piece] = []
+        batch: list[Piece] = []
         room = nbytes
         for number, file in enumerate(self.files):
             for one in file if number % world == rank else ():
@@ -215,7 +158,7 @@ class _Plan:
                 while start < one.stored.region.numel:
                     count = max(room // one.dtype.itemsize, 1)
                     stop = min(start + count, one.stored.region.numel)
-                    batch.append(_Piece(number, one, start, stop))
+                    batch.append(Piece(number, one, start, stop))
                     room -= batch[-1].nbytes
                     start = stop
                     if room <= 0:
@@ -256,7 +199,7 @@ class _Writer:
         failure: Exception | None = None
         for number in range(max(map(len, rounds))):
             batches = [own[number] if number < len(own) else [] for own in rounds]
-            shares = [self._shares(batch) for batch in batches]
+            shares = [shares_of(self._plan.manifest, batch) for batch in batches]
             given = self._exchange(shares, failure)
             if given is None:
                 break
@@ -272,19 +215,8 @@ class _Writer:
         if failure is not None:
             raise failure
 
-    def _shares(self, batch: Sequence[_Piece]) -> list[list[_Share]]:
-        """Return for each rank the parts that it has of the pieces in ``batch``."""
-        found: list[list[_Share]] = [[] for _ in range(self._world)]
-        for at, piece in enumerate(batch):
-            for part in self._plan.manifest.parts(piece.source, piece.region):
-                overlaps = list(piece.region.overlaps(part.region))
-                nbytes = sum(one.numel for one in overlaps) * piece.planned.dtype.itemsize
-                if nbytes:
-                    found[part.file.rank].append(_Share(at, piece, overlaps, nbytes))
-        return found
-
     def _exchange(
-        self, shares: Sequence[Sequence[Sequence[_Share]]], failure: Exception | None
+        self, shares: Sequence[Sequence[Sequence[Share]]], failure: Exception | None
     ) -> list[Tensor] | None:
         """Send each rank what its batch needs of this one; return what all sent to this rank.
 
@@ -306,7 +238,7 @@ class _Writer:
         try:
             if failure is None:
                 for one, message in zip(own, messages, strict=True):
-                    self._pack(one, message)
+                    pack(one, self._parts, message[ALIGN:])
                 for message in messages:
                     message[0] = 1
         finally:
@@ -320,44 +252,21 @@ class _Writer:
             self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffers[name][:nbytes]
 
-    def _pack(self, shares: Sequence[_Share], message: Tensor) -> None:
-        """Put parts that this rank has into a message, behind the sign that it could."""
-        offset = _ALIGN
-        for share in shares:
-            local = self._parts[share.piece.source].detach().reshape(-1)
-            first, start = local.storage_offset(), offset
-            for one in share.overlaps:
-                box = local.as_strided(one.sizes, one.other_strides, first + one.other_offset)
-                nbytes = one.numel * share.piece.planned.dtype.itemsize
-                place = message[start : start + nbytes].view(share.piece.planned.dtype)
-                place.view(one.sizes).copy_(box)
-                start += nbytes
-            offset += _aligned(share.nbytes)
-
     def _write(
         self,
-        batch: Sequence[_Piece],
-        shares: Sequence[Sequence[_Share]],
+        batch: Sequence[Piece],
+        shares: Sequence[Sequence[Share]],
         given: Sequence[Tensor],
     ) -> None:
         """Put the parts of each piece together and write it."""
-        sizes = [_aligned(piece.nbytes) for piece in batch]
+        sizes = [aligned(piece.nbytes) for piece in batch]
         places = self._buffer("pieces", sum(sizes)).split(sizes)
         pieces = [
             place[: piece.nbytes].view(piece.planned.dtype)
             for place, piece in zip(places, batch, strict=True)
         ]
         for own, data in zip(shares, given, strict=True):
-            offset = _ALIGN
-            for share in own:
-                values = data[offset : offset + share.nbytes].view(share.piece.planned.dtype)
-                counts = [one.numel for one in share.overlaps]
-                for one, source in zip(share.overlaps, values.split(counts), strict=True):
-                    piece = pieces[share.at]
-                    first = piece.storage_offset()
-                    target = piece.as_strided(one.sizes, one.strides, first + one.offset)
-                    target.copy_(source.view(one.sizes))
-                offset += _aligned(share.nbytes)
+            unpack(own, data[ALIGN:], pieces)
         for piece, values in zip(batch, pieces, strict=True):
             self._open(piece.file)
             data = datafile.array_of(datafile.bytes_of(values))
@@ -409,10 +318,6 @@ def _write_configuration(model: nn.Module, folder: Path, plan: _Plan) -> None:
             log.warning("%s has no generation_config.json: %s", folder, error)
 
 
-def _nbytes(shares: Sequence[_Share]) -> int:
-    """Return the size of the message with these parts."""
-    return _ALIGN + sum(_aligned(share.nbytes) for share in shares)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _nbytes(shares: Sequence[Share]) -> int:
+    """Return the size of the message with these parts, behind the sign that a rank could."""
+    return ALIGN + size_of(shares)

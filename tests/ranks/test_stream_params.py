@@ -1,0 +1,287 @@
+"""``stream_params``: whole weights in buckets, from every layout to any ranks, and no garbage."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import checkpoint, fully_shard, stream_params, unshard_params
+from fullshard.errors import BusyError, ConfigError, ProtocolError
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_checkpoint_files import WAYS, plain
+
+SIZES = (1, 3000, 100_000, 1 << 30)
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    return checkpoint.full_state_dict(model, rank0_only=False)
+
+
+def streamed(stream: Any) -> dict[str, Tensor]:
+    """All that comes, checked against what was announced."""
+    found: dict[str, Tensor] = {}
+    for number, bucket in enumerate(stream):
+        announced = [one for one in stream.metadata if one.bucket == number]
+        assert [one.name for one in announced] == [*bucket]
+        packed = bucket.packed.clone()
+        for one in announced:
+            tensor = bucket[one.name]
+            assert (tuple(tensor.shape), tensor.dtype) == (one.shape, one.dtype)
+            assert tensor.is_contiguous()
+            own = packed[one.offset :][: tensor.numel() * tensor.element_size()]
+            assert torch.equal(own.view(one.dtype).view(one.shape), tensor.clone())
+            found[one.name] = tensor.clone()
+        assert found.keys() or not announced
+    return found
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert type(found[name]) is Tensor
+        assert torch.equal(found[name], value), name
+
+
+def from_every_layout(way: str) -> None:
+    model = WAYS[way](plain(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streams = [stream_params(model, bucket_nbytes=size) for size in SIZES]
+    for _ in range(2):  # each loop gives the weights as they are then
+        model(noise(4, 192, seed=1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = whole(model)
+        for size, stream in zip(SIZES, streams, strict=True):
+            same(streamed(stream), expected)
+            sizes: dict[int, list[int]] = {}
+            for one in stream.metadata:
+                nbytes = torch.Size(one.shape).numel() * one.dtype.itemsize
+                sizes.setdefault(one.bucket, []).append(nbytes)
+            assert all(sum(own) <= size or len(own) == 1 for own in sizes.values())
+            assert len(stream) == len(sizes)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_every_layout_gives_what_the_unsharded_model_has(pool: RankPool, way: str) -> None:
+    for world in (1, 2, 3, 4):
+        pool.run(world, from_every_layout, way)
+
+
+def to_some(ranks: list[int]) -> None:
+    for way in ("rows", "ragged", "hsdp", "one flat"):
+        model = WAYS[way](plain(1))
+        expected = whole(model)
+        stream = stream_params(model, bucket_nbytes=100_000, ranks=ranks)
+        found = streamed(stream)
+        same(found, expected if dist.get_rank() in ranks else {})
+
+
+def test_some_ranks_get_tensors_and_the_others_send(pool: RankPool) -> None:
+    for ranks in ([0], [2], [0, 3], [1, 2, 3]):
+        pool.run(4, to_some, ranks)
+    pool.run(2, to_some, [1])
+
+
+def cast_and_chosen() -> None:
+    model = WAYS["ragged"](plain(1))
+    expected = whole(model)
+    names = ["blocks.1.up.weight", "norm.running_mean", "norm.num_batches_tracked"]
+    stream = stream_params(model, bucket_nbytes=1 << 20, dtype=torch.bfloat16, names=names)
+    wanted = {
+        name: value.bfloat16() if value.is_floating_point() else value
+        for name, value in expected.items()
+        if name in names
+    }
+    same(streamed(stream), wanted)
+    assert {one.name for one in stream.metadata} == set(names)
+    same(streamed(stream_params(model, bucket_nbytes=5, names=[])), {})
+
+
+def test_dtypes_are_cast_and_names_are_chosen(pool: RankPool) -> None:
+    pool.run(1, cast_and_chosen)
+    pool.run(3, cast_and_chosen)
+
+
+def used_late() -> None:
+    model = WAYS["rows"](plain(1))
+    expected = whole(model)
+    stream = stream_params(model, bucket_nbytes=1)
+    kept: list[tuple[str, Tensor, Tensor]] = []
+    for bucket in stream:
+        for name, tensor in bucket.items():
+            if tensor.dim() == 2:
+                view = tensor[1:].t()
+                assert torch.equal(view * 1, expected[name][1:].t())
+                param = nn.Parameter(torch.empty_like(tensor))
+                param.data.copy_(tensor)
+                assert type(param.data) is Tensor and torch.equal(param, expected[name])
+                assert torch.equal(torch.cat(tensor.chunk(2)), expected[name])
+                assert str(expected[name][0, 0].item())[:5] in repr(tensor)
+                kept.append((name, tensor, view))
+    assert kept
+    for name, tensor, view in kept:
+        uses = [
+            lambda t=tensor: t + 1,
+            lambda t=tensor: t.clone(),
+            lambda t=tensor: torch.zeros_like(t).copy_(t),
+            lambda t=view: t.sum(),
+            lambda t=view: t[0],
+            lambda t=view: repr(t),
+        ]
+        for use in uses:
+            with pytest.raises(ProtocolError, match="after the next bucket was asked for"):
+                use()
+        for late in (tensor.data_ptr, tensor.numpy, tensor.tolist, tensor.untyped_storage):
+            with pytest.raises(ProtocolError, match="after the next bucket was asked for"):
+                late()
+        assert tensor.shape == expected[name].shape
+
+
+def test_a_tensor_of_an_earlier_bucket_raises(pool: RankPool) -> None:
+    pool.run(2, used_late)
+
+
+def packed_is_kept() -> None:
+    """Whoever keeps plain memory has it for good."""
+    model = WAYS["ragged"](plain(1))
+    expected = whole(model)
+    stream = stream_params(model, bucket_nbytes=500_000)
+    packed = [bucket.packed for bucket in stream]
+    assert len(packed) > 2
+    for one in stream.metadata:
+        nbytes = torch.Size(one.shape).numel() * one.dtype.itemsize
+        own = packed[one.bucket][one.offset : one.offset + nbytes]
+        assert torch.equal(own.view(one.dtype).view(one.shape), expected[one.name])
+
+
+def memory_is_given_away() -> None:
+    model = WAYS["ragged"](plain(1))
+    expected = whole(model)
+    kept = {}
+    for bucket in stream_params(model, bucket_nbytes=500_000):
+        for name, tensor in bucket.items():
+            assert tensor.tolist() == expected[name].tolist()
+            assert tensor.data_ptr() == tensor.untyped_storage().data_ptr() + (
+                tensor.data_ptr() - bucket.packed.data_ptr()
+            )
+            kept[name] = tensor.numpy()
+    assert all(torch.equal(torch.from_numpy(kept[name]), expected[name]) for name in kept)
+
+
+def test_memory_that_was_given_away_is_not_used_again(pool: RankPool) -> None:
+    pool.run(2, memory_is_given_away)
+
+
+def test_packed_memory_that_is_kept_is_not_taken_back(pool: RankPool) -> None:
+    pool.run(2, packed_is_kept)
+
+
+def memory_of(way: str, ranks: list[int] | None) -> None:
+    """No more than two buckets, whatever a rank has of them."""
+    model = WAYS[way](plain(1))
+    largest = max(value.nbytes for value in whole(model).values())
+    size = largest + 1000
+    made: list[int] = []
+    empty = torch.empty
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        found = empty(*args, **kwargs)
+        if kwargs.get("dtype") is torch.uint8:
+            made.append(found.nbytes)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        stream = stream_params(model, bucket_nbytes=size, ranks=ranks)
+        patch.setattr(torch, "empty", counted)
+        for _ in stream:
+            pass
+    assert len(stream) > 4
+    # What grew was freed before, so the largest two count.
+    assert sum(sorted(made)[-2:]) <= 2 * size
+    gc.collect()
+
+
+@pytest.mark.parametrize("ranks", [None, [1]])
+@pytest.mark.parametrize("way", ["rows", "ragged", "flat", "hsdp"])
+def test_two_buckets_are_enough(pool: RankPool, way: str, ranks: list[int] | None) -> None:
+    pool.run(4, memory_of, way, ranks)
+
+
+def wrong_use() -> None:
+    model = WAYS["rows"](plain(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options, said in (
+        ({"bucket_nbytes": 0}, "expected a positive number"),
+        ({"bucket_nbytes": 1.5}, "expected a number of bytes"),
+        ({"bucket_nbytes": 5, "dtype": torch.int8}, "expected one of floating point"),
+        ({"bucket_nbytes": 5, "names": ["what"]}, "the model has no what"),
+        ({"bucket_nbytes": 5, "ranks": [2]}, "expected some of 0 to 1"),
+        ({"bucket_nbytes": 5, "ranks": []}, "expected some of 0 to 1"),
+        ({"bucket_nbytes": 5 + dist.get_rank()}, "ranks differ in their options"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            stream_params(model, **options)  # type: ignore[arg-type]
+    stream = stream_params(model, bucket_nbytes=1000)
+    with unshard_params(model):
+        with pytest.raises(BusyError, match="while unshard_params"):
+            stream_params(model, bucket_nbytes=1000)
+        with pytest.raises(BusyError, match="while unshard_params"):
+            iter(stream)
+    with pytest.raises(ProtocolError, match="written to while they were streamed"):
+        for number, _ in enumerate(stream):
+            with pytest.raises(ProtocolError, match="has not ended"):
+                iter(stream)
+            if number == 1:
+                model(noise(4, 192, seed=1)).square().mean().backward()
+                optimizer.step()
+    same(streamed(stream), whole(model))  # it goes on working
+    for bucket in stream:
+        assert len(bucket)
+        break
+    gc.collect()
+    same(streamed(stream), whole(model))
+    model.register_buffer("more", torch.ones(3))
+    with pytest.raises(ProtocolError, match="make a new one"):
+        iter(stream)
+
+
+def test_wrong_use_is_refused_by_name(pool: RankPool) -> None:
+    pool.run(2, wrong_use)
+
+
+def as_transformers_has_them() -> None:
+    """Experts that a model has as one tensor, tied weights, names."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=65, num_local_experts=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+    twin = copy.deepcopy(model)
+    for layer in model.model.layers:
+        fully_shard(layer, layout=fullshard.Ragged())
+    fully_shard(model, layout=fullshard.Ragged())
+    found = streamed(stream_params(model, bucket_nbytes=1 << 14, dtype=torch.bfloat16))
+    assert "lm_head.weight" not in found
+    expert = found["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    assert torch.equal(expert, twin.model.layers[1].mlp.experts.down_proj[3].bfloat16())
+
+
+def test_names_are_those_of_transformers(pool: RankPool) -> None:
+    pool.run(2, as_transformers_has_them, timeout_s=120.0)
+
+
+def test_a_model_that_is_not_sharded() -> None:
+    model = nn.BatchNorm1d(3)
+    same(streamed(stream_params(model, bucket_nbytes=7)), dict(model.state_dict()))
