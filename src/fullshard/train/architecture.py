@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from fullshard.errors import ConfigError
 
 from .config import HF, SIZES, ModelConfig, TrainConfig
-from .data import LEAST_TOKENS, MOST_TOKENS
+from .data import LEAST_TOKENS, MOST_TOKENS, TokenizedText, load_text
 from .hf import load_hf
 from .model import GPT
 
@@ -76,16 +77,23 @@ def choose_architecture(config: TrainConfig) -> Architecture:
             f"--seq is {config.seq}, but --model {name} reads at most {chosen.max_seq} tokens: "
             f"give --seq {chosen.max_seq} or less"
         )
-    if chosen.vocab_size < LEAST_TOKENS:
+    if chosen.vocab_size < LEAST_TOKENS and config.init is None:
         raise ConfigError(
             f"--model {name} has a vocabulary of {chosen.vocab_size}: bytes need {LEAST_TOKENS}"
         )
     return chosen
 
 
-def num_tokens(architecture: Architecture) -> int:
-    """Return the vocabulary size to train: the model's own, but at most ``MOST_TOKENS``."""
-    return min(architecture.vocab_size, MOST_TOKENS)
+def load_text_for(architecture: Architecture, config: TrainConfig) -> TokenizedText:
+    """Return the text of a run, in tokens that the model knows.
+
+    Raises:
+        ConfigError: see ``load_text``.
+    """
+    if config.init is not None:
+        size = architecture.vocab_size
+        return load_text(config.data, vocab_size=size, pretrained=Path(config.init))
+    return load_text(config.data, vocab_size=min(architecture.vocab_size, MOST_TOKENS))
 
 
 def count_parameters(architecture: Architecture, config: TrainConfig) -> int:

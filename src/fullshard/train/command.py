@@ -41,6 +41,13 @@ def train_command(
             metavar="PATH",
         ),
     ] = _DEFAULT.data,
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin with these weights, and their tokenizer; --model is then hf:FOLDER.",
+            metavar="FOLDER",
+        ),
+    ] = _DEFAULT.init,
     config_file: Annotated[
         str | None,
         typer.Option(
@@ -113,6 +120,8 @@ def resolve(context: typer.Context) -> TrainConfig:
     from_file = {} if file is None else read_options(Path(file), _kinds())
     folder = _folder(given, from_file)
     asked = {key: v for key, v in {**from_file, **given}.items() if key not in ("name", "out")}
+    if "init" in asked:
+        asked.setdefault("model", f"{HF}{asked['init']}")
     if asked.get("resume"):
         saved = RunDir(Path(folder)).config
         if not saved.exists():
@@ -120,11 +129,12 @@ def resolve(context: typer.Context) -> TrainConfig:
         base = dataclasses.replace(TrainConfig.load(saved), stop_after=None)
     else:
         model = TrainConfig(model=asked.get("model", _DEFAULT.model)).model
-        base = TrainConfig(nproc=default_nproc(), lr=default_lr(model))
+        base = TrainConfig(nproc=default_nproc(), lr=default_lr(model, tuned="init" in asked))
     if is_worker():
         asked["nproc"] = _nproc_of_launcher(given)
-    if "data" in asked:
-        asked["data"] = str(Path(asked["data"]).absolute())
+    for key in ("data", "init"):
+        if key in asked:
+            asked[key] = str(Path(asked[key]).absolute())
     if asked.get("model", "").startswith(HF):
         asked["model"] = HF + str(Path(asked["model"].removeprefix(HF)).absolute())
     return dataclasses.replace(base, **asked, out=folder)

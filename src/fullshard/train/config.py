@@ -50,10 +50,18 @@ SIZES: Mapping[str, ModelConfig] = MappingProxyType(
 )
 HF = "hf:"  # prefix of the path of a transformers configuration file
 _HF_LR = 1e-3
+_TUNED_LR = 2e-5
 
 
-def default_lr(model: str) -> float:
-    """Return the peak learning rate of a run that does not set one."""
+def default_lr(model: str, *, tuned: bool = False) -> float:
+    """Return the peak learning rate of a run that does not set one.
+
+    Args:
+        model: as in ``TrainConfig``.
+        tuned: whether the run begins with weights.
+    """
+    if tuned:
+        return _TUNED_LR
     return SIZES[model].lr if model in SIZES else _HF_LR
 
 
@@ -64,6 +72,7 @@ class TrainConfig:
     Attributes:
         out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and ``loss.png``.
         model: a name in ``SIZES``, or ``hf:`` and the path of a ``transformers`` configuration.
+        init: a folder of weights to begin with, and of their tokenizer, as transformers writes it.
         data: a file of text, JSONL or parquet, or a folder of them; ``None`` reads Python's own
             standard library.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
@@ -87,6 +96,7 @@ class TrainConfig:
 
     out: str = "runs/default"
     model: str = "2m"
+    init: str | None = None
     data: str | None = None
     nproc: int = 2
     steps: int = 600

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 import fullshard
-from fullshard.checkpoint import Checkpointer
+from fullshard.checkpoint import Checkpointer, load_weights
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 
@@ -85,7 +85,7 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
     """Build a model and shard it: one unit per block, root for the rest.
 
     No worker ever has the whole model: it is made on the meta device, and a parameter or a unit at
-    a time is drawn by all workers alike, which keep their parts.
+    a time is drawn by all workers alike, or read from files, and they keep their parts.
     """
     device = world.device
     with torch.device("meta"):
@@ -111,6 +111,9 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
         mp_policy=policy,
         layout=_LAYOUTS[config.layout],
     )
+    if config.init is not None and not config.resume:
+        load_weights(model, config.init)
+        return model
     model.to_empty(device=device)
     drawn_on = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(drawn_on), torch.no_grad():
@@ -260,7 +263,7 @@ class Trainer:
         count = min(config.eval_sequences, available)
         rows = torch.arange(count) * available // count  # evenly spread
         per_round = config.batch * world.size
-        nats, nbytes = 0.0, 0
+        nats, nbytes = 0.0, 0.0
         self.model.eval()
         for start in range(0, count, per_round):
             # Each worker evaluates its share of the round. Forward all-gathers weights, so a worker
@@ -271,7 +274,7 @@ class Trainer:
             losses = next_token_losses(self.model, tokens.to(world.device))
             if len(mine):
                 nats += losses.double().sum().item()
-                nbytes += int(self.bytes_per_token[tokens[:, 1:]].sum())
+                nbytes += float(self.bytes_per_token[tokens[:, 1:]].sum())
         self.model.train()
         all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
         return float(all_nats / math.log(2) / all_nbytes)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 
-from .architecture import choose_architecture, count_parameters, num_tokens
+from .architecture import choose_architecture, count_parameters, load_text_for
 from .config import TrainConfig
-from .data import TokenizedText, load_text, num_windows
+from .data import TokenizedText, num_windows
 from .rundir import RunDir, check_continues
 from .runlock import RunLock
 
@@ -23,8 +23,9 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         The lock that keeps other jobs out of the folder; close it when the job has ended.
 
     Raises:
-        ConfigError: the model cannot be built, the text is missing or too short, there is nothing
-            to resume, ``replicas`` does not fit, or the folder is locked or not writable.
+        ConfigError: the model cannot be built, the text is missing or too short, there are no
+            weights to begin with, there is nothing to resume, ``replicas`` does not fit, or the
+            folder is locked or not writable.
     """
     if num_workers % config.replicas:
         raise ConfigError(
@@ -36,7 +37,9 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         raise ConfigError(f"{run.path} holds no checkpoint to resume: start without --resume")
     architecture = choose_architecture(config)
     num_parameters = count_parameters(architecture, config)
-    text = load_text(config.data, vocab_size=num_tokens(architecture))
+    if config.init is not None and not [*Path(config.init).glob("*.safetensors")]:
+        raise ConfigError(f"--init {config.init}: there is no *.safetensors in it")
+    text = load_text_for(architecture, config)
     _check_enough(config, text, num_workers)
     if config.resume and newest is not None:
         info = check_continues(config, architecture.description(), newest, text.key)

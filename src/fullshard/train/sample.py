@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from .architecture import next_token_logits
-from .data import END
+from .data import TokenizedText
 from .world import World
 
 
 @torch.no_grad()
 def sample(
     model: nn.Module,
-    tokenizer: Tokenizer,
+    text: TokenizedText,
     world: World,
     *,
     prompt: str,
@@ -33,7 +32,8 @@ def sample(
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = tokenizer.encode(END + prompt).ids
+    tokenizer = text.tokenizer
+    tokens: list[int] = [text.end, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     known = tokenizer.get_vocab_size()  # may be fewer than the logits, if the text is small
     for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=world.device)
@@ -42,5 +42,5 @@ def sample(
         choice = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
         tokens.append(int(ids[choice]))
     model.train(was_training)
-    text: str = tokenizer.decode(tokens)
-    return text
+    written: str = tokenizer.decode(tokens)
+    return written

@@ -23,9 +23,9 @@ from typing import NoReturn, TypeVar
 
 from fullshard.errors import ConfigError, FullshardError
 
-from .architecture import Architecture, choose_architecture, num_tokens
+from .architecture import Architecture, choose_architecture, load_text_for
 from .config import TrainConfig
-from .data import TokenizedText, load_text
+from .data import TokenizedText
 from .loop import Trained, train
 from .metrics import read_metrics
 from .picture import draw_loss
@@ -87,7 +87,7 @@ def _load_text(config: TrainConfig, world: World) -> TokenizedText:
 
     def load() -> tuple[Architecture, TokenizedText]:
         architecture = choose_architecture(config)
-        return architecture, load_text(config.data, vocab_size=num_tokens(architecture))
+        return architecture, load_text_for(architecture, config)
 
     ahead = _together(world, load if is_first_here() else lambda: None)
     architecture, text = ahead or load()
@@ -130,7 +130,7 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         )
         return
     prompt = _PROMPT if config.data is None else ""
-    written = sample(trained.model, text.tokenizer, world, prompt=prompt, context=config.seq)
+    written = sample(trained.model, text, world, prompt=prompt, context=config.seq)
     if not world.is_first:
         return
     console.print(f"\na sample of what it writes now:\n\n{written}\n")

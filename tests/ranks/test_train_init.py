@@ -1,0 +1,197 @@
+"""``--init FOLDER``: training that begins with somebody's weights and their tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fullshard.errors import ConfigError
+from fullshard.optim import clip_grad_norm_
+from fullshard.train.architecture import choose_architecture, load_text_for
+from fullshard.train.config import Dtype, TrainConfig
+from fullshard.train.data import Order, num_windows, read_windows
+from fullshard.train.loop import Trainer, build_optimizer, learning_rate
+from fullshard.train.prepare import prepare
+from fullshard.train.rundir import RunDir
+from fullshard.train.world import World
+from tests.ranks.pool import RankPool
+from tests.ranks.train_shell import Shell
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+VOCAB = 280
+SMALL = {"num_hidden_layers": 2, "max_position_embeddings": 40, "vocab_size": 300}
+HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, **SMALL, **HEADS},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, **SMALL, **HEADS},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, **SMALL, **HEADS},
+    "gpt2": {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell.with_a_little_text(tmp_path_factory.mktemp("init"))
+
+
+def write_tokenizer(folder: Path, *, end: str = "</s>") -> None:
+    """One that begins texts with a mark, unless told otherwise, as those of Llama do."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(["the a of to in and is that for it"] * 9, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
+
+
+def written(folder: Path, kind: str, **changes: Any) -> Path:
+    """A folder with weights, tied and in bf16, as people publish them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, tie_word_embeddings=True, **CONFIGS[kind] | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    path = folder / kind
+    model.save_pretrained(path, max_shard_size=20_000)
+    write_tokenizer(path)
+    return path
+
+
+def config_of(shell: Shell, folder: Path, out: Path, **options: Any) -> TrainConfig:
+    given = {"steps": 4, "batch": 2, "seq": 32, "accumulate": 2, "lr": 1e-3, **options}
+    data = str(shell.folder / "text")
+    return TrainConfig(model=f"hf:{folder}", init=str(folder), data=data, out=str(out), **given)
+
+
+def losses(config: TrainConfig, *, until: int) -> tuple[list[float], float]:
+    """Those of the steps that are left until then, with a checkpoint at its end; an evaluation."""
+    text = load_text_for(choose_architecture(config), config)
+    trainer = Trainer(config, text, World(dist.get_rank(), dist.get_world_size(), CPU))
+    first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
+    records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
+    trainer.save(until)
+    trainer.checkpointer.wait()
+    return [record.loss for record in records], trainer.evaluate()
+
+
+CPU = torch.device("cpu")
+
+
+def expected_losses(config: TrainConfig, num_workers: int) -> list[float]:
+    """What transformers and PyTorch do in one process with the same windows."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32).train()
+    text = load_text_for(choose_architecture(config), config)
+    optimizer = build_optimizer(model, config)
+    windows = num_windows(text.train, config.seq)
+    order = Order(windows, config.seed, config.batch, config.accumulate, num_workers)
+    found = []
+    for step in range(1, config.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        total = 0.0
+        for rank in range(num_workers):
+            for part in range(config.accumulate):
+                rows = order.windows(step=step, microbatch=part, rank=rank)
+                tokens = torch.from_numpy(read_windows(text.train, rows, config.seq))
+                logits = model(tokens[:, :-1]).logits
+                loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                loss = loss / (config.accumulate * num_workers)
+                loss.backward()
+                total += loss.item()
+        clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_losses_are_those_of_transformers_in_one_process(
+    pool: RankPool, shell: Shell, tmp_path: Path, kind: str
+) -> None:
+    folder = written(tmp_path, kind)
+    config = config_of(shell, folder, tmp_path / "run")
+    expected = expected_losses(config, 2)
+    found, bits = pool.run(2, losses, config, until=4)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert 1 < bits < 20
+    half = replace(config, out=str(tmp_path / "half"))
+    first, _ = pool.run(2, losses, half, until=2)[0]
+    rest, _ = pool.run(2, losses, replace(half, resume=True), until=4)[0]
+    assert first + rest == found
+
+
+def test_the_text_is_in_tokens_of_the_folder(shell: Shell, tmp_path: Path) -> None:
+    folder = written(tmp_path, "llama")
+    config = config_of(shell, folder, tmp_path / "run")
+    text = load_text_for(choose_architecture(config), config)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = np.flatnonzero(text.train == text.end)
+    assert text.end == tokenizer.token_to_id("</s>") and ends[0] == 0
+    assert text.train.max() < VOCAB and text.train.dtype == np.uint16
+    document = text.train[1 : ends[1]].tolist()
+    assert tokenizer.encode(tokenizer.decode(document).lstrip()).ids == document
+    per_token = text.bytes_per_token()
+    assert per_token[text.held_out].sum() == pytest.approx(text.held_out_nbytes)
+    plain = load_text_for(choose_architecture(config), replace(config, init=None))
+    assert plain.key != text.key
+
+
+def test_what_cannot_work_is_refused_before_any_worker_starts(shell: Shell, tmp_path: Path) -> None:
+    folder = written(tmp_path, "llama")
+    config = config_of(shell, folder, tmp_path / "run")
+
+    def refused(said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            prepare(config, num_workers=1)
+        assert not (tmp_path / "run").exists()
+
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    write_tokenizer(folder, end="<nothing>")
+    refused("names no eos_token that the tokenizer knows")
+    (folder / "tokenizer.json").write_text("{}")
+    refused("its tokenizer cannot be read")
+    (folder / "tokenizer.json").unlink()
+    refused("there is no tokenizer.json")
+    write_tokenizer(folder)
+    assert (folder / "tokenizer.json").read_bytes() == tokenizer
+    description = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(description | {"vocab_size": 100}))
+    refused("tokens, but the model has 100 rows")
+    (folder / "config.json").write_text(json.dumps(description))
+    for file in folder.glob("model*"):
+        file.unlink()
+    refused("there is no .*safetensors in it")
+
+
+def test_the_command_fine_tunes_and_goes_on(shell: Shell, tmp_path: Path) -> None:
+    written(shell.folder, "llama")
+    options = "--data text --steps 6 --batch 2 --seq 32 --lr 0.003 --save-every 3".split()
+    outcome = shell.train("--init", "llama", "--out", "tuned", "--stop-after", "3", *options)
+    assert outcome.exitcode == 0, outcome.err
+    outcome = shell.train("--out", "tuned", "--resume")
+    assert outcome.exitcode == 0, outcome.err
+    records = [record["loss"] for record in shell.metrics("tuned")]
+    assert len(records) == 6 and records[-1] < records[0]
+    assert "a sample of what it writes now:" in outcome.out.splitlines()
+    saved = TrainConfig.load(RunDir(shell.folder / "tuned").config)
+    assert saved.init == str(shell.folder / "llama") and saved.model == f"hf:{saved.init}"
+    assert saved.dtype is Dtype.FP32
