@@ -171,6 +171,12 @@ def set_reduce_scatter_max_input_buffers(fsdp: Any) -> Any:
     call = model.set_reduce_scatter_max_input_buffers
     return [
         divided(fsdp, lambda model: model.set_reduce_scatter_max_input_buffers(2)),
+        divided(
+            fsdp,
+            lambda model: model.set_reduce_scatter_max_input_buffers(
+                max_input_buffers=3, recurse=False
+            ),
+        ),
         *(raised(lambda value=value: call(value)) for value in (True, 2.0, "2", 0, -1)),
     ]
 
