@@ -279,6 +279,51 @@ def dtypes(kit: ModuleType) -> Seen:
     return seen
 
 
+class Hears(nn.Module):
+    """Keeps the dtype of its input, and takes any."""
+
+    def __init__(self, *inside: nn.Module, owns: bool = True) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+        self.scale = nn.Parameter(torch.ones(6)) if owns else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.heard = x.dtype
+        for one in self.inside:
+            x = one(x.float())
+        return x if self.scale is None else x.to(self.scale.dtype) * self.scale
+
+
+ROOTS: dict[str, Callable[[], Hears]] = {
+    "alone": Hears,
+    "around units": lambda: Hears(Hears(), Hears()),
+    "around units, with nothing of its own": lambda: Hears(Hears(), Hears(), owns=False),
+    "around one with nothing of its own": lambda: Hears(Hears(Hears(), owns=False)),
+}
+
+
+def casts(kit: ModuleType) -> Seen:
+    seen: Seen = {}
+    for name, build in ROOTS.items():
+        for root in (False, True):
+            for others in (False, True):
+                precision = kit.MixedPrecision(
+                    BF16, cast_root_forward_inputs=root, cast_forward_inputs=others
+                )
+                plain = build()
+                model = kit.FullyShardedDataParallel(
+                    plain,
+                    auto_wrap_policy=ModuleWrapPolicy({Hears}),
+                    mixed_precision=precision,
+                    use_orig_params=True,
+                    device_id=torch.device("cpu"),
+                )
+                model(torch.ones(2, 6))
+                heard = [one.heard for one in plain.modules() if isinstance(one, Hears)]
+                seen[f"{name}, root {root}, others {others}"] = heard
+    return seen
+
+
 def both(look: Callable[[ModuleType], Seen]) -> dict[str, tuple[Any, Any]]:
     """What differs: ours and theirs."""
     a, b = look(ours), look(theirs)
@@ -323,3 +368,8 @@ def test_dtypes(pool: RankPool) -> None:
     assert differences(pool, dtypes) == {
         f"{name} {has_norm} grads" for name in ("kept reduce",) for has_norm in (False, True)
     }
+
+
+def test_casts_of_inputs(pool: RankPool) -> None:
+    """The root obeys both options; a wrapper with nothing of its own casts for the root's only."""
+    assert differences(pool, casts) == set()

@@ -96,9 +96,10 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     """Keep reduced gradients in the dtype of reduction, for an optimizer that accepts it."""
     cast_forward_inputs: bool = False
-    """Cast floating-point inputs of forward to ``param_dtype``, unless this unit is the root."""
+    """Cast floating-point inputs of forward to ``param_dtype``, if this unit has parameters."""
     cast_root_forward_inputs: bool = True
-    """Cast floating-point inputs of forward to ``param_dtype`` if this unit is the root."""
+    """Cast floating-point inputs of forward to ``param_dtype`` if this unit is the root, which
+    obeys ``cast_forward_inputs`` as well."""
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
     full_precision_in_eval: bool = False
     """Use the own dtypes of parameters and buffers in modules that are in ``eval()``. Each call of

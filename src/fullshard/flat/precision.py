@@ -55,12 +55,17 @@ class Precision:
             self.options.param_dtype, reduce_dtype, cast_forward_inputs=False
         )
 
-    def casts_inputs(self, *, is_root: bool) -> bool:
-        """Return whether a forward casts its inputs."""
+    def casts_inputs(self, *, is_root: bool, has_params: bool) -> bool:
+        """Return whether a forward casts its inputs.
+
+        As in PyTorch, the root obeys both options, because it is also a wrapper like the others,
+        and a wrapper whose parameters are all in inner ones obeys the root's option only.
+        """
         options = self.options
         if options.param_dtype is None or (self.in_eval and options.full_precision_in_eval):
             return False
-        return options.cast_root_forward_inputs if is_root else options.cast_forward_inputs
+        as_root = is_root and options.cast_root_forward_inputs
+        return as_root or (has_params and options.cast_forward_inputs)
 
     def cast(self, args: Any) -> Any:
         """Return ``args`` with floating-point tensors cast to ``param_dtype``."""

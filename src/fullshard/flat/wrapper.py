@@ -216,7 +216,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = self._unit
         if unit.is_lent:  # parameters have their own dtypes
             return getattr(self, WRAPPED)(*args, **kwargs)
-        if self._precision.casts_inputs(is_root=engine_of(unit).scheduler.depth == 1):
+        is_root = engine_of(unit).scheduler.depth == 1
+        if self._precision.casts_inputs(is_root=is_root, has_params=bool(unit.buckets)):
             args, kwargs = self._precision.cast(args), self._precision.cast(kwargs)
         if self._precision.is_exempt:
             return self._precision.run_exempt(getattr(self, WRAPPED), args, kwargs)
