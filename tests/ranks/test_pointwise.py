@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fullshard import fully_shard
+from fullshard import Ragged, fully_shard
 from tests.ranks.models import noise
 from tests.ranks.net import apart, make, shard, step
 from tests.ranks.pool import RankPool
@@ -43,8 +43,6 @@ def steps_like_unsharded(kind: str, how: dict[str, Any]) -> float:
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_steps_like_the_unsharded_model(pool: RankPool, world: int, kind: str, way: str) -> None:
-    if kind == "rprop" and way == "one by one":
-        pytest.skip("PyTorch's Rprop indexes with masks, which DTensors cannot")
     assert max(pool.run(world, steps_like_unsharded, kind, WAYS[way])) <= 1e-14
 
 
@@ -67,11 +65,15 @@ class Mixed(nn.Module):
         return self.expert(torch.tanh(self.dense(x))) * self.gain
 
 
+def mixed() -> Mixed:
+    torch.manual_seed(0)
+    return Mixed().double()
+
+
 def mixes(how: dict[str, Any]) -> float:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     everyone = init_device_mesh("cpu", (4,))
-    torch.manual_seed(0)
-    plain: Any = Mixed().double()
+    plain: Any = mixed()
     model: Any = copy.deepcopy(plain)
     fully_shard(model.expert, mesh=mesh)
     fully_shard(model, mesh=everyone, ignored_params={model.gain})
@@ -89,6 +91,52 @@ def mixes(how: dict[str, Any]) -> float:
 def test_a_fused_step_may_mix_meshes_and_plain_tensors(pool: RankPool) -> None:
     """PyTorch refuses such lists."""
     assert max(pool.run(4, mixes, {"fused": True})) <= 1e-14
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"per parameter": {}, "ragged": {"layout": Ragged()}}
+
+
+def mixes_forms(kind: str, layout: str) -> float:
+    """Sharded on two meshes, in the layout and otherwise, and plain."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    cls, options = OPTIMIZERS[kind]
+    plain: Any = mixed()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.expert, mesh=mesh)
+    fully_shard(model, mesh=mesh["shard"], ignored_params={model.gain}, **LAYOUTS[layout])
+    for one in (plain, model):
+        optimizer = cls(one.parameters(), **{**options, "foreach": True})
+        for number in range(4):
+            one(noise(4, 6, seed=number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return apart(model, plain)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_lists_may_mix_meshes_and_plain_tensors(pool: RankPool, kind: str, layout: str) -> None:
+    """PyTorch refuses such lists, which are what its optimizers make by themselves on a GPU."""
+    assert max(pool.run(2, mixes_forms, kind, layout)) <= 1e-14
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_fused_lists_may_mix_forms(pool: RankPool, layout: str) -> None:
+    assert max(pool.run(2, mixes_fused, layout)) <= 1e-14
+
+
+def mixes_fused(layout: str) -> float:
+    plain: Any = mixed()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.expert)
+    fully_shard(model, ignored_params={model.gain}, **LAYOUTS[layout])
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, fused=True)
+        for number in range(3):
+            one(noise(4, 6, seed=number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return apart(model, plain)
 
 
 def on_others() -> None:

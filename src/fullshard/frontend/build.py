@@ -15,11 +15,11 @@ from fullshard import _torch
 from fullshard.engine import Bucket, Engine, Unit
 from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
-from fullshard.frontend.explain import check_optimizers_again
 from fullshard.frontend.finalization import check_ends_by_itself
 from fullshard.frontend.flat_param import FlatPlaces, innermost
 from fullshard.frontend.hooks import engine_of, install_forward_hooks, install_state_dict_hooks
 from fullshard.frontend.module import sharded_class
+from fullshard.frontend.optimizers import check_optimizers_again
 from fullshard.frontend.ownership import Subtree, collect, enlist, unit_of
 from fullshard.frontend.places import Places
 from fullshard.schedule import UnitPolicy

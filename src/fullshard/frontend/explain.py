@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import isfunction
@@ -10,12 +9,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard import _torch
 from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError
-from fullshard.frontend.ownership import sharded_twin_of, unit_of, units_below
+from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.tensors import RaggedTensor
 
 
@@ -109,33 +105,3 @@ def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: b
 
 class _PlainTensors(ConfigError, RuntimeError):
     """Plain tensors for sharded parameters, where PyTorch raises a RuntimeError."""
-
-
-# Checked optimizers with their number of parameters, so that later steps cost nothing.
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-
-def check_optimizers_again() -> None:
-    """Check all optimizers again, because parameters were replaced by sharded ones."""
-    _checked.clear()
-
-
-@_torch.never_compiled
-def _check_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    """Refuse a step on parameters that have been sharded since: it would train nothing."""
-    num_params = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == num_params:
-        return
-    params = {param for group in optimizer.param_groups for param in group["params"]}
-    for param in params:
-        name, sharded = sharded_twin_of(param)
-        if sharded is not None and sharded not in params:  # else tied: both are trained
-            raise ConfigError(
-                f"this {type(optimizer).__name__} was built before fully_shard: its parameter "
-                f"{name}, for one, was replaced by a sharded one and would not be trained; build "
-                "the optimizer after sharding"
-            )
-    _checked[optimizer] = num_params
-
-
-register_optimizer_step_pre_hook(_check_optimizer)

@@ -54,6 +54,20 @@ def sharded_twin_of(param: nn.Parameter) -> tuple[str, nn.Parameter | None]:
     return full_name, next((sharded for own, sharded in named if own == name), None)
 
 
+def names_of_stepped(params: Iterable[Tensor]) -> dict[nn.Parameter, str]:
+    """Return those of ``params`` that stand for one sharded parameter each, with their FQNs."""
+    asked = {id(param) for param in params}
+    units = {unit for reference in list(_members.values()) if (unit := reference()) is not None}
+    return {
+        param: ".".join(part for part in (unit.name, name) if part)
+        for unit in units
+        for bucket in unit.buckets
+        if bucket.front is None
+        for name, param in zip(bucket.names, bucket.sharded_params, strict=True)
+        if id(param) in asked
+    }
+
+
 def enlist(modules: Iterable[nn.Module], owned: Iterable[OwnedParam], unit: Unit) -> None:
     """Make ``modules`` the members of ``unit``, and ``unit`` the owner of ``owned``."""
     reference = weakref.ref(unit)

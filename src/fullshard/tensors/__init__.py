@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.tensors.dtensor_ops import handle_ops_on
+from fullshard.tensors.dtensor_ops import handle_mixed_lists, handle_ops_on
 from fullshard.tensors.extension import (
     HookArguments,
     carry_attributes,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.tensors.gathered_view import VIEW_HANDLERS
-from fullshard.tensors.pointwise import POINTWISE_HANDLERS
+from fullshard.tensors.pointwise import MIXED_LIST_HANDLERS, POINTWISE_HANDLERS
 from fullshard.tensors.random import RANDOM_HANDLERS
 from fullshard.tensors.writes import WRITE_HANDLERS
 
@@ -40,6 +40,16 @@ def handle_ops_on(mesh: DeviceMesh) -> None:
         for op in _HANDLERS:
             _torch.handle_dtensor_op(op, _dispatch)
     _meshes.add(mesh)
+
+
+def handle_mixed_lists() -> None:
+    """Make ``foreach`` optimizers step lists of DTensors on several meshes and of plain tensors.
+
+    Call this when such an optimizer is met: other lists take longer afterwards.
+    """
+    for op in MIXED_LIST_HANDLERS.keys() - _HANDLERS.keys():
+        _HANDLERS[op] = MIXED_LIST_HANDLERS[op]
+        _torch.handle_dtensor_op(op, _dispatch)
 
 
 def _dispatch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -37,7 +37,14 @@ def _on_lists(op: Any, target: DTensor, args: tuple[Any, ...], kwargs: dict[str,
         or any(isinstance(value, DTensor) for value in kwargs.values())
     ):
         return _torch.default_dtensor_op(op, args, kwargs)
-    return op(*([*map(_local, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
+    result = op(*([*map(_local, arg)] if _is_list(arg) else arg for arg in args), **kwargs)
+    if not _is_list(result):
+        return result  # an operation in place
+    return [*map(_placed_like, targets, result)]
+
+
+def _placed_like(target: Tensor, local: Tensor) -> Tensor:
+    return _torch.dtensor_like(target, local) if isinstance(target, DTensor) else local
 
 
 def _fits_each(arg: Any, targets: Iterable[Tensor]) -> bool:
@@ -62,7 +69,7 @@ def _is_list(arg: Any) -> TypeGuard[Sequence[Any]]:
 
 
 # Of operations on lists, those that PyTorch's DTensors lack, and the fused ones. Others would take
-# longer this way.
+# longer this way, and are handled once somebody mixes lists, which PyTorch refuses.
 _ON_LISTS = (
     aten._foreach_copy_,
     aten._foreach_sign_,
@@ -77,4 +84,44 @@ POINTWISE_HANDLERS = {
     aten.div_.Tensor: _on_locals,
     aten.mul_.Tensor: _on_locals,
     **{getattr(op, name): _on_lists for op in _ON_LISTS for name in op.overloads()},
+}
+_MIXED = (
+    aten._foreach_abs,
+    aten._foreach_abs_,
+    aten._foreach_add,
+    aten._foreach_add_,
+    aten._foreach_addcdiv,
+    aten._foreach_addcdiv_,
+    aten._foreach_addcmul,
+    aten._foreach_addcmul_,
+    aten._foreach_clamp_max_,
+    aten._foreach_clamp_min_,
+    aten._foreach_copy_,
+    aten._foreach_div,
+    aten._foreach_div_,
+    aten._foreach_lerp_,
+    aten._foreach_maximum_,
+    aten._foreach_mul,
+    aten._foreach_mul_,
+    aten._foreach_neg,
+    aten._foreach_neg_,
+    aten._foreach_pow,
+    aten._foreach_pow_,
+    aten._foreach_reciprocal,
+    aten._foreach_reciprocal_,
+    aten._foreach_rsqrt,
+    aten._foreach_rsqrt_,
+    aten._foreach_sign,
+    aten._foreach_sign_,
+    aten._foreach_sqrt,
+    aten._foreach_sqrt_,
+    aten._foreach_sub,
+    aten._foreach_sub_,
+    aten._foreach_zero_,
+)
+MIXED_LIST_HANDLERS = {
+    getattr(op, name): _on_lists
+    for op in _MIXED
+    for name in op.overloads()
+    if not name.endswith("out")
 }

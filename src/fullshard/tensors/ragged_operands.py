@@ -21,8 +21,10 @@ def first_ragged(values: Iterable[Any]) -> DTensor:
     return found
 
 
-def operand(op: Any, arg: Any, like: DTensor) -> Any:
+def operand(op: Any, arg: Any, like: Tensor) -> Any:
     """Return the local operand for ``arg`` that goes with this rank's elements of ``like``.
+
+    A plain ``like`` goes with plain tensors of any shape.
 
     Raises:
         RaggedOperationError: if ``arg`` is a tensor with dims that is not cut like ``like``.
@@ -30,11 +32,11 @@ def operand(op: Any, arg: Any, like: DTensor) -> Any:
     if not isinstance(arg, Tensor):
         return arg
     if isinstance(arg, DTensor):
-        if _lies_like(arg, like):
+        if isinstance(like, DTensor) and _lies_like(arg, like):
             return _torch.local_of(arg)
         if arg.dim() == 0 and all(placement.is_replicate() for placement in arg.placements):
             return _torch.local_of(arg)
-    elif arg.dim() == 0:
+    elif arg.dim() == 0 or not isinstance(like, DTensor):
         return arg
     raise RaggedOperationError(
         f"{op}: got {_described(arg)} beside {_described(like)}; expected a tensor cut into the "

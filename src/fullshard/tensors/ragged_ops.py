@@ -68,21 +68,24 @@ def _pointwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_lists(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``op`` on lists of tensors, each cut like the tensor at its index in the first list."""
-    lists = [arg for arg in (*args, *kwargs.values()) if _is_tensors(arg)]
-    shown = lists[0]
-    if not all(isinstance(tensor, DTensor) for tensor in shown):
-        raise refusal(op, args, kwargs)
+    """Run ``op`` on lists of tensors, each cut like the tensor at its index in the first list.
+
+    Tensors of other forms may be among them, such as parameters that a call ignored.
+    """
+    shown = next(arg for arg in (*args, *kwargs.values()) if _is_tensors(arg))
     result = op(
         *(_operands(op, arg, shown) for arg in args),
         **{name: _operands(op, arg, shown) for name, arg in kwargs.items()},
     )
     if result is None:
         return None
-    return [_torch.dtensor_like(one, local) for one, local in zip(shown, result, strict=True)]
+    return [
+        _torch.dtensor_like(one, local) if isinstance(one, DTensor) else local
+        for one, local in zip(shown, result, strict=True)
+    ]
 
 
-def _operands(op: Any, arg: Any, shown: Sequence[DTensor]) -> Any:
+def _operands(op: Any, arg: Any, shown: Sequence[Tensor]) -> Any:
     if _is_tensors(arg):
         return [operand(op, one, like) for one, like in zip(arg, shown, strict=True)]
     return _torch.local_of(arg) if isinstance(arg, DTensor) and arg.dim() == 0 else arg

@@ -1,0 +1,170 @@
+"""Errors say what is wrong, in our words, and what they advise can be done."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard import Ragged, fully_shard
+from fullshard.errors import UnsupportedError
+from tests.ranks.models import full_parameters, noise
+from tests.ranks.net import apart, batch, make, shard
+from tests.ranks.pool import RankPool
+
+LAYOUTS: dict[str, dict[str, Any]] = {"per parameter": {}, "ragged": {"layout": Ragged()}}
+both_layouts = pytest.mark.parametrize("layout", list(LAYOUTS))
+
+
+# optimizers that look at more than an element
+
+
+def stepped_by(cls: type[torch.optim.Optimizer], model: Any) -> torch.optim.Optimizer:
+    """An optimizer of the matrices, as Muon takes no others."""
+    return cls([p for p in model.parameters() if p.dim() == 2], lr=0.1)  # type: ignore[call-arg]
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss: Tensor = model(batch(number)).square().mean()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def refused(name: str, layout: str) -> str:
+    model: Any = shard(make(), **LAYOUTS[layout])
+    before = full_parameters(model)
+    optimizer = stepped_by(getattr(torch.optim, name), model)
+    messages = set()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError) as caught:
+            run(model, optimizer)
+        messages.add(str(caught.value))
+    after = full_parameters(model)
+    assert not optimizer.state
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    (message,) = messages
+    return message
+
+
+WANTED = {
+    "Adafactor": "means over rows",
+    "LBFGS": "one vector",
+    "Muon": "whole matrices",
+    "SparseAdam": "sparse gradients",
+}
+
+
+@both_layouts
+@pytest.mark.parametrize("name", list(WANTED))
+def test_optimizers_of_more_than_an_element_are_refused(
+    pool: RankPool, name: str, layout: str
+) -> None:
+    """At each step, before it; with the class, a parameter, the reason and what to do."""
+    for message in pool.run(2, refused, name, layout):
+        assert message.startswith(f"{name} ") and WANTED[name] in message
+        assert "plain.0.weight" in message and "Adam" in message
+
+
+def kept_whole(name: str) -> float:
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )
+    plain: Any = make()
+    model: Any = shard(copy.deepcopy(plain), mesh=mesh)
+    for one in (plain, model):
+        optimizer = stepped_by(getattr(torch.optim, name), one)
+        for number in range(3):
+            run(one, optimizer, number)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    return apart(model, plain)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
+def test_they_step_what_is_whole_on_every_rank(pool: RankPool, name: str, world: int) -> None:
+    """The advice of the errors."""
+    assert max(pool.run(world, kept_whole, name)) <= 1e-12
+
+
+def cut_evenly() -> float:
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model: Any = fully_shard(copy.deepcopy(plain))
+    for one in (plain, model):
+        optimizer = torch.optim.LBFGS(one.parameters(), lr=0.1)
+        for number in range(3):
+            run(one, optimizer, number)
+    return apart(model, plain)
+
+
+def test_lbfgs_steps_what_is_cut_evenly(pool: RankPool) -> None:
+    assert max(pool.run(2, cut_evenly)) <= 1e-12
+
+
+def lbfgs_on_a_mix() -> str:
+    model: Any = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    fully_shard(model, ignored_params={model[2].bias})
+    with pytest.raises(UnsupportedError) as caught:
+        run(model, torch.optim.LBFGS(model.parameters()))
+    return str(caught.value)
+
+
+def test_lbfgs_on_a_mix_is_refused(pool: RankPool) -> None:
+    for message in pool.run(2, lbfgs_on_a_mix):
+        assert "several meshes or on none" in message
+
+
+def left_whole() -> float:
+    plain: Any = make()
+    model: Any = copy.deepcopy(plain)
+    ignored = [p for p in model.parameters() if p.dim() == 2]
+    fully_shard(model, ignored_params=set(ignored))
+    for one in (plain, model):
+        optimizer = stepped_by(torch.optim.Adafactor, one)
+        for number in range(3):
+            optimizer.zero_grad()
+            mine = batch(number)
+            if one is model:
+                mine = mine.chunk(dist.get_world_size())[dist.get_rank()]
+            one(mine).square().mean().backward()
+            for param in ignored if one is model else ():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+            optimizer.step()
+    return apart(model, plain)
+
+
+def test_adafactor_steps_parameters_that_were_ignored(pool: RankPool) -> None:
+    """The advice of its error."""
+    assert max(pool.run(2, left_whole)) <= 1e-12
+
+
+def of_others(name: str) -> None:
+    """DTensors that we did not shard are not our business."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(nn.Linear(2, 2), mesh=mesh)
+    param = nn.Parameter(distribute_tensor(noise(4, 4), mesh))
+    optimizer = getattr(torch.optim, name)([param])
+    param.grad = distribute_tensor(noise(4, 4, seed=1), mesh)
+    optimizer.step()
+    assert optimizer.state
+
+
+def test_parameters_of_others_are_left_alone(pool: RankPool) -> None:
+    pool.run(2, of_others, "Muon")
