@@ -87,6 +87,13 @@ def test_every_name_of_the_table_is_one_of_this_pytorch() -> None:
         assert names.keys() - new <= vars(import_module(module)).keys()
 
 
+def test_the_page_names_what_is_replaced() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+    fsdp2 = set(OURS["torch.distributed.fsdp"]) - set(FSDP1)
+    others = {"FullyShardedDataParallel", "ShardedGradScaler", "torch.distributed.fsdp.wrap"}
+    assert [name for name in fsdp2 | others if f"`{name}`" not in page] == []
+
+
 def test_what_implements_pytorchs_fsdp_keeps_its_names() -> None:
     with patch_torch():
         for module in (_fully_shard, replicate_with_fsdp):

@@ -256,6 +256,23 @@ def test_pytorchs_own_trains_before_during_and_after(pool: RankPool, world: int)
         assert result == [True] * 7
 
 
+def wrapped_before() -> float:
+    """A wrapper of PyTorch's FSDP1 that is older than the patch, beside the unsharded model."""
+    plain = make()
+    cpu = torch.device("cpu")
+    model = fsdp.FullyShardedDataParallel(copy.deepcopy(plain), device_id=cpu, use_orig_params=True)
+    pairs = [(one, optimizer_of(one)) for one in (plain, model)]
+    losses = []
+    for number in range(3):
+        with patch_torch() if number else nullcontext():
+            losses.append([step(one, optimizer, number) for one, optimizer in pairs])
+    return max(abs(one - other) for one, other in losses)
+
+
+def test_wrappers_of_pytorchs_train_on(pool: RankPool) -> None:
+    assert max(pool.run(2, wrapped_before)) <= 1e-12
+
+
 def objects_of_pytorchs() -> float:
     """Policies and placements made before, of classes that are no longer there."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
