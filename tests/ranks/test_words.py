@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import Ragged, fully_shard
-from fullshard.errors import UnsupportedError
+from fullshard import FullyShardedDataParallel, Ragged, fully_shard, shard_blocks
+from fullshard.errors import AlreadyShardedError, ConfigError, UnsupportedError
+from fullshard.wrap import ModuleWrapPolicy
 from tests.ranks.models import full_parameters, noise
 from tests.ranks.net import apart, batch, make, shard
 from tests.ranks.pool import RankPool
@@ -168,3 +170,121 @@ def of_others(name: str) -> None:
 
 def test_parameters_of_others_are_left_alone(pool: RankPool) -> None:
     pool.run(2, of_others, "Muon")
+
+
+# tied parameters
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.body(self.embed(x))))
+        return y
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.it: Any = Tied()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.it(x)
+        return y
+
+
+def wrapped(module: nn.Module, **options: Any) -> Any:
+    return FullyShardedDataParallel(
+        module, device_id=torch.device("cpu"), use_orig_params=True, **options
+    )
+
+
+def parts(model: Around) -> None:
+    fully_shard(model.it.embed)
+    fully_shard(model.it.head)
+
+
+def part_and_whole(model: Around) -> None:
+    fully_shard(model.it.embed)
+    fully_shard(model)
+
+
+def lists(model: Around) -> None:
+    fully_shard([model.it.body[0], model.it.embed])
+    fully_shard([model.it.head, model.it.body[1]])
+
+
+def wrappers(model: Around) -> None:
+    model.it.embed = wrapped(model.it.embed)
+    wrapped(model)
+
+
+def policy(model: Around) -> None:
+    wrapped(model, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}))
+
+
+def blocks(model: Around) -> None:
+    shard_blocks(model, policy=ModuleWrapPolicy({nn.Embedding}))
+
+
+def tied(shards: Callable[[Around], None]) -> str:
+    with pytest.raises(ConfigError, match="tied") as caught:
+        shards(Around())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shards", [parts, part_and_whole, lists, wrappers, policy, blocks])
+def test_ties_between_units_name_both_places(
+    pool: RankPool, shards: Callable[[Around], None]
+) -> None:
+    """By their names in the whole model, also where a call was given only a part of it."""
+    for message in pool.run(2, tied, shards):
+        assert "it.embed.weight" in message and "it.head.weight" in message
+
+
+def module_in_two_places() -> str:
+    linear = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear)})
+    fully_shard(model["a"])
+    with pytest.raises(AlreadyShardedError) as caught:
+        fully_shard(model["b"])
+    return str(caught.value)
+
+
+def test_a_module_in_two_places_is_named_by_both(pool: RankPool) -> None:
+    for message in pool.run(2, module_in_two_places):
+        assert "a.0.weight, b.0.weight" in message
+
+
+def tied_as_advised(face: str) -> float:
+    torch.manual_seed(0)
+    plain = Tied().double()
+    model: Any = copy.deepcopy(plain)
+    if face == "wrapper":
+        model.embed = wrapped(model.embed, ignored_states=[model.embed.weight])
+        model = wrapped(model)
+    elif face == "one call":
+        fully_shard([model.embed, model.head])
+        fully_shard(model)
+    else:
+        fully_shard(model.embed, ignored_params={model.embed.weight})
+        fully_shard(model)
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters())
+        for number in range(3):
+            one(torch.arange(5) + number % 2).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    x = torch.arange(6)
+    with torch.no_grad():
+        return float((plain(x) - model(x)).abs().max())
+
+
+@pytest.mark.parametrize("face", ["one call", "ignored", "wrapper"])
+def test_ties_can_be_sharded_as_advised(pool: RankPool, face: str) -> None:
+    assert max(pool.run(2, tied_as_advised, face)) <= 1e-12

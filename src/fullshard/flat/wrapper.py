@@ -40,7 +40,7 @@ from fullshard.flat.prepare import (
 from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
-from fullshard.frontend.checks import check_not_sharded
+from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded
 from fullshard.frontend.contexts import WRAPPED, unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
@@ -154,7 +154,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         self._given = Given.of(mesh, given)
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
         offload = as_offload(cpu_offload, device_of(mesh))
-        check_not_sharded(collect([self], params).params)  # shards differ in size between ranks
+        # Now, because shards differ in size between ranks.
+        check_not_sharded(collect([self], params).params, what_to_do=TOGETHER_IN_A_WRAPPER)
         materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
         if device is not None:
             move(module, params, modules, device)

@@ -19,7 +19,8 @@ from fullshard.errors import (
     NotBuiltError,
     UnsupportedError,
 )
-from fullshard.frontend.ownership import OwnedParam, owner_of, twin_of, unit_of
+from fullshard.frontend.naming import name_of, names_of
+from fullshard.frontend.ownership import OwnedParam, owner_of, place_of_twin, twin_of, unit_of
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
 
@@ -176,23 +177,42 @@ def checked_layout(layout: Any) -> LayoutStrategy:
     return cast("LayoutStrategy", layout)
 
 
-def check_not_sharded(params: Iterable[OwnedParam]) -> None:
-    """Refuse parameters that another unit owns, or that are tied to a parameter of another unit."""
+_TOGETHER = (
+    "give both modules to one call, as a list, or pass the parameter in ignored_params of that "
+    "earlier call, so that this one shards it for both"
+)
+TOGETHER_IN_A_WRAPPER = (
+    "leave both modules to one FullyShardedDataParallel around them, or pass the parameter in "
+    "ignored_states of the inner one, so that the outer one shards it for both"
+)
+
+
+def check_not_sharded(params: Iterable[OwnedParam], *, what_to_do: str = _TOGETHER) -> None:
+    """Refuse parameters that another unit owns, or that are tied to a parameter of another unit.
+
+    ``what_to_do`` is the advice for tied ones.
+    """
     for owned in params:
         param, name = owned.param, owned.name
-        owner = next(filter(None, map(owner_of, owned.places)), None)
-        if owner is not None:
+        place, owner = next(
+            ((place, owner) for place in owned.places if (owner := owner_of(place))), (None, None)
+        )
+        if place is not None and owner is not None:
+            several = names_of(place)
+            shared = f", or because its module stands in several places ({', '.join(several)})"
             raise AlreadyShardedError(
                 f"fully_shard: parameter {name} belongs to unit {owner.name or '(root)'} already, "
-                "because a parent was sharded before its child; shard bottom-up, children first"
+                f"because a parent was sharded before its child{shared if several[1:] else ''}; "
+                "shard bottom-up, children first"
+                + (", and a module of several places once" if several[1:] else "")
             )
         twin = twin_of(param)
         if twin is not None:
+            there = place_of_twin(param)
             raise ConfigError(
-                f"fully_shard: parameter {name} is tied to {twin[0]} of unit "
-                f"{twin[1].name or '(root)'}, which was sharded before; tied parameters must be in "
-                "one unit: give both modules to one call, as a list, or pass the parameter in "
-                "ignored_params of that earlier call, so that this one shards it for both"
+                f"fully_shard: parameter {name_of(owned.places[0])} is tied to "
+                f"{twin[0] if there is None else name_of(there)}, which was sharded before; tied "
+                f"parameters must be in one unit: {what_to_do}"
             )
 
 

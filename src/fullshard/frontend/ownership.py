@@ -21,7 +21,18 @@ _members: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.Weak
 _owners: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[Unit]]]
 _owners = weakref.WeakKeyDictionary()
 # Whole parameters that were sharded but stay alive, because something outside refers to them.
-_originals: MutableMapping[Tensor, tuple[str, weakref.ref[Unit]]] = WeakIdKeyDictionary()
+_originals: MutableMapping[Tensor, _Original] = WeakIdKeyDictionary()
+
+
+class _Original(NamedTuple):
+    """What became of a whole parameter; refers to nothing strongly."""
+
+    name: str
+    unit: weakref.ref[Unit]
+    module: weakref.ref[nn.Module]
+    """The module of its first place."""
+    own_name: str
+    """Its name in that module."""
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -38,9 +49,16 @@ def owner_of(place: Place) -> Unit | None:
 
 def twin_of(param: nn.Parameter) -> tuple[str, Unit] | None:
     """Return the name and unit with which ``param`` itself was sharded before, if it was."""
-    name, reference = _originals.get(param, ("", None))
-    unit = None if reference is None else reference()
-    return None if unit is None else (name, unit)
+    original = _originals.get(param)
+    unit = None if original is None else original.unit()
+    return None if original is None or unit is None else (original.name, unit)
+
+
+def place_of_twin(param: nn.Parameter) -> Place | None:
+    """Return the place at which ``param`` itself was sharded before, if the module still lives."""
+    original = _originals.get(param)
+    module = None if original is None else original.module()
+    return None if original is None or module is None else Place(module, original.own_name)
 
 
 def sharded_twin_of(param: nn.Parameter) -> tuple[str, nn.Parameter | None]:
@@ -74,7 +92,10 @@ def enlist(modules: Iterable[nn.Module], owned: Iterable[OwnedParam], unit: Unit
     for module in modules:
         _members[module] = reference
     for one in owned:
-        _originals[one.param] = (one.name, reference)
+        first = one.places[0]
+        _originals[one.param] = _Original(
+            one.name, reference, weakref.ref(first.module), first.name
+        )
         for place in one.places:
             _owners.setdefault(place.module, {})[place.name] = reference
 
