@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import FullyShardedDataParallel, Ragged, fully_shard, shard_blocks
+from fullshard import (
+    FullyShardedDataParallel,
+    Ragged,
+    fully_shard,
+    shard_blocks,
+    unshard_params,
+)
+from fullshard.checkpoint import full_state_dict
 from fullshard.errors import AlreadyShardedError, ConfigError, UnsupportedError
 from fullshard.wrap import ModuleWrapPolicy
 from tests.ranks.models import full_parameters, noise
@@ -288,3 +295,104 @@ def tied_as_advised(face: str) -> float:
 @pytest.mark.parametrize("face", ["one call", "ignored", "wrapper"])
 def test_ties_can_be_sharded_as_advised(pool: RankPool, face: str) -> None:
     assert max(pool.run(2, tied_as_advised, face)) <= 1e-12
+
+
+# embeddings of transformers
+
+
+def llama() -> Any:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return hf.LlamaForCausalLM(config)
+
+
+def sharded_llama(way: str) -> Any:
+    model = llama()
+    if way in ("wrapper", "flat wrapper"):
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=way == "wrapper")
+    for layer in model.model.layers:
+        fully_shard(layer, **LAYOUTS[way])
+    return fully_shard(model, **LAYOUTS[way])
+
+
+def loss_of(model: Any) -> Tensor:
+    ids = torch.arange(8)[None]
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+WAYS = [*LAYOUTS, "wrapper", "flat wrapper"]
+
+
+def resized(way: str) -> str:
+    model = sharded_llama(way)
+    before = loss_of(model).item()
+    assert model.resize_token_embeddings(16) is model.resize_token_embeddings()
+    messages = set()
+    for means in (False, True):
+        with pytest.raises(UnsupportedError) as caught:
+            model.resize_token_embeddings(20, mean_resizing=means)
+        messages.add(str(caught.value))
+    if way in LAYOUTS:
+        with unshard_params(model), pytest.raises(UnsupportedError, match="20 rows"):
+            model.resize_token_embeddings(17, pad_to_multiple_of=4)
+    assert loss_of(model).item() == before
+    loss_of(model).backward()
+    (message,) = messages
+    return message
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_embeddings_are_not_resized(pool: RankPool, way: str) -> None:
+    """Nor left half changed; a call that changes nothing is allowed."""
+    pytest.importorskip("transformers")
+    for message in pool.run(2, resized, way):
+        assert "20 rows instead of 16, but model.embed_tokens.weight" in message
+        assert "Resize before sharding" in message and "full_state_dict" in message
+
+
+def resized_as_advised() -> list[float]:
+    model = sharded_llama("per parameter")
+    values = full_state_dict(model, rank0_only=False)
+    anew = llama()
+    anew.load_state_dict(values)
+    anew.resize_token_embeddings(20, mean_resizing=False)
+    plain = copy.deepcopy(anew)
+    for layer in anew.model.layers:
+        fully_shard(layer)
+    fully_shard(anew)
+    losses = [loss_of(one) for one in (plain, anew)]
+    losses[1].backward()
+    assert anew.get_input_embeddings().weight.shape == (20, 8)
+    return [loss.item() for loss in losses]
+
+
+def test_embeddings_are_resized_as_advised(pool: RankPool) -> None:
+    pytest.importorskip("transformers")
+    for plain, sharded in pool.run(2, resized_as_advised):
+        assert plain == pytest.approx(sharded, abs=1e-6)
+
+
+def resized_beside() -> None:
+    """Embeddings that no unit owns are not our business."""
+    model = llama()
+    ends = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    fully_shard(model, ignored_params=ends)
+    model.resize_token_embeddings(20, mean_resizing=False)
+    loss_of(model).backward()
+    assert model.get_input_embeddings().weight.shape == (20, 8)
+
+
+def test_embeddings_that_are_not_sharded_are_resized(pool: RankPool) -> None:
+    pytest.importorskip("transformers")
+    pool.run(2, resized_beside)

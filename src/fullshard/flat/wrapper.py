@@ -47,6 +47,7 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit
 from fullshard.frontend.ownership import collect, unit_of, units_below
+from fullshard.frontend.resizing import RESIZE, guard_resize
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
@@ -206,7 +207,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__(WRAPPED), name)
+            found = getattr(super().__getattr__(WRAPPED), name)
+            return guard_resize(found) if name == RESIZE else found
 
     def __getitem__(self, key: int) -> Any:
         """Return an element of a wrapped container."""

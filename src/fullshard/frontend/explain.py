@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError
 from fullshard.frontend.ownership import unit_of, units_below
+from fullshard.frontend.resizing import RESIZE, guard_resize
 from fullshard.tensors import RaggedTensor
 
 
@@ -44,11 +45,11 @@ def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Return the public methods that ``cls`` adds to ``nn.Module``, wrapped to explain errors.
 
     Only ``forward`` unshards parameters. Other methods that compute with parameters find them
-    sharded; the error then says what to do.
+    sharded; the error then says what to do, which for ``resize_token_embeddings`` is another thing.
     """
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
     return {
-        name: _guard(name, function)
+        name: guard_resize(function) if name == RESIZE else _guard(name, function)
         for base in reversed(bases)
         for name, function in vars(base).items()
         if isfunction(function) and not name.startswith("_") and not hasattr(nn.Module, name)
