@@ -136,6 +136,8 @@ class ParamStream:
         self._rank, self._world = council.rank, council.world
         self._receivers = receivers
         self._batches = [[Piece(0, one, 0, one.stored.region.numel) for one in b] for b in buckets]
+        self._shares = [shares_of(manifest, batch) for batch in self._batches]
+        self._room = max((_offsets(bucket)[-1] for bucket in buckets), default=0)
         self.metadata = [
             StreamedTensor(one.stored.name, one.stored.shape, one.dtype, number, offset)
             for number, bucket in enumerate(buckets)
@@ -173,22 +175,25 @@ class ParamStream:
         return self._run(found)
 
     def _run(self, found: Collected) -> Iterator[Bucket]:
+        if not self._batches:
+            return
         self._is_running = True
         watched = list(found.params.values())
         version = _torch.versions(watched)
-        current = _Gather(self, found, 0) if self._batches else None
+        sizes = [[size_of(own) for own in shares] for shares in self._shares]
+        delivery = Delivery(sizes, self._receivers, found.device)
         memory: Tensor | None = None
+        self._send(delivery, found, 0)
         try:
             for number in range(len(self._batches)):
-                assert current is not None
-                bucket, memory = current.finish(memory), None
-                has_next = number + 1 < len(self._batches)
+                bucket, memory = self._received(delivery, number, memory), None
                 if _torch.versions(watched) != version:
                     raise ProtocolError(
                         "weights were written to while they were streamed: end the loop before "
                         "the next step of the optimizer"
                     )
-                current = _Gather(self, found, number + 1, current) if has_next else None
+                if number + 1 < len(self._batches):
+                    self._send(delivery, found, number + 1)
                 if bucket is not None:
                     try:
                         yield bucket
@@ -196,8 +201,24 @@ class ParamStream:
                         memory = bucket.end()
         finally:
             self._is_running = False
-            if current is not None:
-                current.wait()  # a loop that was left has sent its next bucket
+            delivery.wait()  # a loop that was left has sent its next bucket
+
+    def _send(self, delivery: Delivery, found: Collected, number: int) -> None:
+        """Begin to gather a bucket."""
+        pack(self._shares[number][self._rank], found.parts, delivery.begin(number))
+        delivery.start()
+
+    def _received(self, delivery: Delivery, number: int, memory: Tensor | None) -> Bucket | None:
+        """Return a bucket, in ``memory`` if there is some; None if this rank gets none."""
+        messages = delivery.wait()
+        if self._rank not in self._receivers:
+            return None
+        if memory is None:
+            memory = torch.empty(self._room, dtype=torch.uint8, device=delivery.device)
+        bucket = Bucket([piece.planned for piece in self._batches[number]], memory)
+        for shares, message in zip(self._shares[number], messages, strict=True):
+            unpack(shares, message, [bucket.flat(name) for name in bucket])
+        return bucket
 
 
 class Bucket(Mapping[str, Tensor]):
@@ -207,12 +228,8 @@ class Bucket(Mapping[str, Tensor]):
     too; after that any use raises ``ProtocolError``.
     """
 
-    def __init__(self, batch: Sequence[Piece], memory: Tensor | None, device: torch.device) -> None:
-        planned = [piece.planned for piece in batch]
+    def __init__(self, planned: Sequence[Planned], memory: Tensor) -> None:
         *self._offsets, size = _offsets(planned)
-        if memory is None or len(memory) < size:
-            del memory  # before there is more
-            memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._memory: Tensor | None = memory
         pairs = zip(planned, self._offsets, strict=True)
         self._planned = {one.stored.name: (one, offset) for one, offset in pairs}
@@ -316,39 +333,6 @@ class BucketTensor(Tensor):
     def _given_away(self) -> Tensor:
         self._bucket.packed  # noqa: B018
         return self._plain
-
-
-class _Gather:
-    """The gathering of one bucket, which begins when it is made."""
-
-    def __init__(
-        self, stream: ParamStream, found: Collected, number: int, last: _Gather | None = None
-    ) -> None:
-        self._batch = stream._batches[number]
-        self._shares = shares_of(stream._manifest, self._batch)
-        self._takes = stream._rank in stream._receivers
-        sizes = [size_of(shares) for shares in self._shares]
-        before = None if last is None else last._delivery
-        self._delivery: Delivery = Delivery(sizes, stream._receivers, found.device, before)
-        own = self._shares[stream._rank]
-        if own:
-            pack(own, found.parts, self._delivery.own)
-        self._delivery.start()
-
-    def wait(self) -> None:
-        """Wait for the end."""
-        self._delivery.wait()
-
-    def finish(self, memory: Tensor | None) -> Bucket | None:
-        """Return the bucket, in ``memory`` if it has room; None if this rank gets none."""
-        messages = self._delivery.wait()
-        if not self._takes:
-            return None
-        bucket = Bucket(self._batch, memory, self._delivery.device)
-        pieces = [bucket.flat(piece.planned.stored.name) for piece in self._batch]
-        for shares, message in zip(self._shares, messages, strict=True):
-            unpack(shares, message, pieces)
-        return bucket
 
 
 def _buckets(tensors: Sequence[Planned], nbytes: int) -> list[list[Planned]]:

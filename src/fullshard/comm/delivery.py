@@ -9,60 +9,74 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.mesh import collectives_of, default_mesh
+from fullshard.comm.protocol import Pending
 
+_PADDED = 1.02
 _TAG = 7201  # of point-to-point messages, which programs may send as well
 
 
 class Delivery:
-    """One message of bytes from each rank of the default group, to each of some ranks.
+    """Rounds of one message of bytes from each rank of the default group to each of some ranks.
 
-    Fill ``own``, call ``start`` on all ranks, then ``wait``.
+    In each round fill what ``begin`` returns, call ``start`` on all ranks, then ``wait``. All
+    rounds have the same memory.
 
     Args:
-        sizes: of the messages of all ranks, in bytes; multiples of 16.
+        rounds: for each round the sizes of the messages of all ranks, in bytes, multiples of 16.
         receivers: the ranks that get all messages, in ascending order.
-        device: where messages should be; where they are if the group serves it.
-        last: a delivery that has ended, whose memory is not needed any longer.
+        device: where messages should be.
 
     Attributes:
-        own: the message of this rank.
-        device: where messages are.
+        device: where messages are; another one if the group does not serve that.
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        receivers: Sequence[int],
-        device: torch.device,
-        last: Delivery | None = None,
+        self, rounds: Sequence[Sequence[int]], receivers: Sequence[int], device: torch.device
     ) -> None:
-        self._sizes, self._receivers = sizes, receivers
+        self._rounds, self._receivers = rounds, receivers
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._takes = self._rank in receivers
         self.device = _served(device)
-        size = sum(sizes) if self._takes else sizes[self._rank]
-        memory: Tensor | None = None
-        if last is not None:
-            memory = last.give_memory()
-        if memory is None or len(memory) < size:
-            del memory  # before there is more
-            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._memory: Tensor | None = memory
-        self._messages = list(memory[: sum(sizes)].split([*sizes])) if self._takes else []
-        self.own = self._messages[self._rank] if self._takes else memory[:size]
-        self._works: list[dist.Work] = []
+        places = [self._places(sizes) for sizes in rounds]
+        most = max(sum(own) if self._takes else own[self._rank] for own in places)
+        self._memory = torch.empty(most, dtype=torch.uint8, device=self.device)
+        self._messages: list[Tensor] = []
+        self._works: list[Pending] = []
 
-    def give_memory(self) -> Tensor | None:
-        """Give the memory of all messages away, after the end; they are not to be used any more."""
-        memory, self._memory = self._memory, None
-        self._messages, self.own = [], torch.empty(0)
-        return memory
+    def _places(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Return the sizes of places for messages, all alike if there is one all-gather for all."""
+        world, row = len(sizes), max(sizes)
+        is_even = len(self._receivers) == world and row * world <= _PADDED * sum(sizes)
+        return [row] * world if is_even else sizes
+
+    def begin(self, number: int) -> Tensor:
+        """Begin a round, after the end of the last one; return this rank's message, to be filled.
+
+        The messages of the last round are not to be used any more.
+        """
+        sizes = self._rounds[number]
+        if not self._takes:
+            self._own = self._memory[: sizes[self._rank]]
+            return self._own
+        places = self._places(sizes)
+        self._rows = self._memory[: sum(places)].split([*places])
+        self._messages = [row[:n] for row, n in zip(self._rows, sizes, strict=True)]
+        self._own = self._messages[self._rank]
+        return self._own
 
     def start(self) -> None:
-        """Begin to send and to receive; nobody may write to ``own`` until ``wait`` returns."""
-        if len(self._sizes) == 1:
+        """Begin to send and to receive; nobody may write to the message until ``wait`` returns."""
+        world = len(self._rounds[0])
+        if world == 1:
             return
-        if len(self._receivers) == len(self._sizes):
+        if len(self._receivers) == world:
+            row = len(self._rows[0])
+            if row and all(len(one) == row for one in self._rows):
+                wire = collectives_of(default_mesh(self.device.type))
+                whole = self._memory[: row * world]
+                self._works = [wire.all_gather([whole], [self._rows[self._rank]])]
+                return
             self._works = [
                 dist.broadcast(message, rank, async_op=True)
                 for rank, message in enumerate(self._messages)
@@ -70,13 +84,13 @@ class Delivery:
             ]
             return
         calls = []
-        for other in self._receivers if len(self.own) else ():
+        for other in self._receivers if len(self._own) else ():
             if other != self._rank:
-                calls.append(dist.P2POp(dist.isend, self.own, other, tag=_TAG))
+                calls.append(dist.P2POp(dist.isend, self._own, other, tag=_TAG))
         for other, message in enumerate(self._messages):
             if other != self._rank and len(message):
                 calls.append(dist.P2POp(dist.irecv, message, other, tag=_TAG))
-        self._works = dist.batch_isend_irecv(calls) if calls else []
+        self._works = [*dist.batch_isend_irecv(calls)] if calls else []
 
     def wait(self) -> list[Tensor]:
         """Wait for the end; return the messages in rank order, none if this rank gets none."""
