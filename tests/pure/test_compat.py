@@ -24,7 +24,7 @@ from torch.distributed.pipelining import stage
 import fullshard
 from fullshard import wrap
 from fullshard.compat import patch_torch
-from fullshard.compat.names import OURS
+from fullshard.compat.names import OURS, SHOWN
 from tests.versions import TORCH
 
 THEIRS = {name: getattr(fsdp, name) for name in fsdp.__all__}
@@ -83,7 +83,7 @@ def test_every_name_is_ours() -> None:
 
 def test_every_name_of_the_table_is_one_of_this_pytorch() -> None:
     new = {name for name, version in SINCE.items() if TORCH < version}
-    for module, names in OURS.items():
+    for module, names in (*OURS.items(), *SHOWN.items()):
         assert names.keys() - new <= vars(import_module(module)).keys()
 
 
@@ -97,7 +97,8 @@ def test_the_page_names_what_is_replaced() -> None:
 def test_what_implements_pytorchs_fsdp_keeps_its_names() -> None:
     with patch_torch():
         for module in (_fully_shard, replicate_with_fsdp):
-            assert module.FSDPModule is THEIRS["FSDPModule"]
+            assert vars(module)["FSDPModule"] is THEIRS["FSDPModule"]
+        assert replicate_with_fsdp.FSDPModule is THEIRS["FSDPModule"]
         assert issubclass(replicate_with_fsdp.ReplicateModule, THEIRS["FSDPModule"])
 
 
@@ -111,6 +112,42 @@ def test_modules_that_imported_before_have_ours_meanwhile(folder: Path) -> None:
     assert user.ShardingStrategy is THEIRS["ShardingStrategy"]
     assert user.FSDPModule is stage.FSDPModule is THEIRS["FSDPModule"]
     assert user.shard is THEIRS["fully_shard"]
+
+
+DEEP = "from torch.distributed.fsdp._fully_shard._fully_shard import FSDPModule, fully_shard\n"
+
+
+def test_a_deep_import_gives_ours_before_and_meanwhile(folder: Path) -> None:
+    deep = "import torch.distributed.fsdp._fully_shard._fully_shard as deep\n"
+    before = module_of(folder, "deep_before", DEEP + deep)
+    with patch_torch():
+        meanwhile = module_of(folder, "deep_meanwhile", DEEP + deep)
+        for user in (before, meanwhile, _fully_shard, before.deep):
+            assert user.fully_shard is fullshard.fully_shard
+            assert user.FSDPModule is fullshard.FSDPModule
+        assert _fully_shard.UnshardHandle is fullshard.UnshardHandle
+        assert _fully_shard.share_comm_ctx is fullshard.share_comm_ctx
+        assert vars(_fully_shard)["fully_shard"] is THEIRS["fully_shard"]
+    for user in (before, meanwhile, _fully_shard):
+        assert user.fully_shard is THEIRS["fully_shard"]
+        assert user.FSDPModule is THEIRS["FSDPModule"]
+    assert type(_fully_shard) is ModuleType
+
+
+def test_who_replaces_a_shown_name_for_a_while_leaves_pytorchs_behind() -> None:
+    """Some frameworks put a class of theirs in the place of ``FSDPModule``, then the old one."""
+
+    class Other:
+        pass
+
+    with patch_torch():
+        shown = _fully_shard.FSDPModule
+        _fully_shard.FSDPModule = Other
+        assert _fully_shard.FSDPModule is vars(_fully_shard)["FSDPModule"] is Other
+        _fully_shard.FSDPModule = shown
+        assert _fully_shard.FSDPModule is fullshard.FSDPModule
+        assert vars(_fully_shard)["FSDPModule"] is THEIRS["FSDPModule"]
+    assert _fully_shard.FSDPModule is THEIRS["FSDPModule"]
 
 
 def test_modules_imported_meanwhile_have_pytorchs_afterwards(folder: Path) -> None:

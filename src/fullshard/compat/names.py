@@ -70,6 +70,25 @@ In other modules, names of replaced objects change too, except where ``keeps_tor
 infos (``FSDPMeshInfo`` and similar) stay PyTorch's: they say what a mesh is for, and we read them.
 """
 
+_ENTRY = {
+    "FSDPModule": FSDPModule,
+    "GradientReductionHandle": GradientReductionHandle,
+    "UnshardHandle": UnshardHandle,
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+}
+
+SHOWN: dict[str, dict[str, object]] = {
+    "torch.distributed.fsdp._fully_shard._fully_shard": _ENTRY,
+}
+"""What programs that import from files of PyTorch's implementation find there, while PyTorch is
+patched: the same table as ``OURS``, but the functions in those files go on using PyTorch's."""
+
+BUILT_ON_SHOWN = ("torch.distributed._composable.replicate_with_fsdp",)
+"""Modules of PyTorch's that import names of ``SHOWN`` for their own use. They are imported before
+anything is shown."""
+
 # Modules that implement PyTorch's FSDP or depend on its internals.
 _IMPLEMENTATION = (
     "torch.distributed.fsdp._",

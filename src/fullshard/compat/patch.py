@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
+from itertools import groupby
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 from fullshard.comm import Public, choose_wire
 from fullshard.compat.handles import policy_for_param, state_of
-from fullshard.compat.names import OURS, is_ours, keeps_torchs
+from fullshard.compat.names import BUILT_ON_SHOWN, OURS, SHOWN, is_ours, keeps_torchs
+from fullshard.compat.shown import Pair, Showing
 from fullshard.engine import MixedPrecisionPolicy
 from fullshard.frontend import fully_shard
 
@@ -82,12 +84,15 @@ class _Patched:
 
     def __init__(self) -> None:
         self.num_wanted = 0
-        listed = list(_listed())
-        self._theirs_of = {id(change.ours): change.theirs for change in listed}
+        for name in BUILT_ON_SHOWN:
+            with suppress(ImportError):
+                import_module(name)
+        listed, shown = list(_listed(OURS)), list(_listed(SHOWN))
+        self._theirs_of = {id(change.ours): change.theirs for change in (*listed, *shown)}
         # Names that held our objects before keep them. ``_before`` keeps the namespaces' ids valid.
         self._before = [space for _, space in _modules_but(keeps_torchs)]
         self._held = set(_places(self._before, self._theirs_of))
-        ours_of = {id(change.theirs): change.ours for change in listed}
+        ours_of = {id(change.theirs): change.ours for change in (*listed, *shown)}
         self._changes = [
             *listed,
             *_changes(self._before, ours_of),
@@ -95,6 +100,10 @@ class _Patched:
         ]
         for change in self._changes:
             change.namespace[change.name] = change.ours
+        self._showing = [
+            Showing(import_module(name), {c.name: Pair(c.theirs, c.ours) for c in changes})
+            for name, changes in groupby(shown, key=lambda change: change.namespace["__name__"])
+        ]
         MixedPrecisionPolicy._resolve_for_param = policy_for_param  # type: ignore[attr-defined]
         self._wire = choose_wire(Public)
 
@@ -102,6 +111,8 @@ class _Patched:
         """Restore everything, also in modules that were imported during the patch."""
         choose_wire(self._wire)
         del MixedPrecisionPolicy._resolve_for_param  # type: ignore[attr-defined]
+        for showing in self._showing:
+            showing.undo()
         for change in self._changes:
             change.undo()
         for module, space in _modules_but(is_ours):
@@ -135,9 +146,9 @@ def _release() -> None:
         patched.undo()
 
 
-def _listed() -> Iterator[_Change]:
-    """Yield the changes of ``OURS`` for names that this version of PyTorch has."""
-    for module, names in OURS.items():
+def _listed(table: dict[str, dict[str, object]]) -> Iterator[_Change]:
+    """Yield the changes of ``table`` for names that this version of PyTorch has."""
+    for module, names in table.items():
         with suppress(ImportError):
             space = vars(import_module(module))
             for name, ours in names.items():
