@@ -661,6 +661,19 @@ def is_replicated(module: nn.Module) -> bool:
     return contract is not None and "replicate" in module.__dict__.get(contract.REGISTRY_KEY, ())
 
 
+def mark_flattened(param: Tensor, fqns: Iterable[str] | None = None) -> None:
+    """Make ``param`` known as a parameter of a ``FullyShardedDataParallel`` wrapper.
+
+    Frameworks ask parameters for this attribute. With ``fqns``, the names of all that it holds,
+    it is a flat parameter: ``isinstance(param, torch.distributed.fsdp.FlatParameter)`` is true, and
+    ``torch.distributed.checkpoint.state_dict`` finds the names.
+    """
+    param._fsdp_flattened = True  # type: ignore[attr-defined]
+    if fqns is not None:
+        param._is_flat_param = True  # type: ignore[attr-defined]
+        param._fqns = tuple(fqns)  # type: ignore[attr-defined]
+
+
 def has_spmd_types(param: Tensor) -> bool:
     """Return whether ``param`` has ``spmd_types`` annotations of the axes that shard it.
 

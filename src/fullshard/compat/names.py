@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fullshard import flat, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
-from fullshard.compat.handles import CustomPolicy, flat_state_of, get_cls_to_fsdp_cls
+from fullshard.compat import flat_states, states
+from fullshard.compat.handles import CustomPolicy, get_cls_to_fsdp_cls, policy_for_param
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.frontend import (
     DataParallelMeshDims,
@@ -20,6 +23,8 @@ from fullshard.optim import ShardedGradScaler
 
 _FSDP1 = {name: getattr(flat, name) for name in flat.__all__}
 _NOT_IN_API = ("FullyShardedDataParallel", "OptimStateKeyType")
+
+_STATE: dict[str, object] = {"_get_module_fsdp_state": flat_states.module_state}
 
 OURS: dict[str, dict[str, object]] = {
     "torch.distributed.fsdp": {
@@ -37,9 +42,18 @@ OURS: dict[str, dict[str, object]] = {
     },
     "torch.distributed.fsdp.api": {n: _FSDP1[n] for n in _FSDP1 if n not in _NOT_IN_API},
     "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
-    # Called by torch.distributed.checkpoint.state_dict.
+    # Called by torch.distributed.checkpoint.state_dict, and by all that looks for wrappers.
     "torch.distributed.fsdp._common_utils": {
-        "_get_module_fsdp_state_if_fully_sharded_module": flat_state_of,
+        "_get_module_fsdp_state": flat_states.module_state,
+        "_get_module_fsdp_state_if_fully_sharded_module": flat_states.state_if_sharded,
+    },
+    "torch.distributed.fsdp._traversal_utils": _STATE,
+    "torch.distributed.fsdp._debug_utils": _STATE,
+    "torch.distributed.fsdp._runtime_utils": {**_STATE, "_lazy_init": flat_states.lazy_init},
+    "torch.distributed.fsdp._unshard_param_utils": {
+        **_STATE,
+        "_unshard_params": flat_states.unshard_params,
+        "_unshard_params_for_summon": flat_states.unshard_params_for_summon,
     },
     "torch.distributed.fsdp.sharded_grad_scaler": {"ShardedGradScaler": ShardedGradScaler},
     "torch.distributed.fsdp.wrap": {
@@ -79,8 +93,12 @@ _ENTRY = {
     "share_comm_ctx": share_comm_ctx,
 }
 
+_STATE2: dict[str, object] = {"_get_module_fsdp_state": states.module_state}
+
 SHOWN: dict[str, dict[str, object]] = {
-    "torch.distributed.fsdp._fully_shard._fully_shard": _ENTRY,
+    "torch.distributed.fsdp._fully_shard._fully_shard": {**_ENTRY, **_STATE2},
+    "torch.distributed.fsdp._fully_shard._fsdp_state": _STATE2,
+    "torch.distributed.fsdp._fully_shard._fsdp_init": _STATE2,
 }
 """What programs that import from files of PyTorch's implementation find there, while PyTorch is
 patched: the same table as ``OURS``, but the functions in those files go on using PyTorch's."""
@@ -96,6 +114,25 @@ _IMPLEMENTATION = (
     "torch.distributed._tools.fsdp2_mem_tracker",
 )
 _FACE = "torch.distributed.fsdp._fully_shard"
+
+
+class Attribute(NamedTuple):
+    """An attribute that an object of ours has while PyTorch is patched."""
+
+    of: object
+    name: str
+    value: object
+
+
+ATTRIBUTES = (
+    Attribute(fully_shard, "state", states.state_of),
+    Attribute(FSDPModule, "_get_fsdp_state", states.own_state),
+    Attribute(MixedPrecisionPolicy, "_resolve_for_param", policy_for_param),
+    *(
+        Attribute(flat.FullyShardedDataParallel, name, property(value))
+        for name, value in flat_states.WRAPPER_ATTRIBUTES.items()
+    ),
+)
 
 
 def keeps_torchs(module: str) -> bool:

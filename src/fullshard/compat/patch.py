@@ -13,16 +13,18 @@ from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 from fullshard.comm import Public, choose_wire
-from fullshard.compat.handles import policy_for_param, state_of
-from fullshard.compat.names import BUILT_ON_SHOWN, OURS, SHOWN, is_ours, keeps_torchs
+from fullshard.compat.names import (
+    ATTRIBUTES,
+    BUILT_ON_SHOWN,
+    OURS,
+    SHOWN,
+    is_ours,
+    keeps_torchs,
+)
 from fullshard.compat.shown import Pair, Showing
-from fullshard.engine import MixedPrecisionPolicy
-from fullshard.frontend import fully_shard
 
 Namespace = dict[str, Any]
 """The ``__dict__`` of a module or of a function."""
-
-_ABSENT = object()
 
 
 class Patch:
@@ -71,11 +73,7 @@ class _Change(NamedTuple):
 
     def undo(self) -> None:
         """Restore the old object, unless the name has been changed again since."""
-        if self.namespace.get(self.name, _ABSENT) is not self.ours:
-            return
-        if self.theirs is _ABSENT:
-            del self.namespace[self.name]
-        else:
+        if self.namespace.get(self.name) is self.ours:
             self.namespace[self.name] = self.theirs
 
 
@@ -96,7 +94,6 @@ class _Patched:
         self._changes = [
             *listed,
             *_changes(self._before, ours_of),
-            _Change(vars(fully_shard), "state", _ABSENT, state_of),
         ]
         for change in self._changes:
             change.namespace[change.name] = change.ours
@@ -104,13 +101,15 @@ class _Patched:
             Showing(import_module(name), {c.name: Pair(c.theirs, c.ours) for c in changes})
             for name, changes in groupby(shown, key=lambda change: change.namespace["__name__"])
         ]
-        MixedPrecisionPolicy._resolve_for_param = policy_for_param  # type: ignore[attr-defined]
+        for attribute in ATTRIBUTES:
+            setattr(attribute.of, attribute.name, attribute.value)
         self._wire = choose_wire(Public)
 
     def undo(self) -> None:
         """Restore everything, also in modules that were imported during the patch."""
         choose_wire(self._wire)
-        del MixedPrecisionPolicy._resolve_for_param  # type: ignore[attr-defined]
+        for attribute in ATTRIBUTES:
+            delattr(attribute.of, attribute.name)
         for showing in self._showing:
             showing.undo()
         for change in self._changes:

@@ -69,6 +69,8 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     for param in chain.from_iterable(bucket.sharded_params for bucket in buckets):
         if isinstance(param, DTensor):
             handle_ops_on(param.device_mesh)
+        if choices.shown is Shown.ORIGINALS:
+            _torch.mark_flattened(param)
     install_forward_hooks(unit, modules, replace(choices.policy, param_dtype_override_fn=None))
     install_state_dict_hooks(unit, places)
     if choices.shown is Shown.DTENSORS:

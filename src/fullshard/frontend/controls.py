@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from fullshard.comm import AllGather, Collectives, Custom, ReduceScatter, collectives_of_twin
-from fullshard.device import Lanes
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.sharded import ShardedModule, unit_and_engine
-
-
-@dataclass(frozen=True)
-class _State:
-    """The state of a sharded module that PyTorch's pipelining reads: the module's streams."""
-
-    _comm_ctx: Lanes
 
 
 class CommunicationControls(ShardedModule):
@@ -193,10 +184,6 @@ class CommunicationControls(ShardedModule):
             f"set_symm_mem_for_comm({backend!r}): symmetric memory is not built; leave this call "
             "out, PyTorch's allocator is used"
         )
-
-    def _get_fsdp_state(self) -> _State:
-        """Return the streams: PyTorch's pipelining cannot always use stages that share streams."""
-        return _State(unit_and_engine(self)[1].lanes)
 
     def _check_no_custom(self, what: str, value: object) -> None:
         buckets = self._buckets(recurse=False)

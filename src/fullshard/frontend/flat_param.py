@@ -63,8 +63,7 @@ class FlatParameter:
                 for place, piece in zip(places, pieces, strict=True)
             ]
         announce_pieces(self.param, parts)
-        # torch.distributed.checkpoint.state_dict reads this private attribute of PyTorch's.
-        self.param._fqns = tuple(map(clean_name, self.bucket.names))  # type: ignore[attr-defined]
+        _torch.mark_flattened(self.param, map(clean_name, self.bucket.names))
 
     @property
     def numel(self) -> int:

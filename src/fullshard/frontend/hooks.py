@@ -96,6 +96,11 @@ def forward_interrupted(module: nn.Module) -> None:
     _hooks_of(module).after(module, (), {}, None)
 
 
+def policy_of(module: nn.Module) -> MixedPrecisionPolicy:
+    """Return the dtypes with which ``module``, a member of a unit, was sharded."""
+    return _hooks_of(module).policy
+
+
 def run_as_forward(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``method``, bound to ``module`` (a member of a unit), as if it were the forward."""
     hooks = _hooks_of(module)

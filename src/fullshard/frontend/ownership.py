@@ -41,6 +41,11 @@ def unit_of(module: nn.Module) -> Unit | None:
     return None if reference is None else reference()
 
 
+def members_of(unit: Unit) -> list[nn.Module]:
+    """Return the modules of the call that made ``unit``, in their order."""
+    return [module for module, reference in _members.items() if reference() is unit]
+
+
 def owner_of(place: Place) -> Unit | None:
     """Return the unit that owns the parameter at ``place``, if any."""
     reference = _owners.get(place.module, {}).get(place.name)
