@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 from fullshard.comm import Public, choose_wire
+from fullshard.compat.accelerate_cpu import ShardsOnCpus
 from fullshard.compat.names import (
     ATTRIBUTES,
     BUILT_ON_SHOWN,
@@ -104,9 +105,11 @@ class _Patched:
         for attribute in ATTRIBUTES:
             setattr(attribute.of, attribute.name, attribute.value)
         self._wire = choose_wire(Public)
+        self._accelerate = ShardsOnCpus()
 
     def undo(self) -> None:
         """Restore everything, also in modules that were imported during the patch."""
+        self._accelerate.undo()
         choose_wire(self._wire)
         for attribute in ATTRIBUTES:
             delattr(attribute.of, attribute.name)

@@ -1,0 +1,107 @@
+"""Let Hugging Face's Accelerate shard on CPUs if it was asked to.
+
+``Accelerator(fsdp_plugin=...)``, and what builds on it (the trainers of transformers and TRL), asks
+what kind of device there is before it asks for the plugin, and on CPUs takes DDP without a word.
+PyTorch's FSDP once did not run on CPUs; ours does. Here the same plugin has the same effect on CPUs
+as on GPUs. Accelerate is never imported here: it is changed when a program imports it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_MODULE = "accelerate.state"
+
+
+class ShardsOnCpus:
+    """The change of Accelerate, now or as soon as it is imported, until ``undo``."""
+
+    def __init__(self) -> None:
+        self._cls: Any = None
+        self._finder = _WhenImported(_MODULE, self._change)
+        if _MODULE in sys.modules:
+            self._change(sys.modules[_MODULE])
+        else:
+            sys.meta_path.insert(0, self._finder)
+
+    def undo(self) -> None:
+        """Restore the class that was changed, if one was."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        if self._cls is not None and self._cls.__init__ is self._ours:
+            self._cls.__init__ = self._theirs
+
+    def _change(self, module: ModuleType) -> None:
+        cls = getattr(module, "AcceleratorState", None)
+        if cls is not None:
+            self._cls, self._theirs = cls, cls.__init__
+            self._ours = cls.__init__ = _with_fsdp_on_cpus(module, cls.__init__)
+
+
+class _WhenImported(MetaPathFinder):
+    """A finder that finds nothing itself, and calls ``then`` once ``name`` has been imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what the other finders find, with a loader that reports the import."""
+        if fullname != self._name:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_tell(module: ModuleType) -> None:
+                load(module)
+                if self in sys.meta_path:  # not undone
+                    sys.meta_path.remove(self)
+                    self._then(module)
+
+            spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def _with_fsdp_on_cpus(module: ModuleType, theirs: Callable[..., None]) -> Callable[..., None]:
+    """Return ``AcceleratorState.__init__`` that takes an FSDP plugin on CPUs, too."""
+
+    @wraps(theirs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        given = inspect.signature(theirs).bind(self, *args, **kwargs).arguments
+        plugin = given.get("fsdp_plugin")
+        if plugin is None or getattr(self.distributed_type, "name", "") != "MULTI_CPU":
+            return
+        try:
+            _take_plugin(module, self, plugin)
+        except AttributeError as missing:
+            warnings.warn(
+                f"An FSDP plugin was given, but this version of accelerate takes DDP on CPUs, and "
+                f"fullshard cannot change that here ({missing}): nothing is sharded. Call "
+                "accelerate.utils.fsdp2_prepare_model, or fullshard.fully_shard, yourself",
+                stacklevel=2,
+            )
+
+    return init
+
+
+def _take_plugin(module: Any, state: Any, plugin: Any) -> None:
+    """Do to ``state`` what Accelerate does on accelerators."""
+    shared = module.PartialState._shared_state
+    kind = type(state.distributed_type).FSDP
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = shared["distributed_type"] = kind
