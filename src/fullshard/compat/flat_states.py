@@ -204,8 +204,8 @@ def device_mesh_of(fsdp: FullyShardedDataParallel) -> DeviceMesh:
 
 
 WRAPPER_INSTEAD = {
-    "_device_handle": "summon_full_params, which is what functions that ask for this are about",
-    "_exec_order_data": "backward_prefetch: the order is learned, and is no object",
+    "_device_handle": "summon_full_params",
+    "_exec_order_data": "backward_prefetch",
     "_comm_hook": "register_comm_hook",
 }
 """Attributes that PyTorch's wrappers have and ours refuse, because None would be wrong."""
