@@ -63,13 +63,18 @@ def group_facts(group: Any, model: nn.Module) -> Facts:
         ],
         "meshes": [mesh_facts(group.mesh_info), mesh_facts(group.post_forward_mesh_info)],
         "device": group.device,
-        "dtype": group.mp_policy.param_dtype,
         "state": (group._training_state, group.is_sharded, group.is_unsharded),
         "flags": [group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward],
         "fqn": group._module_fqn,
         "offload": [param.offload_to_cpu for param in fsdp_params],
         "param": {(isinstance(p, _fsdp_param.FSDPParam), p.sharded_state) for p in fsdp_params},
     }
+
+
+def groups_of(state: Any) -> list[Any]:
+    """PyTorch 2.11 knows one group, and no property."""
+    has_one = "_fsdp_param_group" not in vars(_fsdp_state.FSDPState)
+    return [state._fsdp_param_group] if has_one else state._fsdp_param_groups
 
 
 def state_facts(model: Any) -> list[Facts]:
@@ -92,7 +97,7 @@ def state_facts(model: Any) -> list[Facts]:
                 "dtype": state._mp_policy.param_dtype,
                 "auto": state._auto_reshard_after_forward,
                 "last": state._state_ctx.is_last_backward,
-                "groups": [group_facts(g, model) for g in state._fsdp_param_groups],
+                "groups": [group_facts(g, model) for g in groups_of(state)],
                 "group": group_facts(state._fsdp_param_group, model)["fqn"],
             }
         )
@@ -181,7 +186,8 @@ def refusals() -> list[str]:
         mixed.blocks[0].float()
         fsdp.fully_shard(mixed)
         assert len(mixed._get_fsdp_state()._fsdp_param_groups) == 2  # type: ignore[operator]
-        refused(lambda: mixed._get_fsdp_state()._fsdp_param_group)  # type: ignore[operator]
+        if hasattr(_fsdp_state.FSDPState, "_fsdp_param_group"):
+            refused(lambda: mixed._get_fsdp_state()._fsdp_param_group)  # type: ignore[operator]
         theirs = wrapped(Net().double(), use_orig_params=True)
         handle = theirs._handle
         refused(lambda: handle.flat_param)
