@@ -62,6 +62,7 @@ if accelerator.is_main_process:
 accelerator.end_training()
 """
 TRAINER = """
+import os, sys
 import torch, transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -80,11 +81,17 @@ if trainer.is_world_process_zero():
     loss = trainer.state.log_history[-1]["train_loss"]
     print(f"\\n{trainer.accelerator.distributed_type.value} {ours} {loss:.6f}")
 """
+# A thread of gloo lets go of a Python object after its last collective. If the interpreter is ending
+# meanwhile, PyTorch aborts ("terminate called without an active exception"), also without fullshard.
+AT_ONCE = """
+sys.stdout.flush()
+os._exit(0)
+"""
 
 
 def run(folder: Path, source: str, *arguments: str, patched: bool) -> tuple[str, int, float]:
     """What a program on two ranks printed: the kind of training, units of ours, the loss."""
-    (folder / "program.py").write_text(source)
+    (folder / "program.py").write_text(source + AT_ONCE)
     compat = ("-m", "fullshard.compat") if patched else ()
     command = [sys.executable, *TORCHRUN, *compat, "program.py", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S)
