@@ -81,8 +81,9 @@ if trainer.is_world_process_zero():
     loss = trainer.state.log_history[-1]["train_loss"]
     print(f"\\n{trainer.accelerator.distributed_type.value} {ours} {loss:.6f}")
 """
-# A thread of gloo lets go of a Python object after its last collective. If the interpreter is ending
-# meanwhile, PyTorch aborts ("terminate called without an active exception"), also without fullshard.
+# A thread of gloo lets go of a Python object after its last collective. If the interpreter is
+# ending meanwhile, PyTorch aborts ("terminate called without an active exception"), also without
+# fullshard.
 AT_ONCE = """
 sys.stdout.flush()
 os._exit(0)
