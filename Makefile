@@ -58,5 +58,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== installing torch==$(TORCH) (the first time takes minutes)"
 	@$(PIP) install torch==$(TORCH)
 	@echo "== installing fullshard and its tools"
-	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,hf,frameworks]'
+	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[plot,dev,qlora,frameworks]'
 	@touch $@

@@ -23,7 +23,7 @@ PUBLIC_MODULES = {
     "fullshard",
     *(f"fullshard.{name}" for name in "optim checkpoint wrap compat errors".split()),
 }
-OPTIONAL = {"transformers", "pyarrow", "matplotlib"}  # the extras
+OPTIONAL = {"transformers", "jinja2", "peft", "bitsandbytes", "pyarrow", "matplotlib"}  # the extras
 
 NEW_OR_DEPRECATED = set(
     "all_gather_into_tensor reduce_scatter_tensor all_gather_single reduce_scatter_single".split()

@@ -11,12 +11,10 @@ from fullshard.train.data import (
     END,
     Order,
     load_text,
-    num_windows,
-    read_windows,
-    split,
     train_tokenizer,
 )
-from fullshard.train.documents import Document
+from fullshard.train.documents import Document, split
+from fullshard.train.rows import Windows
 
 TEXT = "def add(left, right):\n    return left + right  # naïve, 中文 and 🙂\n\n"
 
@@ -42,14 +40,17 @@ def test_files_are_held_out_by_name_alone() -> None:
 
 def test_the_end_of_a_single_file_is_held_out() -> None:
     train, held_out = split([Document("a", "x" * 1600)])
-    assert (train, held_out) == (["x" * 1500], ["x" * 100])
+    assert [document.text for document in train] == ["x" * 1500]
+    assert [document.text for document in held_out] == ["x" * 100]
 
 
 def test_where_names_choose_too_little_the_end_of_each_document_is_held_out() -> None:
     small = next(n for n in range(1000) if Document(f"{n}", "").is_held_out)
     documents = [Document(f"{small}", "y" * 16), Document("a", "x" * 160_000)]
     assert not documents[1].is_held_out
-    assert split(documents) == (["y" * 15, "x" * 150_000], ["y", "x" * 10_000])
+    train, held_out = split(documents)
+    assert [document.text for document in train] == ["y" * 15, "x" * 150_000]
+    assert [document.text for document in held_out] == ["y", "x" * 10_000]
 
 
 def test_tokens_give_back_every_text_exactly() -> None:
@@ -69,8 +70,8 @@ def test_the_same_text_gives_the_same_tokens_from_anywhere_and_from_the_cache(
     again = load_text(str(write_files(tmp_path / "b")), vocab_size=400)
     for other in (cached, again):
         assert other.key == first.key
-        assert np.array_equal(other.train, first.train)
-        assert np.array_equal(other.held_out, first.held_out)
+        assert np.array_equal(other.train.tokens, first.train.tokens)
+        assert np.array_equal(other.held_out.tokens, first.held_out.tokens)
     write_files(tmp_path / "b", 31)
     assert load_text(str(tmp_path / "b"), vocab_size=400).key != first.key
 
@@ -78,23 +79,26 @@ def test_the_same_text_gives_the_same_tokens_from_anywhere_and_from_the_cache(
 def test_bytes_per_token_add_up_to_the_text(tmp_path: Path) -> None:
     text = load_text(str(write_files(tmp_path / "a")), vocab_size=400)
     counts = text.bytes_per_token()
-    assert counts[text.train].sum() + counts[text.held_out].sum() == text.nbytes
+    parts = (text.train, text.held_out)
+    assert sum(counts[part.tokens].sum() for part in parts) == text.nbytes
+    assert [counts[part.tokens].sum() for part in parts] == [part.nbytes for part in parts]
 
 
 def test_windows_overlap_by_the_one_token_that_is_only_a_target() -> None:
     tokens = np.arange(11, dtype=np.uint16)
-    assert num_windows(tokens, 5) == 2
-    assert read_windows(tokens, np.array([1, 0]), 5).tolist() == [
-        [5, 6, 7, 8, 9, 10],
-        [0, 1, 2, 3, 4, 5],
-    ]
-    assert num_windows(tokens[:5], 5) == 0
+    windows = Windows(tokens, 5)
+    assert len(windows) == 2
+    batch = windows.read(np.array([1, 0]))
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9], [0, 1, 2, 3, 4]]
+    assert batch.labels.tolist() == [[6, 7, 8, 9, 10], [1, 2, 3, 4, 5]]
+    assert batch.positions is None and windows.num_learned(np.array([1, 0])) == 10
+    assert len(Windows(tokens[:5], 5)) == 0
 
 
 def test_the_order_reads_every_window_once_an_epoch() -> None:
-    order = Order(num_windows=24, seed=3, batch=2, accumulate=3, num_workers=2)
+    order = Order(num_rows=24, seed=3, batch=2, accumulate=3, num_workers=2)
     per_epoch = [
-        order.windows(step=step, microbatch=microbatch, rank=rank)
+        order.rows(step=step, microbatch=microbatch, rank=rank)
         for step in range(1, 5)
         for microbatch in range(3)
         for rank in range(2)
@@ -102,22 +106,24 @@ def test_the_order_reads_every_window_once_an_epoch() -> None:
     first, second = np.concatenate(per_epoch[:12]), np.concatenate(per_epoch[12:])
     assert sorted(first) == sorted(second) == list(range(24))
     assert first.tolist() != second.tolist()
+    steps = [order.rows_of_step(step).tolist() for step in range(1, 5)]
+    assert [row for step in steps for row in step] == [*first, *second]
 
 
 def test_the_order_needs_the_step_alone_and_depends_on_the_seed() -> None:
     def order(seed: int) -> Order:
-        return Order(num_windows=1000, seed=seed, batch=4, accumulate=1, num_workers=2)
+        return Order(num_rows=1000, seed=seed, batch=4, accumulate=1, num_workers=2)
 
-    late = order(0).windows(step=170, microbatch=0, rank=1)
-    walked = [order(0).windows(step=step, microbatch=0, rank=1) for step in range(1, 171)]
+    late = order(0).rows(step=170, microbatch=0, rank=1)
+    walked = [order(0).rows(step=step, microbatch=0, rank=1) for step in range(1, 171)]
     assert walked[-1].tolist() == late.tolist()
-    assert order(1).windows(step=170, microbatch=0, rank=1).tolist() != late.tolist()
+    assert order(1).rows(step=170, microbatch=0, rank=1).tolist() != late.tolist()
 
 
 def test_more_workers_with_smaller_batches_read_the_same_step() -> None:
     def step(batch: int, num_workers: int) -> list[int]:
         order = Order(100, 0, batch=batch, accumulate=1, num_workers=num_workers)
         ranks = range(num_workers)
-        return [i for r in ranks for i in order.windows(step=9, microbatch=0, rank=r).tolist()]
+        return [i for r in ranks for i in order.rows(step=9, microbatch=0, rank=r).tolist()]
 
     assert step(8, 1) == step(4, 2) == step(2, 4)

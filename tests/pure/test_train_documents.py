@@ -74,7 +74,9 @@ def test_half_a_surrogate_pair_in_json_can_still_be_written(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"body": "a", "id": 1}', r'line 2: expected .*"text", a string; found body, id'),
+        ('{"body": "a", "id": 1}', r'line 2: expected .*"text".*"messages".*; found body, id'),
+        ('{"messages": [{"content": "a"}]}', "line 2: expected .*; found messages"),
+        ('{"messages": []}', "line 2: expected .*; found messages"),
         ('{"text": 3}', "line 2: expected .*; found text"),
         ("[1]", "line 2: expected .*; found list"),
         ('{"text": "a"', "line 2: not JSON"),

@@ -18,7 +18,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim import clip_grad_norm_
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, TrainConfig
-from fullshard.train.data import Order, num_windows, read_windows
+from fullshard.train.data import Order
 from fullshard.train.loop import Trainer, build_optimizer, learning_rate
 from fullshard.train.prepare import prepare
 from fullshard.train.rundir import RunDir
@@ -100,8 +100,8 @@ def expected_losses(config: TrainConfig, num_workers: int) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(config.init, dtype=torch.float32).train()
     text = load_text_for(choose_architecture(config), config)
     optimizer = build_optimizer(model, config)
-    windows = num_windows(text.train, config.seq)
-    order = Order(windows, config.seed, config.batch, config.accumulate, num_workers)
+    rows = text.train.rows(config.seq)
+    order = Order(len(rows), config.seed, config.batch, config.accumulate, num_workers)
     found = []
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
@@ -109,10 +109,10 @@ def expected_losses(config: TrainConfig, num_workers: int) -> list[float]:
         total = 0.0
         for rank in range(num_workers):
             for part in range(config.accumulate):
-                rows = order.windows(step=step, microbatch=part, rank=rank)
-                tokens = torch.from_numpy(read_windows(text.train, rows, config.seq))
-                logits = model(tokens[:, :-1]).logits
-                loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                batch = rows.read(order.rows(step=step, microbatch=part, rank=rank))
+                logits = model(torch.from_numpy(batch.tokens)).logits
+                labels = torch.from_numpy(batch.labels).flatten()
+                loss = F.cross_entropy(logits.flatten(0, 1), labels)
                 loss = loss / (config.accumulate * num_workers)
                 loss.backward()
                 total += loss.item()
@@ -144,13 +144,13 @@ def test_the_text_is_in_tokens_of_the_folder(shell: Shell, tmp_path: Path) -> No
     config = config_of(shell, folder, tmp_path / "run")
     text = load_text_for(choose_architecture(config), config)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ends = np.flatnonzero(text.train == text.end)
+    ends = np.flatnonzero(text.train.tokens == text.end)
     assert text.end == tokenizer.token_to_id("</s>") and ends[0] == 0
-    assert text.train.max() < VOCAB and text.train.dtype == np.uint16
-    document = text.train[1 : ends[1]].tolist()
+    assert text.train.tokens.max() < VOCAB and text.train.tokens.dtype == np.uint16
+    document = text.train.tokens[1 : ends[1]].tolist()
     assert tokenizer.encode(tokenizer.decode(document).lstrip()).ids == document
     per_token = text.bytes_per_token()
-    assert per_token[text.held_out].sum() == pytest.approx(text.held_out_nbytes)
+    assert per_token[text.held_out.tokens].sum() == pytest.approx(text.held_out.nbytes)
     plain = load_text_for(choose_architecture(config), replace(config, init=None))
     assert plain.key != text.key
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import TrainConfig
 from fullshard.train.data import load_text
-from fullshard.train.loop import Trainer, build_sharded_model, next_token_losses
+from fullshard.train.loop import Trainer, build_sharded_model, label_losses
 from fullshard.train.rundir import RunDir, read_origin
 from fullshard.train.world import World
 from tests.ranks.pool import RankPool
@@ -148,8 +148,9 @@ def deviation(config: TrainConfig) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded = build_sharded_model(config, architecture, World(rank, world, torch.device("cpu")))
     tokens = torch.arange(world * 17).view(world, 17) * 7 % 300
-    next_token_losses(whole, tokens).mean().backward()
-    next_token_losses(sharded, tokens[rank : rank + 1]).mean().backward()
+    label_losses(whole, tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    mine = tokens[rank : rank + 1]
+    label_losses(sharded, mine[:, :-1], mine[:, 1:]).mean().backward()
     names = dict(whole.named_parameters())
     worst = 0.0
     for name, parameter in sharded.named_parameters():

@@ -24,7 +24,7 @@ from fullshard.checkpoint.folders import (
     list_checkpoints,
     verify,
 )
-from fullshard.checkpoint.importing import LoadedWeights, load_weights
+from fullshard.checkpoint.importing import Conversion, LoadedWeights, load_weights
 from fullshard.checkpoint.loading import load
 from fullshard.checkpoint.model import (
     full_state_dict,
@@ -45,6 +45,7 @@ from fullshard.checkpoint.saving import save
 __all__ = [
     "CheckpointInfo",
     "Checkpointer",
+    "Conversion",
     "LoadPlanner",
     "LoadedWeights",
     "PendingSave",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.checkpoint import datafile
+from fullshard.checkpoint.adapted import adapted_layers, reset_adapters
 from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.stored import (
     Chosen,
@@ -37,6 +39,19 @@ from fullshard.tensors.parts import coordinate_in
 _BUFFER_NBYTES = 32 << 20
 
 
+class Conversion(NamedTuple):
+    """How ``load_weights`` makes a tensor of a model from a stored one that is unlike it.
+
+    Attributes:
+        shape: of the stored tensor.
+        make: called on every rank with the whole stored tensor, in the dtype of the files; returns
+            the whole tensor of the model, of which each rank then keeps its part.
+    """
+
+    shape: tuple[int, ...]
+    make: Callable[[Tensor], Tensor]
+
+
 class LoadedWeights(NamedTuple):
     """What ``load_weights`` did not load.
 
@@ -55,13 +70,16 @@ def load_weights(
     *,
     strict: bool = True,
     init: Callable[[nn.Module], object] | None = None,
+    convert: Mapping[str, Conversion] | None = None,
 ) -> LoadedWeights:
     """Load safetensors files as ``transformers`` writes them; all ranks must call this.
 
     Each rank reads its own parts, a piece at a time. A model on the meta device gets memory on the
     device of its mesh first. What files do not have, such as buffers that are not saved, is then
     initialised, equally on all ranks and with whole parameters: by ``init``, by ``_init_weights``
-    of a model of ``transformers``, else by the ``reset_parameters`` of their modules.
+    of a model of ``transformers``, by ``peft`` if it is an adapter, else by the
+    ``reset_parameters`` of their modules. What is drawn depends on ``torch.manual_seed`` on the
+    first rank. Layers that have adapters of ``peft`` are found by their names without them.
 
     Args:
         model: a model, sharded or not; values are cast to its dtypes.
@@ -69,6 +87,8 @@ def load_weights(
             names; or such a file itself.
         strict: refuse files that lack tensors of the model, or have others.
         init: called with each module on the meta device that has a tensor the files lack.
+        convert: for names of the model's tensors how they are made of what is stored; one such
+            tensor at a time is whole on each rank.
 
     Raises:
         ConfigError: files and model do not fit, with all differences. Nothing was changed, unless
@@ -88,7 +108,7 @@ def load_weights(
     targets: list[_Target] = []
 
     def plan() -> list[list[str]]:
-        targets.append(_Target(model, files, init))
+        targets.append(_Target(model, files, init, convert or {}))
         return [targets[0].chosen.missing, targets[0].chosen.unexpected]
 
     def compare(said: list[list[list[str]]]) -> list[Any]:
@@ -102,7 +122,7 @@ def load_weights(
             problems.append(f"the model lacks {_some(unexpected)}")
         if problems:
             raise ConfigError("they do not fit; " + "; ".join(problems))
-        return [missing, unexpected, secrets.randbits(63)]
+        return [missing, unexpected, torch.initial_seed()]
 
     missing, unexpected, seed = council.agree(plan, compare)
     council.agree(lambda: targets[0].fill(folder, seed))
@@ -121,15 +141,21 @@ class _Target:
         model: nn.Module,
         files: Mapping[str, InFile],
         init: Callable[[nn.Module], object] | None,
+        convert: Mapping[str, Conversion],
     ) -> None:
         self._model = model
         self._files = files
+        self._convert = convert
         tree = Tree(model, "load_weights", without_values=True)
         rows = [row for row in tree.rows() if isinstance(row.value, Tensor)]
         names: dict[int, list[str]] = {}
         for row in rows:
             names.setdefault(id(row.value), []).append(row.name)
         shapes = {row.name: tuple(row.value.shape) for row in rows}
+        nowhere = [name for name in convert if name not in shapes]
+        if nowhere:
+            raise ConfigError(f"convert names {_some(nowhere)}, which the model lacks")
+        shapes |= {name: tuple(one.shape) for name, one in convert.items()}
         self.chosen: Chosen = choose(model, list(names.values()), shapes, files)
         self._names = set(self.chosen.parts)
         # Memory on another device makes new Parameters of those that no unit owns.
@@ -141,6 +167,7 @@ class _Target:
         self._device = tree.device
         problems = []
         dtypes = {row.name: row.value.dtype for row in rows}
+        dtypes |= dict.fromkeys(convert, torch.float32)  # of some floating point
         for name, parts in self.chosen.parts.items():
             for part in parts:
                 try:
@@ -173,16 +200,42 @@ class _Target:
         with torch.random.fork_rng(drawn_on), torch.no_grad():
             torch.manual_seed(seed)
             for one in self._lacking:
-                places = (Place(one.module, name) for name in one.module._parameters)
-                is_sharded = any(owner_of(place) is not None for place in places)
-                with unshard_params(one.module, recurse=False) if is_sharded else nullcontext():
+                with unshard_params(one.module, recurse=False) if one.is_sharded else nullcontext():
                     one.fill()
         tree = Tree(self._model, "load_weights")
         with StoredReader(folder, self._files) as reader, torch.no_grad():
             for row in tree.rows():
-                if row.name in self._names:
+                if row.name in self._convert:
+                    self._fill_converted(row, reader)
+                elif row.name in self._names:
                     _fill(row, self.chosen.parts[row.name], reader)
         tree.rewritten()
+
+    def _fill_converted(self, row: Row, reader: StoredReader) -> None:
+        """Read a stored tensor whole, and keep this rank's part of what is made of it.
+
+        Raises:
+            ConfigError: that has another shape or dtype than the model's.
+        """
+        conversion, value = self._convert[row.name], row.value
+        region, parts = whole(conversion.shape), self.chosen.parts[row.name]
+        dtype = datafile.dtype_in_file(self._files[parts[0].name].dtype)
+        read = torch.empty(conversion.shape, dtype=dtype)
+        for stored in parts:
+            _read(stored, region, read.view(-1), reader)
+        made = conversion.make(read)
+        if made.shape != value.shape or made.dtype != value.dtype:
+            raise ConfigError(
+                f"convert made {made.dtype} {tuple(made.shape)} of {row.name}, which is "
+                f"{value.dtype} {tuple(value.shape)} here"
+            )
+        local, region = _own(value)
+        memory = torch.empty(region.numel, dtype=local.dtype)
+        made = made.contiguous()
+        for one in region.overlaps(whole(made.shape)):
+            box = made.as_strided(one.sizes, one.other_strides, one.other_offset)
+            memory.as_strided(one.sizes, one.strides, one.offset).copy_(box)
+        _put(memory, local, 0)
 
     def _with_memory(self, own: Tensor) -> Tensor:
         if not own.is_meta:
@@ -195,12 +248,7 @@ class _Target:
 
 def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
     """Read what this rank holds of a tensor, a piece at a time."""
-    value = row.value
-    local, region = value.detach(), whole(value.shape)
-    if isinstance(value, DTensor):
-        mesh = value.device_mesh
-        local = _torch.local_of(value)
-        region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
+    local, region = _own(row.value)
     step = max(_BUFFER_NBYTES // local.element_size(), 1)
     for start in range(0, region.numel, step):
         piece = region.part(start, min(start + step, region.numel))
@@ -214,6 +262,15 @@ def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
             _read(stored, piece, memory, reader)
         if not in_place:
             _put(memory, local, start)
+
+
+def _own(value: Tensor) -> tuple[Tensor, Region]:
+    """Return what this rank holds of a tensor of the model, and which elements these are."""
+    if not isinstance(value, DTensor):
+        return value.detach(), whole(value.shape)
+    mesh = value.device_mesh
+    region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
+    return _torch.local_of(value), region
 
 
 def _read(stored: Stored, piece: Region, memory: Tensor, reader: StoredReader) -> None:
@@ -252,8 +309,13 @@ class _Lacking(NamedTuple):
 
     module: nn.Module
     names: dict[str, str]
-    """Of the tensors: in the model, and in the module."""
+    """Of the tensors: in the model, and in the module or below."""
     initialise: Callable[[nn.Module], object] | None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a unit owns one of the tensors."""
+        return any(owner_of(Place(*place)) is not None for place in self._places())
 
     def fill(self) -> None:
         """Give values to the tensors.
@@ -273,7 +335,12 @@ class _Lacking(NamedTuple):
                 )
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self.module, own) for name, own in self.names.items()}
+        places = zip(self.names, self._places(), strict=True)
+        return {name: getattr(module, own) for name, (module, own) in places}
+
+    def _places(self) -> list[tuple[nn.Module, str]]:
+        split = (own.rpartition(".") for own in self.names.values())
+        return [(self.module.get_submodule(path), last) for path, _, last in split]
 
 
 def _lacking(
@@ -282,21 +349,40 @@ def _lacking(
     """Return the modules that have tensors on the meta device that will not be filled."""
     found = []
     of_models: dict[str, Any] = {}  # by the path of a module: the innermost model's around it
+    layers = list(adapted_layers(model))
+    adapters = tuple(prefix for layer in layers for prefix in layer.prefixes)
     for path, module in model.named_modules():
         around = of_models.get(path.rpartition(".")[0])
         is_model = hasattr(type(module), "base_model_prefix")
         of_models[path] = getattr(module, "_init_weights", around) if is_model else around
-        tensors = {**module._parameters, **module._buffers}
         names = {
-            clean_name(f"{path}.{own}" if path else own): own
-            for own, tensor in tensors.items()
-            if tensor is not None and tensor.is_meta
+            name: own
+            for name, own in _on_meta(path, module).items()
+            if name not in filled and not (adapters and name.startswith(adapters))
         }
-        lacking = {name: own for name, own in names.items() if name not in filled}
         reset = _reset if hasattr(module, "reset_parameters") else None
-        if lacking:
-            found.append(_Lacking(module, lacking, init or of_models[path] or reset))
+        if names:
+            found.append(_Lacking(module, names, init or of_models[path] or reset))
+    for layer in layers:
+        names = {
+            f"{layer.path}{name}": f"{path}.{own}" if path else own
+            for path, module in layer.layer.named_modules()
+            for name, own in _on_meta(path, module).items()
+        }
+        names = {name: own for name, own in names.items() if name.startswith(layer.prefixes)}
+        if names:
+            found.append(_Lacking(layer.layer, names, init or partial(reset_adapters, model)))
     return found
+
+
+def _on_meta(path: str, module: nn.Module) -> dict[str, str]:
+    """Return the names, below ``path`` and in ``module``, of its own tensors on the meta device."""
+    tensors = {**module._parameters, **module._buffers}
+    return {
+        clean_name(f"{path}.{own}" if path else own): own
+        for own, tensor in tensors.items()
+        if tensor is not None and tensor.is_meta
+    }
 
 
 def _reset(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint import datafile
+from fullshard.checkpoint.adapted import check_merged
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.manifest import FileInfo, Manifest
 from fullshard.checkpoint.saving import merged, shared
@@ -75,7 +76,9 @@ def planned_tensors(
 
     Raises:
         ConfigError: files cannot hold ``dtype``, or it is not of floating point.
+        UnsupportedError: adapters are not merged.
     """
+    check_merged(model)
     if dtype is not None and not (dtype.is_floating_point and datafile.is_known(dtype)):
         raise ConfigError(f"dtype={dtype}: expected one of floating point that files can hold")
     entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}

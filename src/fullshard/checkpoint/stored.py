@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.checkpoint import datafile
+from fullshard.checkpoint.adapted import plain_names
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.frontend.contexts import clean_name
 from fullshard.layout.region import Interval, Region, whole
@@ -64,15 +65,17 @@ def unchanged(name: str, shape: Sequence[int]) -> Stored:
 
 def pretrained(model: nn.Module) -> Any:
     """Return the model of ``transformers`` that ``model`` is, or wraps; None if it is none."""
+    paths = {name: clean_name(f"{name}.x" if name else "x") for name, _ in model.named_modules()}
+    plain = plain_names(model, paths.values())
     for name, module in model.named_modules():
-        is_whole = clean_name(f"{name}.x" if name else "x") == "x"
+        is_whole = plain.get(paths[name]) == "x"
         if is_whole and hasattr(type(module), "base_model_prefix"):
             return module
     return None
 
 
 def stored_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> list[Stored]:
-    """Return how tensors of a model are stored.
+    """Return how tensors of a model are stored, but for those of adapters.
 
     Args:
         model: if it is of ``transformers``, its names in files are used.
@@ -82,11 +85,13 @@ def stored_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> lis
         UnsupportedError: ``transformers`` stores something else than boxes of them.
     """
     inner = pretrained(model)
+    plain = plain_names(model, shapes)
     revert = None if inner is None else _reverter()
     if revert is None:
-        return [unchanged(name, shape) for name, shape in shapes.items()]
-    blanks = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
-    names = {id(blank): name for name, blank in blanks.items()}
+        found = [unchanged(name, shapes[name]) for name in plain]
+        return [one._replace(name=plain[one.source]) for one in found]
+    blanks = {own: torch.empty(tuple(shapes[name]), device="meta") for name, own in plain.items()}
+    names = {id(blanks[own]): name for name, own in plain.items()}
     with torch.no_grad(), _NoCopies():  # type: ignore[no-untyped-call]
         views = revert(inner, dict(blanks))
     found = []
@@ -246,7 +251,8 @@ def choose(
         if name not in known and not any(pattern.search(name) for pattern in ignored)
     ]
     may_miss = _patterns(inner, "_keys_to_ignore_on_load_missing")
-    missing = [name for name in missing if not any(one.search(name) for one in may_miss)]
+    may_lack = plain_names(model, missing)  # not those of adapters
+    missing = [name for name in may_lack if not any(one.search(name) for one in may_miss)]
     return Chosen(chosen, missing, unexpected)
 
 

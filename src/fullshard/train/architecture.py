@@ -109,11 +109,12 @@ def count_parameters(architecture: Architecture, config: TrainConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def next_token_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     """Return fp32 logits ``[B, T, V]`` of the token after each of ``tokens`` ``[B, T]``.
 
-    Only this function knows that models of ``transformers`` wrap their logits in an object.
+    Only this function knows that models of ``transformers`` wrap their logits in an object, and
+    that they keep samples of a row apart where ``positions`` ``[B, T]`` begin anew.
     """
-    output = model(tokens)
+    output = model(tokens) if positions is None else model(tokens, position_ids=positions)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits.float()

@@ -14,7 +14,7 @@ import typer
 
 from fullshard.errors import ConfigError, FullshardError
 
-from .config import HF, SIZES, Dtype, LayoutName, TrainConfig, default_lr
+from .config import HF, SIZES, Dtype, LayoutName, Quantize, TrainConfig, default_lr
 from .launch import default_nproc, launch
 from .options import read_options
 from .rundir import RunDir
@@ -37,7 +37,7 @@ def train_command(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Text, JSONL or parquet, a file or a folder; default: Python's standard library.",
+            help="Text or chats: files, JSONL or parquet; default: Python's standard library.",
             metavar="PATH",
         ),
     ] = _DEFAULT.data,
@@ -48,6 +48,23 @@ def train_command(
             metavar="FOLDER",
         ),
     ] = _DEFAULT.init,
+    lora: Annotated[
+        int | None,
+        typer.Option(help="Train adapters of this rank (peft) beside frozen weights.", min=1),
+    ] = _DEFAULT.lora,
+    quantize: Annotated[
+        Quantize | None, typer.Option(help="Hold frozen weights in four bits (bitsandbytes).")
+    ] = _DEFAULT.quantize,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            help="Write the trained model, or the adapters, to this new folder at the end.",
+            metavar="FOLDER",
+        ),
+    ] = _DEFAULT.export,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Export the model with the adapters in it.")
+    ] = _DEFAULT.merge,
     config_file: Annotated[
         str | None,
         typer.Option(
@@ -129,10 +146,12 @@ def resolve(context: typer.Context) -> TrainConfig:
         base = dataclasses.replace(TrainConfig.load(saved), stop_after=None)
     else:
         model = TrainConfig(model=asked.get("model", _DEFAULT.model)).model
-        base = TrainConfig(nproc=default_nproc(), lr=default_lr(model, tuned="init" in asked))
+        base = TrainConfig(
+            nproc=default_nproc(), lr=default_lr(model, tuned="init" in asked, lora="lora" in asked)
+        )
     if is_worker():
         asked["nproc"] = _nproc_of_launcher(given)
-    for key in ("data", "init"):
+    for key in ("data", "init", "export"):
         if key in asked:
             asked[key] = str(Path(asked[key]).absolute())
     if asked.get("model", "").startswith(HF):

@@ -28,6 +28,12 @@ class LayoutName(enum.StrEnum):
     RAGGED = "ragged"
 
 
+class Quantize(enum.StrEnum):
+    """How frozen weights are stored."""
+
+    NF4 = "nf4"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The sizes of our GPT, with a peak learning rate suited to them."""
@@ -50,18 +56,19 @@ SIZES: Mapping[str, ModelConfig] = MappingProxyType(
 )
 HF = "hf:"  # prefix of the path of a transformers configuration file
 _HF_LR = 1e-3
-_TUNED_LR = 2e-5
+_TUNED_LR, _LORA_LR = 2e-5, 2e-4
 
 
-def default_lr(model: str, *, tuned: bool = False) -> float:
+def default_lr(model: str, *, tuned: bool = False, lora: bool = False) -> float:
     """Return the peak learning rate of a run that does not set one.
 
     Args:
         model: as in ``TrainConfig``.
         tuned: whether the run begins with weights.
+        lora: whether only adapters are trained.
     """
     if tuned:
-        return _TUNED_LR
+        return _LORA_LR if lora else _TUNED_LR
     return SIZES[model].lr if model in SIZES else _HF_LR
 
 
@@ -73,6 +80,11 @@ class TrainConfig:
         out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and ``loss.png``.
         model: a name in ``SIZES``, or ``hf:`` and the path of a ``transformers`` configuration.
         init: a folder of weights to begin with, and of their tokenizer, as transformers writes it.
+        lora: rank of the adapters that are trained instead of the weights of ``init``.
+        quantize: how the frozen weights are stored; only with ``lora``.
+        export: a new folder for the trained model, as transformers reads it; of ``lora`` the
+            adapters, as peft reads them.
+        merge: export the model with the adapters merged into it.
         data: a file of text, JSONL or parquet, or a folder of them; ``None`` reads Python's own
             standard library.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
@@ -97,6 +109,10 @@ class TrainConfig:
     out: str = "runs/default"
     model: str = "2m"
     init: str | None = None
+    lora: int | None = None
+    quantize: Quantize | None = None
+    export: str | None = None
+    merge: bool = False
     data: str | None = None
     nproc: int = 2
     steps: int = 600
@@ -129,6 +145,18 @@ class TrainConfig:
         if self.model not in SIZES and not self.model.startswith(HF):
             expected = f"{', '.join(SIZES)} or {HF}CONFIG.json"
             raise ConfigError(f"--model is {self.model}, expected {expected}")
+        for option, needed in _NEEDED.items():
+            if getattr(self, option) and not getattr(self, needed):
+                raise ConfigError(f"--{option} needs --{needed}")
+        if self.lora is not None:
+            _at_least("lora", self.lora, 1)
+        if self.merge and self.quantize is not None:
+            raise ConfigError(
+                "--merge with --quantize: adapters cannot be merged into weights of four bits; "
+                "export the adapters, and merge them with peft into the weights of --init"
+            )
+        if self.export is not None and not self.model.startswith(HF):
+            raise ConfigError(f"--export needs --model {HF}CONFIG.json, whose form it has")
         if not self.lr > 0:
             raise ConfigError(f"--lr is {self.lr}, it must be greater than 0")
 
@@ -147,6 +175,8 @@ class TrainConfig:
         try:
             fields: dict[str, Any] = json.loads(text)
             fields["dtype"] = Dtype(fields["dtype"])
+            quantize = fields.get("quantize")
+            fields["quantize"] = None if quantize is None else Quantize(quantize)
             fields["layout"] = LayoutName(fields.get("layout", LayoutName.PER_PARAMETER))
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -165,6 +195,10 @@ class TrainConfig:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ConfigError) as error:
             raise ConfigError(f"{path}: {error}") from error
+
+
+# Options that do nothing without another.
+_NEEDED = {"lora": "init", "quantize": "lora", "merge": "lora"}
 
 
 def _at_least(name: str, value: int, least: int) -> None:

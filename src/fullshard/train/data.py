@@ -1,6 +1,6 @@
 """Real text as tokens, in an order that depends only on the step number.
 
-    documents --byte-level BPE--> tokens --Order--> windows of a step
+    documents --byte-level BPE--> tokens --Order--> rows of a step
 
 Documents are sorted, held-out documents are chosen by a hash of their names, and tokens are cached
 under a hash of everything that they depend on, so every worker and every restart reads the same
@@ -26,16 +26,40 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.errors import ConfigError
 
-from .documents import HELD_OUT_OF_256, Document, collect
-
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]  # 1D
-Indices = npt.NDArray[np.int64]
+from .chats import ChatTokenizer
+from .documents import Document, collect, split
+from .rows import Indices, Packed, Rows, Tokens, Windows
 
 END = "<|end|>"  # end mark between documents; its id is 0
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
-_FORMAT = 3  # part of the cache key: raise it whenever the content of the cache changes
+_FORMAT = 4  # part of the cache key: raise it whenever the content of the cache changes
 _AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tokens of the text to train on, or of the held-out text.
+
+    Attributes:
+        tokens: of all documents, one after the other.
+        end: id of the mark before every text and behind the last sample of a row.
+        starts: where each sample of a chat begins in ``tokens``, and the end; None for texts.
+        learned: for each of ``tokens``, whether it is to be learned; None for texts, where all are.
+        nbytes: size of what is to be learned, in bytes.
+    """
+
+    tokens: Tokens
+    end: int
+    starts: Indices | None
+    learned: npt.NDArray[np.bool_] | None
+    nbytes: int
+
+    def rows(self, seq: int) -> Rows:
+        """Return the text in rows of ``seq`` tokens."""
+        if self.starts is None or self.learned is None:
+            return Windows(self.tokens, seq)
+        return Packed(self.tokens, self.starts, self.learned, seq, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +68,28 @@ class TokenizedText:
 
     Attributes:
         end: id of the mark between documents.
-        held_out_nbytes: size of the held-out text, in bytes.
     """
 
-    train: Tokens
-    held_out: Tokens
+    train: Part
+    held_out: Part
     tokenizer: Tokenizer
     key: str
     num_documents: int
     nbytes: int
     end: int
-    held_out_nbytes: int
 
     def bytes_per_token(self) -> npt.NDArray[np.float64]:
         """Return the number of text bytes of each token id (0 for ``END``), ``[vocab]``.
 
-        For a tokenizer that was not trained here it is the mean over the held-out text.
+        For a tokenizer that was not trained here it is the mean over what is learned of the
+        held-out text.
         """
         vocabulary = self.tokenizer.get_vocab()
         counts = np.zeros(max(vocabulary.values()) + 1)
         if vocabulary.get(END) != self.end:
-            counts[:] = self.held_out_nbytes / len(self.held_out)
+            held_out = self.held_out
+            learned = len(held_out.tokens) if held_out.learned is None else held_out.learned.sum()
+            counts[:] = held_out.nbytes / max(1, learned)
             return counts
         for token, index in vocabulary.items():
             counts[index] = 0 if token == END else len(token)  # one character per byte
@@ -73,37 +98,34 @@ class TokenizedText:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The assignment of text windows to workers and steps.
+    """The assignment of rows of the text to workers and steps.
 
     An epoch is a permutation drawn from ``seed`` and the epoch's number; a step may read across the
     end of an epoch. There is no state between steps, so a resumed run needs only the step number.
     """
 
-    num_windows: int
+    num_rows: int
     seed: int
     batch: int
     accumulate: int
     num_workers: int
 
-    def windows(self, *, step: int, microbatch: int, rank: int) -> Indices:
-        """Return indices of the ``batch`` windows that ``rank`` reads; ``step`` counts from 1."""
-        row = (step - 1) * self.accumulate + microbatch
-        first = (row * self.num_workers + rank) * self.batch
-        places = range(first, first + self.batch)
-        epochs = (divmod(place, self.num_windows) for place in places)
-        return np.array([_permutation(self.num_windows, self.seed, e)[i] for e, i in epochs])
+    def rows(self, *, step: int, microbatch: int, rank: int) -> Indices:
+        """Return indices of the ``batch`` rows that ``rank`` reads; ``step`` counts from 1."""
+        first = (self._first(step) + microbatch * self.num_workers + rank) * self.batch
+        return self._at(first, self.batch)
 
+    def rows_of_step(self, step: int) -> Indices:
+        """Return indices of all rows that the workers read in ``step``."""
+        count = self.accumulate * self.num_workers * self.batch
+        return self._at(self._first(step) * self.batch, count)
 
-def num_windows(tokens: Tokens, seq: int) -> int:
-    """Return the number of windows of ``seq`` inputs, each followed by a token as target."""
-    return max(0, (len(tokens) - 1) // seq)
+    def _first(self, step: int) -> int:
+        return (step - 1) * self.accumulate * self.num_workers
 
-
-def read_windows(tokens: Tokens, indices: Indices, seq: int) -> Indices:
-    """Return the windows' tokens, ``[len(indices), seq + 1]``: inputs and one more for targets."""
-    starts = indices[:, None] * seq
-    windows: Indices = tokens[starts + np.arange(seq + 1)].astype(np.int64)
-    return windows
+    def _at(self, first: int, count: int) -> Indices:
+        epochs = (divmod(place, self.num_rows) for place in range(first, first + count))
+        return np.array([_permutation(self.num_rows, self.seed, e)[i] for e, i in epochs])
 
 
 def load_text(
@@ -117,9 +139,14 @@ def load_text(
         pretrained: a folder with the tokenizer to use; None: train one.
 
     Raises:
-        ConfigError: see ``collect``; or the tokenizer is missing, or does not fit the model.
+        ConfigError: see ``collect``; or the tokenizer is missing, does not fit the model, or cannot
+            write chats.
     """
     documents = collect(data)
+    if pretrained is None and documents[0].is_chat:
+        raise ConfigError(
+            f"--data {data}: holds chats, which need a tokenizer with a chat template: give --init"
+        )
     given = None if pretrained is None else _read_tokenizer(pretrained, vocab_size)
     key = _key(documents, vocab_size, given)
     folder = _cache_root() / key
@@ -127,19 +154,33 @@ def load_text(
         _fill_cache(folder, documents, vocab_size, given)
     facts = json.loads((folder / "facts.json").read_text())
     return TokenizedText(
-        end=facts["end"],
-        held_out_nbytes=facts["held_out_nbytes"],
-        train=np.load(folder / "train.npy", mmap_mode="r"),
-        held_out=np.load(folder / "held_out.npy", mmap_mode="r"),
+        train=_read_part(folder, "train", facts),
+        held_out=_read_part(folder, "held_out", facts),
         tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
         key=key,
         num_documents=len(documents),
         nbytes=sum(len(document.text.encode()) for document in documents),
+        end=facts["end"],
     )
 
 
-def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[Tokenizer, int]:
-    """Return the tokenizer in ``folder``, and the id that ends its texts."""
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The tokenizer of a folder.
+
+    Attributes:
+        folder: the folder.
+        tokenizer: without its chat template.
+        end: id of the token that ends its texts.
+    """
+
+    folder: Path
+    tokenizer: Tokenizer
+    end: int
+
+
+def _read_tokenizer(folder: Path, vocab_size: int) -> _Given:
+    """Return the tokenizer in ``folder``."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise ConfigError(f"--init {folder}: there is no tokenizer.json, which the text needs")
@@ -159,7 +200,7 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[Tokenizer, int]:
     size = max(tokenizer.get_vocab().values()) + 1
     if size > vocab_size:
         raise ConfigError(f"--init {folder}: {size} tokens, but the model has {vocab_size} rows")
-    return tokenizer, number
+    return _Given(folder, tokenizer, number)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -177,32 +218,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def split(documents: Sequence[Document]) -> tuple[list[str], list[str]]:
-    """Return the texts to train on and the held-out texts.
-
-    If choosing by name holds out much more or less than a sixteenth, as with few documents or one
-    large document, the last sixteenth of every document is held out instead.
-    """
-    train = [document.text for document in documents if not document.is_held_out]
-    held_out = [document.text for document in documents if document.is_held_out]
-    share = sum(map(len, held_out)) / sum(len(document.text) for document in documents)
-    if 1 / 64 < share < 1 / 4:
-        return train, held_out
-    cuts = [len(document.text) * (256 - HELD_OUT_OF_256) // 256 for document in documents]
-    pairs = list(zip(documents, cuts, strict=True))
-    return [d.text[:cut] for d, cut in pairs], [d.text[cut:] for d, cut in pairs]
-
-
 @functools.lru_cache(maxsize=2)
-def _permutation(num_windows: int, seed: int, epoch: int) -> Indices:
-    return np.random.default_rng((seed, epoch)).permutation(num_windows)
+def _permutation(num_rows: int, seed: int, epoch: int) -> Indices:
+    return np.random.default_rng((seed, epoch)).permutation(num_rows)
 
 
 def _fill_cache(
-    folder: Path,
-    documents: Sequence[Document],
-    vocab_size: int,
-    given: tuple[Tokenizer, int] | None,
+    folder: Path, documents: Sequence[Document], vocab_size: int, given: _Given | None
 ) -> None:
     """Write the tokens beside ``folder``, then rename: ``folder`` is complete or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -210,14 +232,19 @@ def _fill_cache(
     try:
         train, held_out = split(documents)
         if given is None:
-            tokenizer = train_tokenizer(train, vocab_size)
+            tokenizer = train_tokenizer([document.text for document in train], vocab_size)
             end = tokenizer.get_vocab()[END]
         else:
-            tokenizer, end = given
-        np.save(unfinished / "train.npy", _encode(tokenizer, end, train))
-        np.save(unfinished / "held_out.npy", _encode(tokenizer, end, held_out))
+            tokenizer, end = given.tokenizer, given.end
+        facts = {"end": end}
+        for name, part in (("train", train), ("held_out", held_out)):
+            if given is not None and documents[0].is_chat:
+                nbytes = _write_chats(unfinished, name, given, part)
+            else:
+                np.save(unfinished / f"{name}.npy", _encode(tokenizer, end, part))
+                nbytes = sum(len(document.text.encode()) for document in part)
+            facts[f"{name}_nbytes"] = nbytes
         tokenizer.save(str(unfinished / "tokenizer.json"))
-        facts = {"end": end, "held_out_nbytes": sum(len(text.encode()) for text in held_out)}
         (unfinished / "facts.json").write_text(json.dumps(facts))
         unfinished.rename(folder)
     except OSError:
@@ -227,25 +254,52 @@ def _fill_cache(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _encode(tokenizer: Tokenizer, end: int, texts: Sequence[str]) -> Tokens:
-    is_small = max(tokenizer.get_vocab().values()) < 1 << 16
+def _read_part(folder: Path, name: str, facts: dict[str, int]) -> Part:
+    def read(file: str) -> npt.NDArray[np.generic] | None:
+        path = folder / f"{file}.npy"
+        return np.load(path, mmap_mode="r") if path.exists() else None
+
+    tokens, starts, learned = read(name), read(f"{name}_starts"), read(f"{name}_learned")
+    return Part(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])  # type: ignore[arg-type]
+
+
+def _write_chats(folder: Path, name: str, given: _Given, documents: Sequence[Document]) -> int:
+    """Write the samples of chats, and return the size of what is to be learned in bytes."""
+    tokenizer = ChatTokenizer(given.folder)
+    samples = [sample for document in documents for sample in tokenizer.samples(document)]
+    kind = _dtype_of(given.tokenizer)
+    tokens = [np.array(sample.tokens, kind) for sample in samples]
+    learned = [np.array(sample.learned, np.bool_) for sample in samples]
+    lengths = [len(sample.tokens) for sample in samples]
+    np.save(folder / f"{name}.npy", np.concatenate([np.empty(0, kind), *tokens]))
+    np.save(folder / f"{name}_learned.npy", np.concatenate([np.empty(0, np.bool_), *learned]))
+    np.save(folder / f"{name}_starts.npy", np.cumsum([0, *lengths], dtype=np.int64))
+    return sum(sample.nbytes for sample in samples)
+
+
+def _encode(tokenizer: Tokenizer, end: int, documents: Sequence[Document]) -> Tokens:
     pieces = [
-        np.array([end, *encoding.ids], dtype=np.uint16 if is_small else np.uint32)
-        for start in range(0, len(texts), _AT_ONCE)
+        np.array([end, *encoding.ids], dtype=_dtype_of(tokenizer))
+        for start in range(0, len(documents), _AT_ONCE)
         for encoding in tokenizer.encode_batch(
-            list(texts[start : start + _AT_ONCE]), add_special_tokens=False
+            [document.text for document in documents[start : start + _AT_ONCE]],
+            add_special_tokens=False,
         )
     ]
     return np.concatenate(pieces)
 
 
-def _key(
-    documents: Sequence[Document], vocab_size: int, given: tuple[Tokenizer, int] | None
-) -> str:
-    digest = hashlib.sha256(json.dumps([_FORMAT, vocab_size]).encode())
+def _dtype_of(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
+    return np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32
+
+
+def _key(documents: Sequence[Document], vocab_size: int, given: _Given | None) -> str:
+    is_chat = documents[0].is_chat
+    digest = hashlib.sha256(json.dumps([_FORMAT, vocab_size, is_chat]).encode())
     if given is not None:
-        tokenizer, end = given
-        digest.update(json.dumps([end, tokenizer.to_str()]).encode())
+        digest.update(json.dumps([given.end, given.tokenizer.to_str()]).encode())
+        if is_chat:
+            digest.update(ChatTokenizer(given.folder).template.encode())
     for document in documents:
         for part in (document.name.encode(), document.text.encode()):
             digest.update(len(part).to_bytes(8, "little") + part)

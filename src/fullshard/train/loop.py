@@ -20,12 +20,15 @@ from fullshard.checkpoint import Checkpointer, load_weights
 from fullshard.errors import ConfigError
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
 
+from .adapters import add_adapters
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
-from .data import Order, TokenizedText, num_windows, read_windows
+from .data import Order, TokenizedText
 from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
 from .progress import Reporter
+from .quantized import conversions, quantize_linears
+from .rows import IGNORED, Batch, Packed
 from .rundir import RunDir, check_continues, describe
 from .stopping import Stopping, stopping
 from .world import Rows, World
@@ -34,6 +37,7 @@ _LAYOUTS = {
     LayoutName.PER_PARAMETER: fullshard.PerParameter(),
     LayoutName.RAGGED: fullshard.Ragged(),
 }
+_DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
 _COPIES_NBYTES = 1 << 30  # of host memory, for what a step would overwrite before it is written
 
 
@@ -92,10 +96,14 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
         model = architecture.build(
             seq=config.seq, checkpoint_activations=config.checkpoint_activations
         )
+        if config.quantize is not None:
+            quantize_linears(model)
+        if config.lora is not None:
+            model = add_adapters(model, config.lora)
     policy = fullshard.MixedPrecisionPolicy()
-    if config.dtype is Dtype.BF16:
+    if config.dtype is not Dtype.FP32:
         policy = fullshard.MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            param_dtype=_DTYPES[config.dtype], reduce_dtype=torch.float32
         )
     # None is the default policy: reshard blocks after forward, but not the root.
     reshard = None if config.reshard else False
@@ -111,25 +119,38 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
         mp_policy=policy,
         layout=_LAYOUTS[config.layout],
     )
-    if config.init is not None and not config.resume:
-        load_weights(model, config.init)
-        return model
-    model.to_empty(device=device)
+    _fill(model, config, architecture, device)
+    return model
+
+
+def _fill(
+    model: nn.Module, config: TrainConfig, architecture: Architecture, device: torch.device
+) -> None:
+    """Give a model on the meta device its first values, which ``config.seed`` decides.
+
+    What is frozen is read from ``config.init`` on resuming, too: scales of quantised weights are in
+    no checkpoint.
+    """
     drawn_on = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(drawn_on), torch.no_grad():
         torch.manual_seed(config.seed)
-        architecture.initialise(model)
-    return model
+        if config.init is not None and (config.lora or not config.resume):
+            load_weights(model, config.init, convert=conversions(model, device))
+        else:
+            model.to_empty(device=device)
+            architecture.initialise(model)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """Return AdamW over the sharded parameters, without decay for norms and other vectors."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
+    vectors = [parameter for parameter in trained if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # adapters are all matrices
     return ShardedOptimizer(groups, AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -175,8 +196,9 @@ class Trainer:
             budget_nbytes=_COPIES_NBYTES,
         )
         self.shard_nbytes = shard_nbytes(self.model)
+        self.rows, self.held_out = text.train.rows(config.seq), text.held_out.rows(config.seq)
         self.order = Order(
-            num_windows=num_windows(text.train, config.seq),
+            num_rows=len(self.rows),
             seed=config.seed,
             batch=config.batch,
             accumulate=config.accumulate,
@@ -184,6 +206,8 @@ class Trainer:
         )
         self.bytes_per_token = torch.from_numpy(text.bytes_per_token())
         self._ended_s = 0.0  # end of the previous step, by the host's clock
+        if isinstance(self.rows, Packed):
+            self._check_kept_apart()
         self.stopping = Stopping()
         self.stops = False  # whether any worker was asked to stop; the same on all workers
 
@@ -240,26 +264,66 @@ class Trainer:
         )
 
     def _forward_backward(self, step: int) -> Tensor:
-        """Accumulate the gradients of a step and return this worker's mean loss in fp64."""
+        """Accumulate the gradients of a step and return this worker's loss in fp64.
+
+        Over all workers the mean of these losses is that of all tokens that the step learns, which
+        may be unlike from row to row.
+        """
         config = self.config
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        share = self.world.size / self.rows.num_learned(self.order.rows_of_step(step))
         for microbatch in range(config.accumulate):
             if isinstance(self.model, fullshard.FSDPModule):
                 is_last = microbatch == config.accumulate - 1
                 self.model.set_requires_gradient_sync(is_last)  # no reduction before it
-            rows = self.order.windows(step=step, microbatch=microbatch, rank=self.world.rank)
-            tokens = torch.from_numpy(read_windows(self.text.train, rows, config.seq))
-            tokens = self.world.put(tokens)
-            loss = next_token_losses(self.model, tokens).mean() / config.accumulate
+            rows = self.order.rows(step=step, microbatch=microbatch, rank=self.world.rank)
+            losses, _ = self._losses(self.rows.read(rows))
+            loss = losses.sum() * share
             loss.backward()
             total += loss.detach()
         return total
+
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the losses of a batch, ``[B * T]``; and its labels, on the CPU."""
+        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+        positions = None
+        if batch.positions is not None:
+            positions = self.world.put(torch.from_numpy(batch.positions))
+        placed = self.world.put(tokens), self.world.put(labels), positions
+        return label_losses(self.model, *placed), labels.flatten()
+
+    @torch.no_grad()
+    def _check_kept_apart(self) -> None:
+        """Refuse models in which a sample of a row depends on the one before.
+
+        Raises:
+            ConfigError: this is such a model; the same on all workers.
+        """
+        half = min(self.config.seq // 2, 8)
+        positions = torch.arange(half).repeat(2)[None]
+        self.model.eval()
+        first, second = (
+            next_token_logits(
+                self.model,
+                self.world.put(torch.tensor([[token] * half + [*range(half)]])),
+                self.world.put(positions),
+            )[:, half:]
+            for token in (0, 1)
+        )
+        self.model.train()
+        # Sums of mixtures of experts may be in another order.
+        rounding = 64 * torch.finfo(_DTYPES[self.config.dtype]).eps
+        if (first - second).abs().max() > rounding * first.abs().max():
+            raise ConfigError(
+                f"--model {self.config.model}: reads samples of one row as one text, so chats "
+                "cannot be packed; it ignores position_ids that begin anew"
+            )
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return bits per byte of held-out text; windows do not depend on the number of workers."""
         config, world = self.config, self.world
-        available = num_windows(self.text.held_out, config.seq)
+        available = len(self.held_out)
         count = min(config.eval_sequences, available)
         rows = torch.arange(count) * available // count  # evenly spread
         per_round = config.batch * world.size
@@ -270,11 +334,10 @@ class Trainer:
             # without a share must run it too, on a row that is then not counted.
             mine = rows[start + world.rank * config.batch :][: config.batch]
             read = mine if len(mine) else rows[:1]
-            tokens = torch.from_numpy(read_windows(self.text.held_out, read.numpy(), config.seq))
-            losses = next_token_losses(self.model, tokens.to(world.device))
+            losses, labels = self._losses(self.held_out.read(read.numpy()))
             if len(mine):
                 nats += losses.double().sum().item()
-                nbytes += float(self.bytes_per_token[tokens[:, 1:]].sum())
+                nbytes += float(self.bytes_per_token[labels[labels != IGNORED]].sum())
         self.model.train()
         all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
         return float(all_nats / math.log(2) / all_nbytes)
@@ -301,10 +364,15 @@ class Trainer:
         return loaded.step
 
 
-def next_token_losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the cross entropy (nats) of each next token, ``[B * T]``, of ``[B, T + 1]`` tokens."""
-    logits = next_token_logits(model, tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+def label_losses(
+    model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor | None = None
+) -> Tensor:
+    """Return the cross entropy (nats) of each label, 0 where it is ``IGNORED``, ``[B * T]``.
+
+    All arguments are ``[B, T]``; see ``Batch``.
+    """
+    logits = next_token_logits(model, tokens, positions).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 
+from .adapters import check_peft
 from .architecture import choose_architecture, count_parameters, load_text_for
 from .config import TrainConfig
-from .data import TokenizedText, num_windows
+from .data import TokenizedText
+from .quantized import check_bitsandbytes
+from .rows import Packed
 from .rundir import RunDir, check_continues
 from .runlock import RunLock
 
@@ -24,8 +27,8 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
 
     Raises:
         ConfigError: the model cannot be built, the text is missing or too short, there are no
-            weights to begin with, there is nothing to resume, ``replicas`` does not fit, or the
-            folder is locked or not writable.
+            weights to begin with, there is nothing to resume, ``replicas`` does not fit, a package
+            is missing, there is something to export to, or the folder is locked or not writable.
     """
     if num_workers % config.replicas:
         raise ConfigError(
@@ -35,6 +38,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     newest = run.newest_checkpoint()
     if config.resume and newest is None:
         raise ConfigError(f"{run.path} holds no checkpoint to resume: start without --resume")
+    _check_extras(config)
     architecture = choose_architecture(config)
     num_parameters = count_parameters(architecture, config)
     if config.init is not None and not [*Path(config.init).glob("*.safetensors")]:
@@ -62,9 +66,19 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     print(
         f"training {config.model} ({num_parameters:,} parameters) on "
         f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
-        f"{len(text.train):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
+        f"{len(text.train.tokens):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
     return lock
+
+
+def _check_extras(config: TrainConfig) -> None:
+    """Raise ``ConfigError`` if the end of the run would fail, or a package is missing."""
+    if config.lora is not None:
+        check_peft()
+    if config.quantize is not None:
+        check_bitsandbytes()
+    if config.export is not None and Path(config.export).exists():
+        raise ConfigError(f"--export {config.export}: is there already; give a new folder")
 
 
 def _count(number: int, noun: str) -> str:
@@ -73,15 +87,23 @@ def _count(number: int, noun: str) -> str:
 
 def _check_enough(config: TrainConfig, text: TokenizedText, num_workers: int) -> None:
     needed = config.batch * config.accumulate * num_workers
-    found = num_windows(text.train, config.seq)
+    rows = text.train.rows(config.seq)
+    found = len(rows)
     if found < needed:
         raise ConfigError(
             f"too little text: {found} sequences of {config.seq} tokens, and one step of "
             f"{_count(num_workers, 'worker')} needs {needed}: give more --data, or lower --batch, "
             "--accumulate or --seq"
         )
-    if num_windows(text.held_out, config.seq) < 1:
+    if len(text.held_out.rows(config.seq)) < 1:
         raise ConfigError(
             f"too little text to hold any out: an evaluation needs {config.seq + 1} tokens, and a "
-            f"sixteenth of the text has {len(text.held_out)}: give more --data, or lower --seq"
+            f"sixteenth of the text has {len(text.held_out.tokens)}: give more --data, or lower "
+            "--seq"
+        )
+    if isinstance(rows, Packed) and rows.num_cut:
+        print(
+            f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {config.seq} tokens: "
+            "what is behind is not read, give a greater --seq",
+            file=sys.stderr,
         )

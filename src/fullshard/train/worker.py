@@ -26,6 +26,7 @@ from fullshard.errors import ConfigError, FullshardError
 from .architecture import Architecture, choose_architecture, load_text_for
 from .config import TrainConfig
 from .data import TokenizedText
+from .export import export
 from .loop import Trained, train
 from .metrics import read_metrics
 from .picture import draw_loss
@@ -120,7 +121,7 @@ def _together(world: World, do: Callable[[], Result]) -> Result:
 
 
 def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: World) -> None:
-    """Print a sample, draw the loss and print the paths of all output."""
+    """Print a sample, export, draw the loss and print the paths of all output."""
     run = RunDir(Path(config.out))
     console = plain_console(enabled=world.is_first)
     if trained.step < config.steps:
@@ -131,6 +132,8 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         return
     prompt = _PROMPT if config.data is None else ""
     written = sample(trained.model, text, world, prompt=prompt, context=config.seq)
+    if config.export is not None:
+        export(trained.model, config, text, world, Path(config.export))
     if not world.is_first:
         return
     console.print(f"\na sample of what it writes now:\n\n{written}\n")
@@ -142,6 +145,9 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}"
     )
     console.print(f"checkpoints  {run.newest_checkpoint()} is the newest")
+    if config.export is not None:
+        what = "model" if config.lora is None or config.merge else "adapters"
+        console.print(f"exported     {config.export} holds the {what}")
     if config.data is None:
         console.print("next         fullshard train --name mine --data PATH  learns your own text")
     else:

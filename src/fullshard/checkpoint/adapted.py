@@ -1,0 +1,93 @@
+"""Models with adapters of ``peft``: names of weights as without them, first values of adapters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fullshard.errors import UnsupportedError
+from fullshard.frontend.contexts import clean_name
+
+_INSIDE = "base_model.model."  # what PeftModel puts before the names of the model
+_BASE = "base_layer."
+
+
+class Adapted(NamedTuple):
+    """A layer with adapters, and its path without the prefixes of wrappers."""
+
+    path: str
+    layer: Any  # a BaseTunerLayer of peft
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """How the names of its adapters' tensors begin."""
+        return tuple(f"{self.path}{name}." for name in self.layer.adapter_layer_names)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
+    """Yield the layers of ``model`` that have adapters."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield Adapted(clean_name(f"{path}." if path else ""), module)
+
+
+def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that tensors of ``model`` have without adapters, in the given order.
+
+    Names of adapters' own tensors are left out.
+    """
+    layers = list(adapted_layers(model))
+    adapters = tuple(prefix for layer in layers for prefix in layer.prefixes)
+    bases = {f"{layer.path}{_BASE}": layer.path for layer in layers}
+    found = {}
+    for name in names:
+        if name.startswith(adapters) and adapters:
+            continue
+        plain = name
+        head, between, own = plain.rpartition(_BASE)
+        while head + between in bases:  # what has adapters may be the base of another such layer
+            plain = bases[head + between] + own
+            head, between, own = plain.rpartition(_BASE)
+        found[name] = plain.removeprefix(_INSIDE) if layers else plain
+    return found
+
+
+def check_merged(model: nn.Module) -> None:
+    """Refuse adapters whose changes are not in the weights.
+
+    Raises:
+        UnsupportedError: there is one; its path.
+    """
+    for adapted in adapted_layers(model):
+        if not adapted.layer.merged and not adapted.layer.disable_adapters:
+            raise UnsupportedError(
+                f"{adapted.path.rstrip('.')} has adapters that are not merged, and weights would "
+                "go without what they learned: call merge() of each such layer inside of "
+                "unshard_params(layer), or save only the adapters with save_pretrained()"
+            )
+
+
+def reset_adapters(model: nn.Module, layer: Any) -> None:
+    """Give a layer's adapters the values with which they begin.
+
+    Raises:
+        UnsupportedError: these depend on the weights.
+    """
+    configs: dict[str, Any] = next(
+        vars(own)["peft_config"] for own in model.modules() if "peft_config" in vars(own)
+    )
+    for adapter, config in configs.items():
+        how = getattr(config, "init_lora_weights", None)
+        if how not in (True, "gaussian"):
+            raise UnsupportedError(
+                f"adapter {adapter}: init_lora_weights={how!r} with adapters on the meta device; "
+                "use True or 'gaussian', or give the adapters values before"
+            )
+        layer.reset_lora_parameters(adapter, how)

@@ -1,0 +1,47 @@
+"""The trained model in a folder, as ``transformers`` or ``peft`` reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from fullshard.checkpoint import save_weights
+
+from .adapters import merge_adapters, save_adapters
+from .config import TrainConfig
+from .data import END, TokenizedText
+from .world import World
+
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
+
+
+def export(
+    model: nn.Module, config: TrainConfig, text: TokenizedText, world: World, folder: Path
+) -> None:
+    """Write the model, or its adapters alone, and the tokenizer; all workers call it.
+
+    With ``config.merge`` the model has its adapters merged into its weights afterwards.
+    """
+    if config.lora is not None and not config.merge:
+        save_adapters(model, folder, world)
+    else:
+        if config.lora is not None:
+            merge_adapters(model)
+        save_weights(model, folder)
+    if world.is_first:
+        _write_tokenizer(folder, config, text)
+
+
+def _write_tokenizer(folder: Path, config: TrainConfig, text: TokenizedText) -> None:
+    if config.init is not None:
+        files = [file for pattern in _TOKENIZER for file in Path(config.init).glob(pattern)]
+        for file in files:
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+        return
+    text.tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -1,0 +1,200 @@
+"""Chats as samples: what the template writes, and which of its tokens are answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fullshard.errors import ConfigError
+from fullshard.train.chats import ChatTokenizer, Sample
+from fullshard.train.data import load_text
+from fullshard.train.documents import Document, split
+from fullshard.train.rows import IGNORED, Packed
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = TURNS + ASK
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{{ '\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + ASK
+)
+REASONS = (  # as those of Qwen3: an empty thought only before the last answer
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}" + ASK
+)
+FIRST = "{% for m in messages %}{{ m.content }}{% if not loop.last %} {% endif %}{% endfor %}"
+BEHIND = FIRST + "{% if add_generation_prompt %} So:{% endif %}"  # which it does not write else
+
+
+def write_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["user assistant the answer is of to and"] * 9, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def said(*contents: str) -> list[dict[str, str]]:
+    return [
+        {"role": "user" if n % 2 == 0 else "assistant", "content": content}
+        for n, content in enumerate(contents)
+    ]
+
+
+def samples(folder: Path, messages: Any, **more: Any) -> list[Sample]:
+    text = json.dumps({"messages": messages, **more})
+    return list(ChatTokenizer(folder).samples(Document("chats.jsonl:000000001", text, True)))
+
+
+def answers(folder: Path, sample: Sample) -> list[str]:
+    """The texts of the runs of learned tokens."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    runs: list[list[int]] = []
+    for n, (token, is_learned) in enumerate(zip(sample.tokens, sample.learned, strict=True)):
+        if is_learned:
+            if n == 0 or not sample.learned[n - 1]:
+                runs.append([])
+            runs[-1].append(token)
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+def whole(folder: Path, sample: Sample) -> str:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return str(tokenizer.decode(sample.tokens, skip_special_tokens=False))
+
+
+QUESTIONS = said("What is 1 + 1?", "2, naïve 字", "And 2 + 2?", " 4", "Thanks")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marked"])
+def test_the_answers_are_learned_and_the_end_of_each(tmp_path: Path, template: str) -> None:
+    folder = write_tokenizer(tmp_path, template)
+    (sample,) = samples(folder, QUESTIONS)
+    assert answers(folder, sample) == ["2, naïve 字<|im_end|>", " 4<|im_end|>"]
+    written = "".join(
+        f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in QUESTIONS
+    )
+    assert whole(folder, sample) == written
+    assert sample.nbytes == len("2, naïve 字<|im_end|> 4<|im_end|>".encode())
+
+
+def test_a_template_that_forgets_reasoning_gives_a_sample_for_each_answer(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, REASONS)
+    first, second = samples(folder, QUESTIONS)
+    thought = "<think>\n\n</think>\n\n"
+    assert answers(folder, first) == [f"{thought}2, naïve 字<|im_end|>"]
+    assert answers(folder, second) == [f"{thought} 4<|im_end|>"]
+    assert "And 2 + 2?" not in whole(folder, first)
+    assert f"{thought}2" not in whole(folder, second) and "2, naïve 字" in whole(folder, second)
+    (alone,) = samples(folder, QUESTIONS[:2])
+    assert alone == first
+
+
+def test_tools_and_system_messages_reach_the_template(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools[0].name }}|{% endif %}" + CHATML
+    folder = write_tokenizer(tmp_path, template)
+    system = [{"role": "system", "content": "Be short."}, *said("1?", "2")]
+    (sample,) = samples(folder, system, tools=[{"name": "add"}])
+    assert whole(folder, sample).startswith("add|<|im_start|>system\nBe short.<|im_end|>")
+    assert answers(folder, sample) == ["2<|im_end|>"]
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    (sample,) = samples(folder, said("a", "b\ud83d"))
+    assert answers(folder, sample) == ["b?<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (CHATML, said("only a question"), "chats.jsonl:000000001 has no answer"),
+        (BEHIND, said("a", "b"), "not behind what asks for it.*mark answers in it"),
+        ("{{ raise_exception('roles must alternate') }}", said("a", "b"), "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", said("a", "b"), "cannot write it"),
+        ("{% for %}", said("a", "b"), "cannot write it"),
+        (None, said("a", "b"), "has no chat template"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(
+    tmp_path: Path, template: str | None, messages: Any, message: str
+) -> None:
+    folder = write_tokenizer(tmp_path, template)
+    with pytest.raises(ConfigError, match=message):
+        samples(folder, messages)
+
+
+def write_chats(path: Path, number: int) -> Path:
+    chats = [{"messages": said(f"What is {n}?", f"It is {n}.")} for n in range(number)]
+    path.write_text("\n".join(json.dumps(chat) for chat in chats))
+    return path
+
+
+def test_chats_become_rows_of_which_only_answers_are_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_tokenizer(tmp_path / "model")
+    data = str(write_chats(tmp_path / "chats.jsonl", 40))
+    text = load_text(data, vocab_size=300, pretrained=folder)
+    again = load_text(data, vocab_size=300, pretrained=folder)
+    assert again.key == text.key
+    rows = text.train.rows(64)
+    assert isinstance(rows, Packed) and 1 <= len(text.held_out.rows(64)) < len(rows)
+    batch = rows.read(np.arange(len(rows)))
+    labels = batch.labels[batch.labels != IGNORED].tolist()
+    learned = text.tokenizer.decode(labels, skip_special_tokens=False)
+    ends = [answer for answer in learned.split("<|im_end|>") if answer]
+    held_out = text.tokenizer.decode(np.array(text.held_out.tokens), skip_special_tokens=False)
+    kept = [f"It is {n}." for n in range(40) if f"It is {n}." not in held_out]
+    assert sorted(ends) == sorted(kept) and 30 < len(kept) < 40
+    per_token = text.bytes_per_token()[0] * text.held_out.learned.sum()  # type: ignore[union-attr]
+    assert per_token == pytest.approx(text.held_out.nbytes)
+    write_tokenizer(folder, MARKED)
+    assert load_text(data, vocab_size=300, pretrained=folder).key != text.key
+
+
+def test_a_long_chat_is_cut_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_tokenizer(tmp_path / "model")
+    path = write_chats(tmp_path / "chats.jsonl", 40)
+    path.write_text(path.read_text() + "\n" + json.dumps({"messages": said("a", "b" * 500)}))
+    rows = load_text(str(path), vocab_size=300, pretrained=folder).train.rows(64)
+    assert isinstance(rows, Packed) and rows.num_cut == 1
+
+
+def test_texts_beside_chats_and_chats_without_a_template_are_refused(tmp_path: Path) -> None:
+    path = write_chats(tmp_path / "chats.jsonl", 3)
+    with pytest.raises(ConfigError, match="need a tokenizer with a chat template: give --init"):
+        load_text(str(path), vocab_size=300)
+    path.write_text(path.read_text() + '\n{"text": "a"}')
+    with pytest.raises(ConfigError, match=r"is a chat and .* is a text"):
+        load_text(str(path), vocab_size=300)
+
+
+def test_few_chats_hold_out_the_smallest_hashes_whole() -> None:
+    chats = [Document(f"{n}", "x" * 9, is_chat=True) for n in range(5)]
+    train, held_out = split(chats)
+    assert len(held_out) == 1 and sorted([*train, *held_out], key=lambda d: d.name) == chats

@@ -1,0 +1,333 @@
+"""Fine-tuning on chats (``--init``, ``--lora``, ``--quantize``, ``--export``)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fullshard import fully_shard
+from fullshard.errors import ConfigError
+from fullshard.optim import clip_grad_norm_
+from fullshard.tensors import local_part
+from fullshard.train import loop
+from fullshard.train.architecture import choose_architecture, load_text_for
+from fullshard.train.config import Dtype, LayoutName, Quantize, TrainConfig
+from fullshard.train.data import Order, TokenizedText
+from fullshard.train.export import export
+from fullshard.train.loop import Trainer, build_optimizer, build_sharded_model, learning_rate
+from fullshard.train.prepare import prepare
+from fullshard.train.rundir import RunDir
+from fullshard.train.world import World
+from tests.pure.test_train_chats import write_chats
+from tests.pure.test_train_chats import write_tokenizer as write_chat_tokenizer
+from tests.ranks.pool import RankError, RankPool
+from tests.ranks.test_train_init import CONFIGS, written
+from tests.ranks.train_shell import Shell
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers
+
+CPU = torch.device("cpu")
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": 4},
+    "qlora": {"lora": 4, "quantize": Quantize.NF4},
+}
+
+
+def needs(way: str) -> None:
+    if "lora" in WAYS[way]:
+        pytest.importorskip("peft", reason="the extra lora is not installed")
+    if "quantize" in WAYS[way]:
+        pytest.importorskip("bitsandbytes", reason="the extra qlora is not installed")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def config_of(folder: Path, kind: str, **options: Any) -> TrainConfig:
+    model = folder / kind
+    if not model.exists():
+        written(folder, kind)
+        write_chat_tokenizer(model)
+        write_chats(folder / "chats.jsonl", 60)
+    given = {"steps": 3, "batch": 2, "seq": 40, "accumulate": 2, "lr": 3e-3, **options}
+    paths = {"model": f"hf:{model}", "init": str(model), "data": str(folder / "chats.jsonl")}
+    return TrainConfig(**paths, out=str(folder / "run"), **given)
+
+
+def text_of(config: TrainConfig) -> TokenizedText:
+    return load_text_for(choose_architecture(config), config)
+
+
+def tuned(config: TrainConfig, until: int, folder: str | None) -> tuple[list[float], float]:
+    """The losses of the steps that are left until then, and an evaluation; exported as well."""
+    text = text_of(config)
+    world = World(dist.get_rank(), dist.get_world_size(), CPU)
+    trainer = Trainer(config, text, world)
+    first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
+    records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
+    trainer.save(until)
+    trainer.checkpointer.wait()
+    evaluated = trainer.evaluate()
+    if folder is not None:
+        export(trainer.model, config, text, world, Path(folder))
+        dist.barrier()
+    return [record.loss for record in records], evaluated
+
+
+def alone(config: TrainConfig) -> nn.Module:
+    """The model as transformers and peft make it in one process."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantized = None
+    if config.quantize is not None:
+        quantized = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        config.init, dtype=torch.float32, quantization_config=quantized
+    )
+    model.config.use_cache = False
+    if config.lora is not None:
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        adapters = LoraConfig(
+            r=config.lora, lora_alpha=2 * config.lora, target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+        model = get_peft_model(model, adapters)
+        torch.manual_seed(config.seed)
+        for layer in model.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.reset_lora_parameters("default", True)  # type: ignore[operator]
+    built: nn.Module = model.train()
+    return built
+
+
+def samples_alone(batch: Any, row: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels of each sample of a row, cut out of it."""
+    starts = [n for n, position in enumerate(batch.positions[row]) if position == 0]
+    ends = [*starts[1:], len(batch.positions[row])]
+    return [
+        (torch.tensor(batch.tokens[row, start:end]), torch.tensor(batch.labels[row, start:end]))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def expected_losses(config: TrainConfig, model: nn.Module, num_workers: int) -> list[float]:
+    """The same steps in one process, which reads every sample alone."""
+    rows = text_of(config).train.rows(config.seq)
+    optimizer = build_optimizer(model, config)
+    order = Order(len(rows), config.seed, config.batch, config.accumulate, num_workers)
+    found = []
+    for step in range(1, config.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        batch = rows.read(order.rows_of_step(step))
+        count = int((batch.labels != -100).sum())
+        total = 0.0
+        for row in range(len(batch.tokens)):
+            for tokens, labels in samples_alone(batch, row):
+                if (labels != -100).any():
+                    logits = model(input_ids=tokens[None]).logits[0]
+                    loss = F.cross_entropy(logits, labels, reduction="sum") / count
+                    loss.backward()
+                    total += loss.item()
+        clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total)
+    return found
+
+
+def logits_of(model: Any) -> Tensor:
+    tokens = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        # Not with eval(), by which bitsandbytes takes kernels of 16 bits for weights of any dtype.
+        found: Tensor = model.train()(input_ids=tokens).logits
+    return found
+
+
+def exported(config: TrainConfig, folder: Path) -> Any:
+    """What is in an exported folder, loaded as its users do."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(folder).chat_template is not None
+    if config.lora is None or config.merge:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import PeftModel
+
+    base: Any = alone(TrainConfig(**{**vars_of(config), "lora": None, "quantize": None}))
+    if config.quantize is not None:
+        base = alone_quantized(config)
+    return PeftModel.from_pretrained(base, str(folder))
+
+
+def vars_of(config: TrainConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def alone_quantized(config: TrainConfig) -> Any:
+    return alone(config).unload()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("way", list(WAYS))
+def test_losses_and_what_is_exported_are_those_of_one_process(
+    pool: RankPool, tmp_path: Path, kind: str, way: str
+) -> None:
+    needs(way)
+    config = config_of(tmp_path, kind, **WAYS[way])
+    model = alone(config)
+    expected = expected_losses(config, model, 2)
+    found, bits = pool.run(2, tuned, config, 3, str(tmp_path / "exported"))[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert 0 < bits < 20 and found[-1] < found[0]
+    torch.testing.assert_close(
+        logits_of(exported(config, tmp_path / "exported")), logits_of(model), rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("way", ["lora", "qlora"])
+@pytest.mark.parametrize("layout", list(LayoutName))
+def test_a_tuning_goes_on_exactly_on_other_ranks_and_layouts(
+    pool: RankPool, tmp_path: Path, way: str, layout: LayoutName
+) -> None:
+    needs(way)
+    options = {**WAYS[way], "steps": 4, "dtype": Dtype.BF16}
+    config = config_of(tmp_path, "qwen3", **options, layout=layout, checkpoint_activations=True)
+    whole, bits = pool.run(2, tuned, config, 4, None)[0]
+    half = replace(config, out=str(tmp_path / "half"))
+    first, _ = pool.run(2, tuned, half, 2, None)[0]
+    rest, at_end = pool.run(2, tuned, replace(half, resume=True), 4, None)[0]
+    assert (first + rest, at_end) == (whole, bits)
+    other = replace(half, resume=True, batch=1, layout=LayoutName.PER_PARAMETER)
+    (tmp_path / "half" / "checkpoints" / "step-000004").rename(tmp_path / "aside")
+    rest, at_end = pool.run(4, tuned, other, 4, None)[0]
+    assert first + rest == pytest.approx(whole, abs=1e-2) and at_end == pytest.approx(bits, abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_merged_it_is_one_model(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    needs("lora")
+    config = config_of(tmp_path, kind, **WAYS["lora"], merge=True, export=str(tmp_path / "x"))
+    model = alone(config)
+    expected_losses(config, model, 2)
+    pool.run(2, tuned, config, 3, str(tmp_path / "x"))
+    found = logits_of(exported(config, tmp_path / "x"))
+    torch.testing.assert_close(found, logits_of(model), rtol=0, atol=1e-4)
+
+
+class Leaking(nn.Module):
+    """A model that takes positions and reads all of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 4)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        read = self.embedding(tokens).cumsum(1) + position_ids[..., None]
+        return read @ self.embedding.weight.T
+
+
+def leaks(config: TrainConfig) -> None:
+    with mock.patch.object(loop, "build_sharded_model", lambda *_: fully_shard(Leaking())):
+        Trainer(config, text_of(config), World(dist.get_rank(), dist.get_world_size(), CPU))
+
+
+def test_a_model_that_reads_across_samples_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama")
+    with pytest.raises(RankError, match="reads samples of one row as one text"):
+        pool.run(2, leaks, config)
+
+
+def held(config: TrainConfig) -> dict[str, int]:
+    """Bytes that this rank keeps, of frozen parameters and of others."""
+    world = World(dist.get_rank(), dist.get_world_size(), CPU)
+    model = build_sharded_model(config, choose_architecture(config), world)
+    kept = {"frozen": 0, "trained": 0}
+    for parameter in model.parameters():
+        local = local_part(parameter)
+        kept["trained" if parameter.requires_grad else "frozen"] += local.nbytes
+    return kept
+
+
+def test_four_bits_are_an_eighth(pool: RankPool, tmp_path: Path) -> None:
+    needs("qlora")
+    sizes = {}
+    for way in ("lora", "qlora"):
+        config = config_of(tmp_path, "llama", **WAYS[way])
+        sizes[way] = pool.run(2, held, config)
+    linears = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)  # of two blocks, without norms
+    saved = [a["frozen"] - b["frozen"] for a, b in zip(sizes["lora"], sizes["qlora"], strict=True)]
+    assert sum(saved) == linears * 4 - linears // 2
+    assert [one["trained"] for one in sizes["lora"]] == [one["trained"] for one in sizes["qlora"]]
+    assert max(saved) <= 0.6 * sum(saved)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora": 4, "init": None}, "--lora needs --init"),
+        ({"quantize": Quantize.NF4}, "--quantize needs --lora"),
+        ({"merge": True}, "--merge needs --lora"),
+        ({"lora": 4, "quantize": Quantize.NF4, "merge": True}, "cannot be merged into weights"),
+        ({"lora": -1}, "--lora is -1, it must be at least 1"),
+        ({"model": "2m", "init": None, "export": "x"}, "--export needs --model hf:"),
+    ],
+)
+def test_options_that_cannot_work_together_are_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**{"model": "hf:m", "init": "m", **options})
+
+
+def test_an_export_does_not_overwrite(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama", export=str(tmp_path))
+    with pytest.raises(ConfigError, match="is there already; give a new folder"):
+        prepare(config, num_workers=1)
+
+
+@pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    needs("lora" if package == "bitsandbytes" else "full")
+    config = config_of(tmp_path, "llama", **WAYS["qlora"])
+    with pytest.raises(ConfigError, match=f"needs {package}: pip install"):
+        prepare(config, num_workers=1)
+
+
+def test_the_command_tunes_on_chats_and_exports(tmp_path: Path) -> None:
+    needs("lora")
+    shell = Shell.with_a_little_text(tmp_path)
+    config_of(shell.folder, "llama")
+    options = "--data chats.jsonl --steps 6 --batch 2 --seq 40 --lr 0.01 --lora 4".split()
+    outcome = shell.train("--init", "llama", "--out", "tuned", "--export", "adapters", *options)
+    assert outcome.exitcode == 0, outcome.err
+    assert "holds the adapters" in outcome.out
+    records = [record["loss"] for record in shell.metrics("tuned")]
+    assert len(records) == 6 and records[-1] < records[0]
+    saved = TrainConfig.load(RunDir(shell.folder / "tuned").config)
+    assert (saved.lora, saved.quantize) == (4, None)
+    written = {path.name for path in (shell.folder / "adapters").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= written
