@@ -20,6 +20,19 @@ from tests.ranks.pool import RankPool
 from tests.ranks.test_flat_differential import BF16, Block, Stack, quiet, wrap
 
 
+class Valueless(nn.Module):
+    """Has a parameter, and no way to give it a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(2, 2), Valueless())
+
+
 def _hook_twice() -> None:
     model = FSDP(Block())
     model.register_comm_hook(None, print)
@@ -155,6 +168,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: FSDP(Block(), param_init_fn=3),  # type: ignore[arg-type]
         ValueError,
         "to be callable",
+    ),
+    "meta device without values": (
+        lambda: FSDP(_on_meta()),
+        ValueError,
+        "Valueless has no reset_parameters()",
     ),
     "a policy over units": (_twice_wrapped, ValueError, "not already have FSDP applied"),
     "tied over units": (_tied_across, ValueError, "tied"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from fullshard.train.world import World
 from tests.pure.test_train_chats import write_chats
 from tests.pure.test_train_chats import write_tokenizer as write_chat_tokenizer
 from tests.ranks.pool import RankError, RankPool
+from tests.ranks.test_examples import EXAMPLES, TIMEOUT_S
 from tests.ranks.test_train_init import CONFIGS, written
 from tests.ranks.train_shell import Shell
 
@@ -331,3 +333,18 @@ def test_the_command_tunes_on_chats_and_exports(tmp_path: Path) -> None:
     assert (saved.lora, saved.quantize) == (4, None)
     written = {path.name for path in (shell.folder / "adapters").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= written
+
+
+def test_the_example_tunes_what_it_made(tmp_path: Path) -> None:
+    options = "--steps 8 --seq 64 --batch 2".split()
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("<|user|>What is ") == 1
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tuned, base = tmp_path / "small" / "tuned", tmp_path / "small" / "base"
+    tokenizer = AutoTokenizer.from_pretrained(tuned)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(base).chat_template
+    first = AutoModelForCausalLM.from_pretrained(base).lm_head.weight
+    assert not torch.equal(AutoModelForCausalLM.from_pretrained(tuned).lm_head.weight, first)

@@ -189,6 +189,8 @@ def materialize(
 
     Raises:
         ArgumentTypeError: if ``init`` is not callable.
+        ConfigError: there is no ``init``, and a module that needs it has no ``reset_parameters``;
+            nothing was changed.
     """
     if init is not None and not callable(init):
         raise ArgumentTypeError(
@@ -197,11 +199,19 @@ def materialize(
     own = list(_own(module, ignored_modules))
     if not any(t.is_meta for m in own for _, t in _states(m, ignored)):
         return
+    owners = [one for one in own if any(True for _ in _states(one, ignored))]
+    without = {type(one).__name__ for one in owners if not hasattr(one, "reset_parameters")}
+    if init is None and without:
+        raise ConfigError(
+            f"FullyShardedDataParallel: the module has parameters on the meta device, and "
+            f"{', '.join(sorted(without))} has no reset_parameters() to give them values: pass "
+            "param_init_fn, or use fully_shard() and load_weights()"
+        )
     with torch.no_grad():
-        for inner in own:
+        for inner in owners if init is None else own:
             if init is not None:
                 init(inner)
-            elif any(True for _ in _states(inner, ignored)):
+            else:
                 inner.to_empty(device=device, recurse=False)
                 inner.reset_parameters()  # type: ignore[operator]
 

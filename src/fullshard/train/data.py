@@ -78,6 +78,11 @@ class TokenizedText:
     nbytes: int
     end: int
 
+    def question(self) -> list[int]:
+        """Return the tokens of the first held-out chat up to its first answer; [] of texts."""
+        tokens, learned = self.held_out.tokens, self.held_out.learned
+        return [] if learned is None else tokens[: int(np.argmax(learned))].tolist()
+
     def bytes_per_token(self) -> npt.NDArray[np.float64]:
         """Return the number of text bytes of each token id (0 for ``END``), ``[vocab]``.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -16,24 +18,26 @@ def sample(
     text: TokenizedText,
     world: World,
     *,
-    prompt: str,
+    prompt: Sequence[int],
+    is_question: bool,
     context: int,
     num_tokens: int = 120,
     temperature: float = 0.7,
     top_k: int = 40,
     seed: int = 0,
 ) -> str:
-    """Return ``prompt`` and ``num_tokens`` more tokens, sampled in step on all workers.
+    """Return ``prompt`` and ``num_tokens`` more tokens as text, sampled in step on all workers.
 
     Every forward all-gathers the sharded weights, so every worker must run all forwards: the number
     of tokens is fixed, sampling never ends early, and all workers draw the same token from the same
-    seed. The model sees at most the last ``context`` tokens.
+    seed. The model sees at most the last ``context`` tokens. What follows the end of an answer to a
+    question is left out.
     """
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokenizer = text.tokenizer
-    tokens: list[int] = [text.end, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    tokens = list(prompt)
     known = tokenizer.get_vocab_size()  # may be fewer than the logits, if the text is small
     for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=world.device)
@@ -42,5 +46,7 @@ def sample(
         choice = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
         tokens.append(int(ids[choice]))
     model.train(was_training)
-    written: str = tokenizer.decode(tokens)
+    if is_question and text.end in tokens[len(prompt) :]:
+        tokens = tokens[: tokens.index(text.end, len(prompt))]
+    written: str = tokenizer.decode(tokens, skip_special_tokens=not is_question)
     return written

@@ -130,8 +130,16 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
             f"fullshard train --out {config.out} --resume  goes on"
         )
         return
-    prompt = _PROMPT if config.data is None else ""
-    written = sample(trained.model, text, world, prompt=prompt, context=config.seq)
+    code = text.tokenizer.encode(_PROMPT if config.data is None else "", add_special_tokens=False)
+    question = text.question()
+    written = sample(
+        trained.model,
+        text,
+        world,
+        prompt=question or [text.end, *code.ids],
+        is_question=bool(question),
+        context=config.seq,
+    )
     if config.export is not None:
         export(trained.model, config, text, world, Path(config.export))
     if not world.is_first:

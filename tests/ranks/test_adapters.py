@@ -1,0 +1,179 @@
+"""Models with adapters of ``peft``: weights in under their own names, and out once merged."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint
+from fullshard.checkpoint import Conversion
+from fullshard.errors import ConfigError, UnsupportedError
+from tests.ranks.pool import RankPool
+from tests.ranks.test_weights import TOKENS, built
+
+pytest.importorskip("peft", reason="the extra lora is not installed")
+
+WAYS = ["per-parameter", "ragged", "flat", "unsharded"]
+TARGETS = {"llama": ["q_proj", "down_proj", "embed_tokens"], "mixtral": "all-linear"}
+
+
+def adapted(model: Any, kind: str, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, target_modules=TARGETS[kind], task_type="CAUSAL_LM", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        return get_peft_model(model, config)
+
+
+def shard(model: Any, way: str) -> Any:
+    blocks = model.base_model.model.model.layers
+    if way == "flat":
+        for number, block in enumerate(blocks):
+            blocks[number] = FullyShardedDataParallel(block, use_orig_params=True)
+        return FullyShardedDataParallel(model, use_orig_params=True)
+    if way != "unsharded":
+        layout = Ragged() if way == "ragged" else PerParameter()
+        for block in blocks:
+            fullshard.fully_shard(block, layout=layout)
+        fullshard.fully_shard(model, layout=layout)
+    return model
+
+
+def reset(model: nn.Module, seed: int) -> None:
+    """Draw the adapters of a whole model as ``load_weights`` does, layer by layer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    torch.manual_seed(seed)
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.reset_lora_parameters("default", True)  # type: ignore[operator]
+
+
+def teach(model: Any) -> None:
+    """Change what adapters begin with, so that they change what the model says."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += 0.05
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=TOKENS).logits
+    return found
+
+
+def in_and_out(folder: Path, out: Path, kind: str, way: str) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = built(kind, "cpu")
+    twin = adapted(copy.deepcopy(base), kind)
+    if dist.get_rank() == 0:
+        base.save_pretrained(folder, max_shard_size=9_000)
+    dist.barrier()
+    reset(twin, seed=5)
+    device = "cpu" if way == "flat" else "meta"
+    with torch.device(device):
+        model = adapted(built(kind, device), kind)
+    if way == "flat":
+        reset(model, seed=5)  # what is not on the meta device stays
+    model = shard(model, way)
+    torch.manual_seed(5 if dist.get_rank() == 0 else 6)
+    loaded = checkpoint.load_weights(model, folder)
+    assert (loaded.missing, loaded.unexpected) == ([], [])
+    torch.testing.assert_close(logits(model), logits(twin), rtol=0, atol=0)
+    with fullshard.unshard_params(model):
+        teach(model)
+    teach(twin)
+    expected = logits(twin)
+    assert not torch.allclose(expected, logits(base), atol=1e-4)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
+    for save in (
+        lambda: checkpoint.save_weights(model, out),
+        lambda: fullshard.stream_params(model, bucket_nbytes=1 << 20),
+    ):
+        with pytest.raises(UnsupportedError, match="has adapters that are not merged"):
+            save()
+    assert not out.exists()
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            with fullshard.unshard_params(layer):
+                layer.merge()
+    checkpoint.save_weights(model, out)
+    again = type(base).from_pretrained(out, dtype=torch.float32).train()
+    torch.testing.assert_close(logits(again), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", list(TARGETS))
+def test_weights_go_in_beside_adapters_and_out_with_them(
+    pool: RankPool, tmp_path: Path, kind: str, way: str
+) -> None:
+    pool.run(2, in_and_out, tmp_path / "in", tmp_path / "out", kind, way)
+
+
+def test_first_values_that_depend_on_weights_are_refused(tmp_path: Path) -> None:
+    base = built("llama", "cpu")
+    base.save_pretrained(tmp_path / "base")
+    with torch.device("meta"):
+        model = adapted(built("llama", "meta"), "llama")
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(UnsupportedError, match="init_lora_weights='pissa' with adapters on"):
+        checkpoint.load_weights(model, tmp_path / "base")
+
+
+class Doubled(nn.Module):
+    """Keeps twice of what is stored, transposed and in one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(7))
+        self.weight = nn.Parameter(torch.zeros(24, dtype=torch.float64), requires_grad=False)
+
+
+def converted(folder: Path, way: str) -> None:
+    model = Doubled()
+    if way != "unsharded":
+        fullshard.fully_shard(model, layout=Ragged() if way == "ragged" else PerParameter())
+    stored: list[Tensor] = []
+
+    def make(read: Tensor) -> Tensor:
+        stored.append(read)
+        return 2 * read.t().reshape(-1).double()
+
+    checkpoint.load_weights(model, folder, convert={"weight": Conversion((6, 4), make)})
+    expected = torch.arange(24.0).view(6, 4)
+    assert len(stored) == 1 and stored[0].dtype == torch.bfloat16
+    assert torch.equal(stored[0], expected.bfloat16())
+    whole = checkpoint.full_state_dict(model, rank0_only=False)
+    assert torch.equal(whole["weight"], 2 * expected.t().reshape(-1).double())
+    assert torch.equal(whole["other"], torch.arange(7.0))
+    before = checkpoint.full_state_dict(model, rank0_only=False)
+    for name, shape, changed, message in (
+        ("weight", (4, 6), make, r"weight has shape \(6, 4\) in the files and \(4, 6\) here"),
+        ("wait", (6, 4), make, "convert names wait, which the model lacks"),
+        ("weight", (6, 4), lambda read: read, r"convert made torch.bfloat16 \(6, 4\) of weight"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            checkpoint.load_weights(model, folder, convert={name: Conversion(shape, changed)})
+    after = checkpoint.full_state_dict(model, rank0_only=False)
+    assert torch.equal(before["weight"], after["weight"])
+
+
+@pytest.mark.parametrize("way", ["per-parameter", "ragged", "unsharded"])
+def test_what_is_stored_otherwise_is_converted(pool: RankPool, tmp_path: Path, way: str) -> None:
+    from safetensors.torch import save_file
+
+    weight = torch.arange(24.0).view(6, 4).bfloat16()
+    save_file({"weight": weight, "other": torch.arange(7.0)}, tmp_path / "model.safetensors")
+    for world in (1, 3):
+        pool.run(world, converted, tmp_path, way)
