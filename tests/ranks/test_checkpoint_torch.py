@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import checkpoint
+from fullshard.compat import patch_torch
 from fullshard.optim import ShardedOptimizer
 from tests.ranks.models import fill
 from tests.ranks.pool import RankPool
@@ -233,3 +240,55 @@ def test_what_they_save_we_load(pool: RankPool, kind: str, mesh: str, layout: st
 @pytest.mark.parametrize(("kind", "mesh", "layout"), CASES)
 def test_what_we_save_they_load(pool: RankPool, kind: str, mesh: str, layout: str) -> None:
     pool.run(3 if mesh == "1d" else 4, to_theirs, kind, mesh, layout)
+
+
+def broadcast(mesh: str, layout: str) -> None:
+    """Only the first rank reads; weights and the optimizer's state reach all."""
+    alone = plain(mesh)
+    own = adamw(alone)
+    trained(alone, own)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    is_first = dist.get_rank() == 0
+    with patch_torch():
+        model, optimizer = ours(mesh, layout, adamw)
+        for at_first in (True, False):  # without any state yet, and with other
+            set_model_state_dict(model, alone.state_dict() if is_first else {}, options=options)
+            # What is set shares its counts of steps with what was given.
+            state = copy.deepcopy(get_optimizer_state_dict(alone, own)) if is_first else {}
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+            found = checkpoint.full_state_dict(model, rank0_only=False)
+            same_values(found, alone.state_dict())
+            got = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
+            same_values(got["state"], get_optimizer_state_dict(alone, own)["state"])
+            if at_first:
+                trained(model, optimizer)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("1d", "per_param"), ("1d", "element")])
+def test_the_first_rank_reads_for_all(pool: RankPool, mesh: str, layout: str) -> None:
+    pool.run(3, broadcast, mesh, layout)
+
+
+def beside_the_training(folder: Path, layout: str, patched: bool) -> None:
+    with patch_torch() if patched else nullcontext():
+        model, optimizer = ours("1d", layout, adamw)
+        trained(model, optimizer)
+        state, optim = get_state_dict(model, optimizer)
+        before = checkpoint.full_state_dict(model, rank0_only=False)
+        store = {"model": state, "optim": optim}
+        saving = dcp.async_save(store, checkpoint_id=folder, process_group=dist.new_group())
+        saving.result()  # type: ignore[union-attr]
+        trained(model, optimizer)
+        state, optim = get_state_dict(model, optimizer)
+        store = {"model": state, "optim": optim}
+        dcp.load(store, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
+        same_values(checkpoint.full_state_dict(model, rank0_only=False), before)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["alone", "patched"])
+@pytest.mark.parametrize("layout", ["per_param", "element"])
+def test_pytorch_saves_beside_the_training(
+    pool: RankPool, tmp_path: Path, layout: str, patched: bool
+) -> None:
+    pool.run(2, beside_the_training, tmp_path / "saved", layout, patched)

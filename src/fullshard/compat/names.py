@@ -7,7 +7,12 @@ from typing import NamedTuple
 from fullshard import flat, wrap
 from fullshard.comm import AllGather, Comm, ReduceScatter
 from fullshard.compat import flat_states, states
-from fullshard.compat.handles import CustomPolicy, get_cls_to_fsdp_cls, policy_for_param
+from fullshard.compat.handles import (
+    CustomPolicy,
+    distribute_tensors,
+    get_cls_to_fsdp_cls,
+    policy_for_param,
+)
 from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.frontend import (
     DataParallelMeshDims,
@@ -73,6 +78,8 @@ OURS: dict[str, dict[str, object]] = {
         "DataParallelMeshDims": DataParallelMeshDims,
         "ShardPlacementResult": ShardPlacementResult,
     },
+    # Called by torch.distributed.checkpoint.state_dict for whole state dicts.
+    "torch.distributed._state_dict_utils": {"_distribute_tensors": distribute_tensors},
     # Called by Dynamo; PyTorch reads the variable behind the function itself.
     "torch.distributed.fsdp._fully_shard._fully_shard": {
         "get_cls_to_fsdp_cls": get_cls_to_fsdp_cls,

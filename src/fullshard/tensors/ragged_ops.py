@@ -127,6 +127,15 @@ def _made_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _torch.dtensor_like(args[0], op(_torch.local_of(args[0]), *args[1:], **kwargs))
 
 
+def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``x.new_empty(x.shape)``, which PyTorch's ``async_save`` asks for, on this rank's cut."""
+    like, shape, *rest = args
+    if rest or tuple(shape) != tuple(like.shape):
+        raise refusal(op, args, kwargs)
+    local = _torch.local_of(like)
+    return _torch.dtensor_like(like, op(local, local.shape, **kwargs))
+
+
 def _masked_put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``x[mask] = value``, which is pointwise if the mask is cut like ``x``."""
     target, indices, value, *accumulate = args
@@ -172,6 +181,7 @@ _HANDLERS: dict[Any, Handler] = {
     **WHOLE_HANDLERS,
     aten.copy_.default: _copy,
     aten.index_put_.default: _masked_put,
+    aten.new_empty.default: _new,
     # pointwise, but not all have the tag; since PyTorch 2.15 ``x[mask] = value`` is one of these
     **dict.fromkeys(
         (
