@@ -1,0 +1,69 @@
+"""Accelerate: an ``Accelerator`` with an FSDP plugin; ``save_state``, ``load_state``."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from told import tell
+from torch import nn
+
+version, state_dict_type = int(sys.argv[1]), sys.argv[2]
+use_orig_params = {"use_orig_params": "orig" in sys.argv} if version == 1 else {}
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=version,
+    auto_wrap_policy="transformer_based_wrap",
+    transformer_cls_names_to_wrap=["Block"],
+    state_dict_type=state_dict_type,
+    **use_orig_params,
+)
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+DIM, CLASSES = 16, 5
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES))
+    if version == 1:  # whose optimizers are made of what is sharded
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
+    return model, optimizer, accelerator.prepare(scheduler)
+
+
+def train(model, optimizer, scheduler, batches):
+    losses = []
+    for batch in batches:
+        seed = 10 * batch + accelerator.process_index
+        x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(seed))
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), x.argmax(-1) % CLASSES)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+first = build(seed=0)
+losses = train(*first, range(8))
+accelerator.save_state("state")
+losses += train(*first, range(8, 14))
+
+accelerator.free_memory()
+second = build(seed=1)
+accelerator.load_state("state")
+again = train(*second, range(8, 14))
+tell(losses, again, accelerator.get_state_dict(second[0]))

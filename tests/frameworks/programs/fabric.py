@@ -1,0 +1,74 @@
+"""Lightning Fabric with ``FSDPStrategy`` (1) or ``ModelParallelStrategy`` (2)."""
+
+import os
+import sys
+
+import lightning_fabric
+import torch
+import torch.nn.functional as F
+from lightning_fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from told import tell
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+DIM, CLASSES = 16, 5
+version = int(sys.argv[1])
+world = int(os.environ["WORLD_SIZE"])
+
+
+def parallelize(model, mesh):
+    for layer in model[:-1]:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = fabric.setup_module(nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES)))
+    return model, fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        for half in range(2):  # gradients of two batches add up, the second reduces them
+            generator = torch.Generator().manual_seed(100 * step + 10 * half + fabric.global_rank)
+            x = torch.randn(6, DIM, generator=generator)
+            with fabric.no_backward_sync(model, enabled=half == 0):
+                loss = F.cross_entropy(model(x), x.argmax(-1) % CLASSES)
+                fabric.backward(loss / 2)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach()).item())
+    return losses
+
+
+if version == 1:
+    strategy = FSDPStrategy(auto_wrap_policy={Block}, state_dict_type=sys.argv[2])
+else:
+    strategy = ModelParallelStrategy(
+        parallelize,
+        data_parallel_size=world,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=sys.argv[2] == "sharded",
+    )
+fabric = lightning_fabric.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+fabric.launch()
+
+model, optimizer = build(seed=0)
+losses = train(model, optimizer, range(4))
+fabric.save("saved", {"model": model, "optimizer": optimizer, "step": 4})
+losses += train(model, optimizer, range(4, 8))
+
+model, optimizer = build(seed=1)
+rest = fabric.load("saved", {"model": model, "optimizer": optimizer})
+again = train(model, optimizer, range(rest["step"], 8))
+whole = StateDictOptions(full_state_dict=True)
+tell(losses, again, get_model_state_dict(model.module, options=whole))

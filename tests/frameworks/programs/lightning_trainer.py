@@ -1,0 +1,82 @@
+"""The ``Trainer`` of Lightning with ``FSDPStrategy`` (1) or ``ModelParallelStrategy`` (2)."""
+
+import os
+import sys
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from told import tell
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+DIM, CLASSES = 16, 5
+version = int(sys.argv[1])
+world = int(os.environ["WORLD_SIZE"])
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.GELU())
+
+
+class Learner(lightning.LightningModule):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES))
+        self.losses, self.weights = [], {}
+
+    def configure_model(self):
+        if version == 2:
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.net[:-1]:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch, number):
+        loss = F.cross_entropy(self.net(batch), batch.argmax(-1) % CLASSES)
+        self.losses.append(self.trainer.strategy.reduce(loss.detach()).item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)
+
+    def on_train_end(self):
+        whole = StateDictOptions(full_state_dict=True)
+        self.weights = get_model_state_dict(self.trainer.strategy.model, options=whole)
+
+
+def fit(seed, resume_from=None):
+    if version == 1:
+        strategy = FSDPStrategy(auto_wrap_policy={Block}, state_dict_type=sys.argv[2])
+    else:
+        strategy = ModelParallelStrategy(
+            data_parallel_size=world,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=sys.argv[2] == "sharded",
+        )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_steps=6,
+        accumulate_grad_batches=2,
+        callbacks=[ModelCheckpoint("saved", filename="{step}", every_n_train_steps=3, save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.randn(96, DIM, generator=torch.Generator().manual_seed(0))
+    learner = Learner(seed)
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    trainer.fit(learner, loader, ckpt_path=resume_from)
+    return learner
+
+
+first = fit(seed=0)
+second = fit(seed=1, resume_from="saved/step=3.ckpt")
+tell(first.losses, second.losses, second.weights)
