@@ -13,6 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fullshard.compat.accelerate_cpu import ShardsOnCpus
@@ -23,7 +24,7 @@ theirs = FullyShardedDataParallel.__init__
 @wraps(theirs)
 def without_a_number(self: Any, *args: Any, **options: Any) -> None:
     if getattr(options.get("device_id"), "type", None) == "cpu":
-        del options["device_id"]
+        options["device_id"] = torch.device("cpu")
     theirs(self, *args, **options)
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from lightning_fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from told import tell
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 DIM, CLASSES = 16, 5
@@ -70,5 +69,4 @@ losses += train(model, optimizer, range(4, 8))
 model, optimizer = build(seed=1)
 rest = fabric.load("saved", {"model": model, "optimizer": optimizer})
 again = train(model, optimizer, range(rest["step"], 8))
-whole = StateDictOptions(full_state_dict=True)
-tell(losses, again, get_model_state_dict(model.module, options=whole))
+tell(losses, again, model.module)

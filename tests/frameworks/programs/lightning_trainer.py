@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from told import tell
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 DIM, CLASSES = 16, 5
@@ -28,7 +27,7 @@ class Learner(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(seed)
         self.net = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES))
-        self.losses, self.weights = [], {}
+        self.losses = []
 
     def configure_model(self):
         if version == 2:
@@ -44,10 +43,6 @@ class Learner(lightning.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.trainer.model.parameters(), lr=1e-2)
-
-    def on_train_end(self):
-        whole = StateDictOptions(full_state_dict=True)
-        self.weights = get_model_state_dict(self.trainer.strategy.model, options=whole)
 
 
 def fit(seed, resume_from=None):
@@ -65,18 +60,18 @@ def fit(seed, resume_from=None):
         strategy=strategy,
         max_steps=6,
         accumulate_grad_batches=2,
-        callbacks=[ModelCheckpoint("saved", filename="{step}", every_n_train_steps=3, save_top_k=-1)],
+        callbacks=[ModelCheckpoint("saved", filename="{epoch}", save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.randn(96, DIM, generator=torch.Generator().manual_seed(0))
+    data = torch.randn(48, DIM, generator=torch.Generator().manual_seed(0))
     learner = Learner(seed)
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     trainer.fit(learner, loader, ckpt_path=resume_from)
-    return learner
+    return learner, trainer
 
 
-first = fit(seed=0)
-second = fit(seed=1, resume_from="saved/step=3.ckpt")
-tell(first.losses, second.losses, second.weights)
+first, _ = fit(seed=0)
+second, trainer = fit(seed=1, resume_from="saved/epoch=0.ckpt")
+tell(first.losses, second.losses, trainer.strategy.model)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 WRAPPERS = ("FSDPModule", "FullyShardedDataParallel")
 
@@ -29,15 +30,18 @@ def count(found, cls):
     found[package] = found.get(package, 0) + 1
 
 
-def tell(losses, again, weights):
+def tell(losses, again, model, saved=None):
     """End the program: losses, those after loading what was saved on the way, whole weights.
+
+    ``saved`` are weights that the framework saved whole, after training.
 
     A thread of gloo may let go of a Python object while the interpreter ends, which aborts the
     process, with PyTorch's own FSDP too; so it ends here.
     """
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
-        weights = {name: value.detach().cpu().clone() for name, value in weights.items()}
-        torch.save(weights, "weights.pt")
+        weights |= {f"saved {name}": value for name, value in (saved or {}).items()}
+        torch.save({name: value.detach().clone() for name, value in weights.items()}, "weights.pt")
         facts = {"engines": engines(), "losses": losses, "again": again}
         Path("told.json").write_text(json.dumps(facts))
     dist.barrier()
