@@ -587,14 +587,16 @@ def transposed_in_place(tensor: DTensor) -> DTensor:
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
-def wrapper_of(cls: type[AnyTensor], like: Tensor) -> AnyTensor:
+def wrapper_of(
+    cls: type[AnyTensor], like: Tensor, device: torch.device | None = None
+) -> AnyTensor:
     """Return a tensor without memory, of a class that dispatches, with the metadata of ``like``."""
     found = Tensor._make_wrapper_subclass(
         cls,
         like.shape,
         strides=like.stride(),
         dtype=like.dtype,
-        device=like.device,
+        device=device or like.device,
     )
     return found
 

@@ -19,7 +19,7 @@ from fullshard.engine import Bucket, Unit
 from fullshard.errors import ProtocolError
 from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.places import Place, Places
-from fullshard.tensors import PlacedPiece, PlainForm, announce_pieces, flat_part_of
+from fullshard.tensors import AbsentParameter, PlacedPiece, PlainForm, announce_pieces, flat_part_of
 
 FLAT_PARAM = "_flat_param"
 """Name of the flat parameter in the wrapped module."""
@@ -139,7 +139,10 @@ class FlatParameter:
 
 
 class FlatPlaces(Places):
-    """Places that are empty while parameters are sharded; one module shows the flat parameter."""
+    """Places that hold no parameters while these are sharded; one module shows the flat parameter.
+
+    As in PyTorch, attributes of the modules then stand for the parameters, with their dtypes.
+    """
 
     def __init__(self, places: Sequence[Sequence[Sequence[Place]]], holder: nn.Module) -> None:
         super().__init__(places)
@@ -170,6 +173,25 @@ class FlatPlaces(Places):
                 own[FLAT_PARAM] = front.param
             else:
                 own.pop(FLAT_PARAM, None)
+        self._stand_in(hidden)
+
+    def _stand_in(self, hidden: bool) -> None:
+        """Let attributes stand for parameters, or remove them, as they hide ``_parameters``."""
+        for _, name, bucket, number, place in self._slots if self.fronts else ():
+            attributes = vars(place.module)
+            if not hidden:
+                if isinstance(attributes.get(name), AbsentParameter):
+                    del attributes[name]
+            elif name not in attributes:
+                front = self.fronts[bucket]
+                spec, dtype = front.bucket.spec, front.bucket.shards.dtype
+                attributes[name] = AbsentParameter.of(
+                    clean_name(front.bucket.names[number]),
+                    spec.layout.params[number].shape,
+                    spec.unsharded_dtype(dtype),
+                    spec.device,
+                    front.param.requires_grad,
+                )
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
