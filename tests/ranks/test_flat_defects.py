@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 import fullshard as ours
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, iter_full_params
+from fullshard.errors import ProtocolError
 from tests.ranks.models import fill, noise
 from tests.ranks.pool import RankPool
 from tests.ranks.test_flat_differential import (
@@ -329,3 +331,29 @@ def steps_in_backward(original: bool) -> float:
 def test_optimizers_step_in_backward(pool: RankPool) -> None:
     for original in (True, False):
         assert max(pool.run(2, steps_in_backward, original)) < EXACT
+
+
+def stand_ins() -> None:
+    """What stands in the places of freed parts of a flat parameter, between forwards."""
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(6, 4)), nn.Linear(4, 2)))
+    inner = model.module[0].module
+    for _ in range(2):
+        weight = inner.weight
+        assert (weight.dtype, tuple(weight.shape), weight.device.type) == (
+            torch.float32,
+            (4, 6),
+            "cpu",
+        )
+        assert weight.requires_grad and not isinstance(weight, nn.Parameter)
+        assert all("weight" not in name for name, _ in model.named_parameters())
+        with pytest.raises(ProtocolError, match="weight.*summon_full_params"):
+            weight + 1
+        copied = copy.deepcopy(model).module[0].module
+        assert copied.weight.shape == pickle.loads(pickle.dumps(weight)).shape == (4, 6)
+        with FSDP.summon_full_params(model):
+            assert isinstance(inner.weight, nn.Parameter) and inner.weight.isfinite().all()
+        model(torch.ones(3, 6)).sum().backward()
+
+
+def test_freed_parts_of_a_flat_parameter_keep_their_dtype(pool: RankPool) -> None:
+    pool.run(2, stand_ins)

@@ -284,6 +284,26 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: RankPool) -> None:
     assert pool.run(2, skips_infinite) == [True, True]
 
 
+def whole_in_disguise(granularity: Any) -> None:
+    """A whole tensor with the placement of an interval, as software makes that does not know it."""
+    model = ragged(granularity)
+    for param in model.parameters():
+        want = torch.arange(param.numel(), dtype=param.dtype).view(param.shape)
+        made = DTensor.from_local(
+            want, param.device_mesh, param.placements, shape=param.shape, stride=want.stride()
+        )
+        with torch.no_grad():
+            param.copy_(made)
+        assert torch.equal(param.full_tensor(), want)
+
+
+@worlds
+def test_a_whole_tensor_with_the_placement_of_an_interval_is_cut(
+    pool: RankPool, world: int
+) -> None:
+    pool.run(world, whole_in_disguise, "element")
+
+
 def copies() -> None:
     model = ragged()
     model(batch()).sum().backward()

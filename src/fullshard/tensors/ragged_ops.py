@@ -109,7 +109,10 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_ragged(source):
             source = source.full_tensor()
             return _copy(op, (target, source, *args[2:]), kwargs)
-        _torch.local_of(target).copy_(operand(op, source, target), *args[2:], **kwargs)
+        part, cut = operand(op, source, target), cut_of(target)
+        if tuple(part.shape) == cut.tp_shape:  # from who does not know the placement, such as peft
+            part = cut.own_part(part)
+        _torch.local_of(target).copy_(part, *args[2:], **kwargs)
     else:
         _torch.local_of(target).copy_(_own_part(source, target), *args[2:], **kwargs)
     return target
