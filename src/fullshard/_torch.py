@@ -587,9 +587,7 @@ def transposed_in_place(tensor: DTensor) -> DTensor:
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
-def wrapper_of(
-    cls: type[AnyTensor], like: Tensor, device: torch.device | None = None
-) -> AnyTensor:
+def wrapper_of(cls: type[AnyTensor], like: Tensor, device: torch.device | None = None) -> AnyTensor:
     """Return a tensor without memory, of a class that dispatches, with the metadata of ``like``."""
     found = Tensor._make_wrapper_subclass(
         cls,

@@ -1,8 +1,8 @@
-"""Run an unedited program on PyTorch's own FSDP: ``python -m tests.frameworks.on_torch program.py``.
+"""Run an unedited program on PyTorch's own FSDP: ``-m tests.frameworks.on_torch program.py``.
 
 So that the two runs differ in nothing but the engine, two things that ``patch_torch`` does for
-programs on CPUs are done here as well. Accelerate, which takes DDP on CPUs whatever it is asked for,
-shards; and FSDP1, which is told ``device_id=cpu:0`` then, does not compare that with ``cpu``.
+programs on CPUs are done here as well. Accelerate, which takes DDP on CPUs whatever it is asked
+for, shards; and FSDP1, which is told ``device_id=cpu:0`` then, does not compare that with ``cpu``.
 """
 
 from __future__ import annotations

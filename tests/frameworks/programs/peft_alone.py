@@ -34,9 +34,11 @@ def build(seed):
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
-    for layer in model.get_base_model().model.layers:
+    base = model.get_base_model()  # which is what merging leaves
+    for layer in base.model.layers:
         fully_shard(layer)
-    return model, fully_shard(model)
+    fully_shard(base)
+    return model, model
 
 
 def loss_of(model, step):
@@ -71,7 +73,7 @@ if version == 1:
 else:
     set_peft_model_state_dict(inner, adapters)
 again = [loss_of(model, step)[1] for step in range(2)]
-if version == 2:  # the forward with gradients has left the root whole, which merging needs
+if version == 2:
     merged = inner.merge_and_unload()
     again = [*again, *(loss_of(merged, step)[1] for step in range(2))]
     losses += losses[-2:]
