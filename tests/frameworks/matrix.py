@@ -111,8 +111,17 @@ def entries() -> list[Entry]:
             "peft_alone.py",
             ("2",),
             both,
+            True,
         ),
         Entry("peft", "`get_peft_model`, saved and loaded", "FSDP1", "peft_alone.py", ("1",), both),
+        Entry(
+            "torchtune",
+            "`shard_model`, full state dicts gathered and loaded",
+            "FSDP2",
+            "torchtune_full.py",
+            (),
+            ("torchao",),
+        ),
         Entry("ray", "Ray Train, `fully_shard`", "FSDP2", "ray_train.py", ("2",), (), False, False),
         Entry(
             "ray",
@@ -173,7 +182,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def start(entry: Entry, folder: Path, how: str) -> subprocess.Popen[str]:
+def start(entry: Entry, folder: Path, how: str) -> subprocess.Popen[bytes]:
     """Start a program on an engine: ``fullshard``, ``torch``, or ``plain`` (nobody interferes)."""
     runner = {
         "fullshard": ("-m", "fullshard.compat"),
@@ -192,17 +201,13 @@ def start(entry: Entry, folder: Path, how: str) -> subprocess.Popen[str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     folder.mkdir()
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "stderr").open("w"),
-        text=True,
-    )
+    with (folder / "stderr").open("w") as errors:
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+        )
 
 
-def end(process: subprocess.Popen[str], folder: Path) -> Run:
+def end(process: subprocess.Popen[bytes], folder: Path) -> Run:
     """Wait for a program."""
     try:
         process.wait(timeout=TIMEOUT_S)
@@ -217,6 +222,7 @@ def end(process: subprocess.Popen[str], folder: Path) -> Run:
 
 def error_in(printed: str) -> str:
     """The error that ended a program, of the rank that failed first."""
+    printed = re.sub(r"\x1b\[[\d;]*m|\[repeated.*\]", "", printed)
     signal = re.search(r"exitcode  : (-\d+) \(pid: \d+\)\s+\((SIG(?!TERM)\w+)\)", printed)
     raised = re.findall(r"^.*?\b(\w*(?:Error|Exception)): (.+)$", printed, re.MULTILINE)
     own = [one for one in raised if one[0] != "ChildFailedError" and "gloo" not in one[1]]
@@ -224,6 +230,7 @@ def error_in(printed: str) -> str:
         text = f"{own[-1][0]}: {own[-1][1]}"
     else:
         text = signal[2] if signal else "no end" if not raised else f"{raised[0][0]}"
+    text = text.strip()
     return text if len(text) < 160 else text[:157] + "..."
 
 
@@ -286,8 +293,7 @@ def parts() -> tuple[str, str, str]:
 
 def main(names: Sequence[str]) -> None:
     """Run all programs, or those whose row has one of ``names`` in it, and write their rows."""
-    before, inside, after = parts()
-    old = {key(line): line for line in inside.splitlines(keepends=True)[2:]}
+    old = {key(line): line for line in parts()[1].splitlines(keepends=True)[2:]}
     rows = []
     for number, entry in enumerate(entries()):
         kept = old.get((entry.framework, static(entry)))
@@ -296,6 +302,7 @@ def main(names: Sequence[str]) -> None:
                 kept = row(entry, Path(folder))
         print(number, kept, end="", flush=True)
         rows.append(kept)
+    before, _, after = parts()
     PAGE.write_text(f"{before}{BEGIN}{HEAD}{''.join(rows)}{END}{after}")
 
 

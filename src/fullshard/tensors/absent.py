@@ -48,7 +48,7 @@ class AbsentParameter(Tensor):
             "FullyShardedDataParallel.summon_full_params(), or wrap with use_orig_params=True"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Describe it without its elements."""
         return f"AbsentParameter({self.whose}, {tuple(self.shape)}, {self.dtype})"
 
