@@ -27,7 +27,8 @@ each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: 
 
 @each_page
 def test_lines_are_short(page: Path) -> None:
-    assert [line for line in page.read_text().splitlines() if len(line) > 105] == []
+    text = re.sub(r"<!-- frameworks -->.*<!-- end of", "", page.read_text(), flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 105] == []
 
 
 @each_page
