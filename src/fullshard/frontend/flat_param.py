@@ -149,6 +149,8 @@ class FlatPlaces(Places):
         self._holder = holder
         self.fronts: list[FlatParameter] = []
         self._in_pieces = False
+        self._absent: list[AbsentParameter] = []  # one for each slot, once there is a need
+        self._absent_of: tuple[torch.dtype, torch.device, bool] | None = None
 
     def in_their_place(self) -> Sequence[Place]:
         """Return the place of the flat parameter."""
@@ -177,21 +179,27 @@ class FlatPlaces(Places):
 
     def _stand_in(self, hidden: bool) -> None:
         """Let attributes stand for parameters, or remove them, as they hide ``_parameters``."""
-        for _, name, bucket, number, place in self._slots if self.fronts else ():
-            attributes = vars(place.module)
-            if not hidden:
-                if isinstance(attributes.get(name), AbsentParameter):
-                    del attributes[name]
-            elif name not in attributes:
-                front = self.fronts[bucket]
-                spec, dtype = front.bucket.spec, front.bucket.shards.dtype
-                attributes[name] = AbsentParameter.of(
-                    clean_name(front.bucket.names[number]),
-                    spec.layout.params[number].shape,
-                    spec.unsharded_dtype(dtype),
-                    spec.device,
-                    front.param.requires_grad,
-                )
+        for front in self.fronts:  # one at most
+            spec = front.bucket.spec
+            dtype = spec.unsharded_dtype(front.bucket.shards.dtype)
+            facts = (dtype, spec.device, front.param.requires_grad)
+            if hidden and facts != self._absent_of:
+                self._absent_of = facts
+                self._absent = [
+                    AbsentParameter.of(
+                        clean_name(front.bucket.names[slot.number]),
+                        spec.layout.params[slot.number].shape,
+                        *facts,
+                    )
+                    for slot in self._slots
+                ]
+        for slot, absent in zip(self._slots, self._absent, strict=False):
+            attributes = vars(slot.place.module)
+            is_ours = isinstance(attributes.get(slot.name), AbsentParameter)
+            if hidden and (is_ours or slot.name not in attributes):
+                attributes[slot.name] = absent
+            elif is_ours:
+                del attributes[slot.name]
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:
