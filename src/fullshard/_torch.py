@@ -713,8 +713,17 @@ def never_compiled(function: Function) -> Function:
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "fullshard moves parameters here"
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(marked.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return _skipped(function, eval_frame._FrameAction.SKIP)
+
+
+def not_compiled(function: Function) -> Function:
+    """Return ``function``, marked so that Dynamo skips it, but not what it calls."""
+    return _skipped(function, eval_frame._FrameAction.DEFAULT)
+
+
+def _skipped(function: Function, within: Any) -> Function:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, within)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 

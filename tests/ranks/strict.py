@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-__all__ = ["check_memory", "strict"]
+__all__ = ["check_memory", "left", "strict"]
 
 
 class _Saved(NamedTuple):
@@ -48,6 +48,19 @@ def strict() -> Iterator[None]:
             yield
     finally:
         saved_tensors_hooks.__init__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def left() -> Iterator[None]:
+    """Leave the strict mode, where compiled graphs are counted: Dynamo would trace its hooks."""
+    checking = saved_tensors_hooks.__init__
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    saved_tensors_hooks.__init__ = checking.__wrapped__  # type: ignore[method-assign,attr-defined]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__init__ = checking  # type: ignore[method-assign]
+        torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
 
 
 def _pack(tensor: Tensor) -> _Saved:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.engine import Offload, Unit
 from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
@@ -214,6 +215,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         """Return an element of a wrapped container."""
         return getattr(self, WRAPPED)[key]
 
+    @_torch.not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, whose parameters are whole at this time."""
         unit = self._unit
@@ -226,6 +228,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             return self._precision.run_exempt(getattr(self, WRAPPED), args, kwargs)
         return getattr(self, WRAPPED)(*args, **kwargs)
 
+    @_torch.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module, and tell the engine when the call ends, even by an exception."""
         unit = self._unit
