@@ -19,6 +19,7 @@ import torch
 
 from bench import (
     checkpoint,
+    compiled,
     copies,
     gpu,
     host,
@@ -36,6 +37,7 @@ from bench.machine import Loaded
 
 BENCHES: dict[str, ModuleType] = {
     "step": step,
+    "compile": compiled,
     "host": host,
     "optimizer": optimizer,
     "copies": copies,

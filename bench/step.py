@@ -12,19 +12,23 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from bench.contenders import CONTENDERS, FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED
+from bench.contenders import CONTENDERS, FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED, Contender
 from bench.machine import Loaded, LoadGuard, table
 from bench.models import GPT, SHAPES, Shape
 
-__all__ = ["figures", "one_step", "report"]
+__all__ = ["WORLD", "Shares", "figures", "measured", "one_step", "report"]
+
+Shares: TypeAlias = dict[str, dict[str, float]]
+"""By model and contender: a time as a share of FSDP2's step."""
 
 WORLD = 2
 WARM_UP, ROUNDS = 4, 20
@@ -54,12 +58,12 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor)
     return Seconds(time.perf_counter() - start, time.process_time() - busy)
 
 
-def measure(shape: Shape, guard: LoadGuard) -> dict[str, Seconds]:
+def measure(shape: Shape, contenders: dict[str, Contender], guard: LoadGuard) -> dict[str, Seconds]:
     """Medians of every contender's steps on this rank."""
     torch.manual_seed(0)
     base = GPT(shape)
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length + 1))
-    runs = {name: one.make(copy.deepcopy(base)) for name, one in CONTENDERS.items()}
+    runs = {name: one.make(copy.deepcopy(base)) for name, one in contenders.items()}
     seconds: dict[str, list[Seconds]] = {name: [] for name in runs}
     for number in range(WARM_UP + ROUNDS):
         if number % (ROUNDS // 4) == WARM_UP:
@@ -77,12 +81,18 @@ def measure(shape: Shape, guard: LoadGuard) -> dict[str, Seconds]:
     }
 
 
-def worker(rank: int, store: str, results: str) -> None:
+def everyone() -> dict[str, Contender]:
+    """Return all contenders as they are."""
+    return CONTENDERS
+
+
+def worker(rank: int, store: str, results: str, who: Callable[[], dict[str, Contender]]) -> None:
     """One rank."""
+    contenders = who()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     guard = LoadGuard()
-    found = {name: measure(shape, guard) for name, shape in SHAPES.items()}
+    found = {name: measure(shape, contenders, guard) for name, shape in SHAPES.items()}
     dist.barrier()
     guard.sample()
     drifts: list[Any] = [None] * WORLD
@@ -92,15 +102,20 @@ def worker(rank: int, store: str, results: str) -> None:
     dist.destroy_process_group()
 
 
-def figures() -> dict[str, dict[str, dict[str, float]]]:
-    """By kind, model and contender: its step or processor time as a share of FSDP2's step.
+def figures() -> dict[str, Shares]:
+    """By kind of time: shares of FSDP2's step.
 
     Raises:
         Loaded: the machine was not idle.
     """
+    return measured(everyone)
+
+
+def measured(who: Callable[[], dict[str, Contender]]) -> dict[str, Shares]:
+    """Let those that ``who`` returns on each rank train, FSDP2 among them; see ``figures``."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        mp.spawn(worker, (f"{folder}/store", str(results)), nprocs=WORLD)
+        mp.spawn(worker, (f"{folder}/store", str(results), who), nprocs=WORLD)
         found = json.loads(results.read_text())
     if found["drift"] > LoadGuard.tolerance:
         raise Loaded(found["drift"])
@@ -113,7 +128,7 @@ def figures() -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def report(found: dict[str, dict[str, dict[str, float]]]) -> int:
+def report(found: dict[str, Shares]) -> int:
     """Print the tables; how many bounds were missed."""
     for kind, by_shape in found.items():
         print(f"{kind} time as a share of torch {torch.__version__} FSDP2's step, {WORLD} ranks\n")
