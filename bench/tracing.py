@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,8 +28,11 @@ class MemoryTrace:
 
 
 @contextmanager
-def memory() -> Iterator[MemoryTrace]:
-    """Watch the CPU allocator in the block."""
+def memory(without: Collection[int] = ()) -> Iterator[MemoryTrace]:
+    """Watch the CPU allocator in the block.
+
+    Allocations of sizes in ``without`` do not count; they may be filled in as the block runs.
+    """
     trace = MemoryTrace()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         yield trace
@@ -38,6 +41,8 @@ def memory() -> Iterator[MemoryTrace]:
     held = 0
     changes = (e for e in events if e.name() == "[memory]" and e.device_type() == _CPU)
     for event in sorted(changes, key=lambda e: e.start_ns()):
+        if abs(event.nbytes()) in without:
+            continue
         held += event.nbytes()
         if event.start_ns() >= marked_ns:
             trace.peak_nbytes = max(trace.peak_nbytes, held)

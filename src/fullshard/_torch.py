@@ -18,14 +18,21 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    FakeProcessGroup,
+    _register_process_group,
+    _set_global_rank,
+    _unregister_process_group,
+)
 from torch._C._dynamo import eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -195,6 +202,63 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
         return dist.constants.default_pg_timeout
     timeout: timedelta = options._timeout
     return timeout
+
+
+@contextmanager
+def other_world(size: int, rank: int) -> Iterator[None]:
+    """Let this process be one of ``size`` ranks whose collectives do nothing, and no other ranks.
+
+    Process groups that exist are out of reach in the block and back afterwards; other threads must
+    not use ``torch.distributed`` meanwhile. Meshes and groups that are made in the block serve the
+    CPU and end with it.
+    """
+    outer, last_rank = c10d._world, dist.get_rank() if dist.is_initialized() else -1
+    hook = sys.excepthook
+    inner = c10d._world = cast("c10d._World", _World())
+    for name in outer.pg_names.values():  # names of groups may be equal in both worlds
+        _unregister_process_group(name)
+    if _NOWHERE not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            _NOWHERE, _group_of_nobody, extended_api=True, devices=["cpu"]
+        )
+    try:
+        dist.init_process_group(
+            f"cpu:{_NOWHERE}", store=dist.HashStore(), rank=rank, world_size=size, group_name="dry"
+        )
+        yield
+    finally:
+        for name in inner.pg_names.values():
+            _unregister_process_group(name)
+        c10d._world = outer
+        for group, name in outer.pg_names.items():
+            _register_process_group(name, group)
+        _set_global_rank(last_rank)
+        sys.excepthook = hook
+
+
+_NOWHERE = "nowhere"
+
+
+class _World:
+    """The process groups of one world, as ``torch.distributed`` keeps them."""
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, Any] = {}
+        self.pg_group_ranks: dict[Any, Any] = {}
+        self.pg_backend_config: dict[Any, Any] = {}
+        self.pg_to_tag: dict[Any, Any] = {}
+        self.tags_to_pg: dict[Any, Any] = {}
+        self.pg_coalesce_state: dict[Any, Any] = {}
+        self.comms: list[Any] = []
+        self.group_count = 0
+
+
+def _group_of_nobody(common: Any, options: Any) -> Any:
+    """Make a backend that leaves what it finds."""
+    make: Any = FakeProcessGroup._create_internal  # typed with fewer arguments than it takes
+    return make(common.group_rank, common.group_size, options)
 
 
 def default_store() -> dist.Store:
@@ -756,10 +820,12 @@ def own_part(
 ) -> Tensor:
     """Return the elements of ``flat`` from index ``start``, with a storage of just that part.
 
-    ``stride`` is None for a contiguous tensor. The memory is shared with ``flat``, except on meta.
+    ``stride`` is None for a contiguous tensor. The memory is shared with ``flat``, except on meta,
+    where no mode sees the part, since it counts as memory of ``flat`` there, too.
     """
     if flat.is_meta:
-        return flat.new_empty(shape)
+        with no_dispatch():
+            return flat.new_empty(shape)
     length = prod(shape)
     if stride is not None and length:
         length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -776,6 +842,17 @@ def keep_alive(tensor: Tensor, other: Tensor) -> None:
     The Python object of a storage lives as long as the storage, and copies omit its attributes.
     """
     tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
+
+
+def run_backward(loss: Tensor) -> None:
+    """Do what ``loss.backward()`` does, without a look for function modes.
+
+    A mode that handles ``backward`` is off meanwhile, and misses forwards that checkpoints repeat.
+    """
+    ones = torch.ones_like(loss, memory_format=torch.preserve_format)
+    _engine_run_backward(
+        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def is_fake(tensor: Tensor) -> bool:

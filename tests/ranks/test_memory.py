@@ -63,18 +63,16 @@ def held_together(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
     """Bytes of unsharded parameters and of reductions' copies, whenever one of them changes."""
     meter = engine_of(model).meter
     seen: list[tuple[int, int]] = []
-    change = meter.change
 
-    def note(kind: Kind, nbytes: int) -> None:
-        change(kind, nbytes)
+    def note(*_: Any) -> None:
         held = meter.held_nbytes
         seen.append((held[Kind.UNSHARDED], held[Kind.REDUCE_INPUT]))
 
-    meter.change = note
+    meter.watch = note
     try:
         yield seen
     finally:
-        del meter.change
+        meter.watch = None
 
 
 def step(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,23 +22,31 @@ class Kind(enum.StrEnum):
     FULL = "full"
 
 
+Watch = Callable[[Kind, int, torch.UntypedStorage | None], object]
+"""Told of each change: the kind of a buffer, the bytes it holds more, and the storage, if known."""
+
+
 class StorageMeter:
     """A count of the bytes that buffers hold now and held at their peak, and of bytes copied.
 
     ``copied_nbytes`` counts the bytes written by copies and casts between shards and whole
     parameters, in both directions, excluding what collectives do with their inputs and outputs.
+    ``watch`` is told of each change, if it is set.
     """
 
     def __init__(self) -> None:
         self.copied_nbytes = 0
         self.held_nbytes: Counter[Kind] = Counter()
         self.peak_nbytes: Counter[Kind] = Counter()
+        self.watch: Watch | None = None
 
-    def change(self, kind: Kind, nbytes: int) -> None:
-        """Add ``nbytes`` to the bytes held; negative if memory was freed."""
+    def change(self, kind: Kind, nbytes: int, storage: torch.UntypedStorage | None = None) -> None:
+        """Add ``nbytes``, of ``storage``, to the bytes held; negative if memory was freed."""
         held = self.held_nbytes[kind] = self.held_nbytes[kind] + nbytes
         if held > self.peak_nbytes[kind]:
             self.peak_nbytes[kind] = held
+        if self.watch is not None:
+            self.watch(kind, nbytes, storage)
 
     @contextmanager
     def holding(self, kind: Kind, nbytes: int) -> Iterator[None]:
@@ -81,11 +89,11 @@ class Buffer:
         self.kind = kind
         self.allocated = True
         self._meter = meter
-        meter.change(kind, self.nbytes)
         # An inference tensor could never be written outside of inference mode.
         with torch.inference_mode(False):
             self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
             self._storage = self.tensor.untyped_storage()
+        meter.change(kind, self.nbytes, self._storage)
 
     @classmethod
     def of(cls, tensor: Tensor, *, kind: Kind, meter: StorageMeter) -> Buffer:
@@ -94,7 +102,7 @@ class Buffer:
         buffer.tensor = tensor
         buffer._storage = tensor.untyped_storage()
         buffer.nbytes = buffer._storage.nbytes()
-        meter.change(kind, buffer.nbytes)
+        meter.change(kind, buffer.nbytes, buffer._storage)
         return buffer
 
     def allocate(self) -> None:
@@ -102,11 +110,11 @@ class Buffer:
         if not self.allocated:
             self._storage.resize_(self.nbytes)
             self.allocated = True
-            self._meter.change(self.kind, self.nbytes)
+            self._meter.change(self.kind, self.nbytes, self._storage)
 
     def free(self) -> None:
         """Free the memory; do nothing if the tensor has none."""
         if self.allocated:
             self._storage.resize_(0)
             self.allocated = False
-            self._meter.change(self.kind, -self.nbytes)
+            self._meter.change(self.kind, -self.nbytes, self._storage)

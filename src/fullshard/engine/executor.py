@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,13 @@ from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 log = logging.getLogger("fullshard")
 
 
+class Observer(Protocol):
+    """A witness of the actions of an engine, each while it is carried out."""
+
+    def acting(self, action: Action) -> AbstractContextManager[object]:
+        """Return a context in which the engine carries out ``action``."""
+
+
 class Engine:
     """The engine of one tree of modules: its units, with one scheduler and one set of lanes.
 
@@ -55,6 +63,8 @@ class Engine:
         self.scheduler.policy = machine or MachinePolicy()
         self.meter = StorageMeter()
         self.recorder: Recorder | None = None
+        self.observer: Observer | None = None
+        self.is_dry = False
         self.thread = threading.get_ident()  # the thread of the last forward outside of backward
         self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
         self._backward = Backward(self.trigger)
@@ -222,6 +232,13 @@ class Engine:
             settle(dict.fromkeys(asking), self.lanes)
 
     def _act(self, action: Action) -> None:
+        if self.observer is None:
+            self._carry_out(action)
+            return
+        with self.observer.acting(action):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
         if action.unit is None:
             self._fence()
             return
@@ -255,6 +272,14 @@ class Engine:
             self.lanes.wait_event(Lane.GATHER, event)
         if not len(self.scheduler.reductions):  # their memory may belong to an earlier stream
             self.lanes.rest()
+
+    def run_dry(self, lanes: Lanes) -> None:
+        """Run from now on with parameters on the meta device, on ``lanes`` where nothing happens.
+
+        To be called after the last unit was made, and before the first forward.
+        """
+        self._lanes = lanes
+        self.is_dry = True
 
     def share_lanes(self, other: Engine) -> None:
         """Issue communication on the lanes of ``other``, so that both engines take turns."""
@@ -335,7 +360,7 @@ class Engine:
         for unit in units:
             if not unit.is_lent:
                 self.take_over(unit)
-                unit.check_ready()
+                unit.check_ready(with_memory=not self.is_dry)
                 unit.sync_requires_grad()
 
     def rewritten(self, unit: Unit) -> None:

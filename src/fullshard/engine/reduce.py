@@ -248,6 +248,8 @@ class Gradients:
                     self._bucket.reduce_policy.fill_absent or all(present)
                 ):
                     self._assign(shown, [True] * len(present), reduction.owed)
+                elif reduction.row.is_meta:  # a dry run, where all ranks count as alike
+                    self._assign(shown, present, reduction.owed)
                 else:
                     self._unsure = Unsure(shown, reduction.owed)
         finally:

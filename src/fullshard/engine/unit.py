@@ -275,8 +275,8 @@ class Unit:
         last, self._version = self._version, sum(bucket.version() for bucket in self.buckets)
         return self._version != last
 
-    def check_ready(self) -> None:
-        """Refuse to gather parameters that are on the meta device or that ``Bucket.check`` refuses.
+    def check_ready(self, *, with_memory: bool = True) -> None:
+        """Refuse to gather parameters that ``Bucket.check`` refuses, or ``with_memory`` meta ones.
 
         Raises:
             ProtocolError, ExtensionError, UnsupportedError, ConfigError: nothing was changed.
@@ -286,7 +286,7 @@ class Unit:
         names = [
             n
             for bucket in self.buckets
-            if bucket.shards.device.type == "meta"
+            if with_memory and bucket.shards.device.type == "meta"
             for n in bucket.names
         ]
         if names:

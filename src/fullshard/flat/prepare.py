@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fullshard.comm import broadcast_together
+from fullshard.comm import broadcast_together, is_dry
 from fullshard.engine import Offload
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.ownership import unit_of
@@ -185,6 +185,7 @@ def materialize(
 ) -> None:
     """Give memory and values to all modules if any parameter or buffer is on the meta device.
 
+    A dry run needs neither.
     Call ``init`` on every module; else ``to_empty`` and ``reset_parameters`` on owners of tensors.
 
     Raises:
@@ -197,7 +198,7 @@ def materialize(
             f"FullyShardedDataParallel(param_init_fn=...): expected it to be callable, got {init!r}"
         )
     own = list(_own(module, ignored_modules))
-    if not any(t.is_meta for m in own for _, t in _states(m, ignored)):
+    if is_dry() or not any(t.is_meta for m in own for _, t in _states(m, ignored)):
         return
     owners = [one for one in own if any(True for _ in _states(one, ignored))]
     without = {type(one).__name__ for one in owners if not hasattr(one, "reset_parameters")}

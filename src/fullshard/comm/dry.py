@@ -1,0 +1,122 @@
+"""A world of many ranks in one process, for dry runs: collectives are told, and nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.mesh import choose_wire
+from fullshard.comm.protocol import Done, Label, Pending
+
+
+class Exchange(NamedTuple):
+    """One collective of a dry run."""
+
+    what: str
+    """The name of the method of ``Collectives``: "all_gather", ..."""
+    ranks: tuple[int, ...]
+    """The ranks of the group, by their numbers in the world."""
+    nbytes: int
+    """Bytes of all ranks' parts together (of the values, in means of whole values)."""
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes that this rank has to receive at least; it sends as many."""
+        world = len(self.ranks)
+        others = self.nbytes * (world - 1) // world
+        return 2 * others if self.what == "all_reduce_mean" else others
+
+
+Carrier = Callable[[Exchange], Pending]
+"""Told of each collective when it starts; what it returns is waited for."""
+
+
+@dataclass(frozen=True)
+class DryWire:
+    """The collectives of one group of a dry world."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    adds_wide: bool
+    carry: Carrier
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return self.group.rank()
+
+    @property
+    def world(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    def by_sums(self) -> DryWire:
+        """Return ``self``."""
+        return self
+
+    def over(self, group: dist.ProcessGroup) -> DryWire:
+        """See ``Collectives.over``."""
+        return replace(self, group=group)
+
+    def labelled(self, label: Label) -> DryWire:
+        """Return ``self``, since there is no other rank to compare labels with."""
+        return self
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        """Tell that outputs were to be gathered."""
+        return self._tell("all_gather", sum(output.nbytes for output in outputs))
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """Tell that ``source`` was to be reduced."""
+        return self._tell("reduce_scatter_mean", source.nbytes)
+
+    def all_reduce_mean(self, values: Tensor) -> Pending:
+        """Tell that ``values`` were to be reduced."""
+        return self._tell("all_reduce_mean", values.nbytes)
+
+    def broadcast(self, values: Tensor, source: int) -> Pending:
+        """Tell that ``values`` were to be sent to all."""
+        return self._tell("broadcast", values.nbytes)
+
+    def _tell(self, what: str, nbytes: int) -> Pending:
+        return self.carry(Exchange(what, self.ranks, nbytes))
+
+
+def is_dry() -> bool:
+    """Return whether this is inside of ``dry_world``."""
+    return _dry.get()
+
+
+_dry: ContextVar[bool] = ContextVar("fullshard_dry", default=False)
+
+
+@contextmanager
+def dry_world(
+    size: int, rank: int = 0, *, carry: Carrier = lambda exchange: Done(), adds_wide: bool = True
+) -> Iterator[None]:
+    """Be rank ``rank`` of ``size`` ranks in the block, whose collectives ``carry`` is told of.
+
+    Process groups that exist are back afterwards; no other thread may use ``torch.distributed``
+    meanwhile. ``adds_wide`` is what the wires say of themselves.
+    """
+
+    def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
+        return DryWire(group, tuple(dist.get_process_group_ranks(group)), adds_wide, carry)
+
+    token = _dry.set(True)
+    try:
+        with _torch.other_world(size, rank):
+            before = choose_wire(wire)
+            try:
+                yield
+            finally:
+                choose_wire(before)
+    finally:
+        _dry.reset(token)

@@ -1,0 +1,1 @@
+"""Know before a launch: dry runs."""

@@ -1,0 +1,282 @@
+"""Dry runs: training steps of a sharded model on the meta device, in a world that is not there.
+
+Everything that decides is the real thing: hooks, autograd, the scheduler, layouts, and the engine
+with its buffers, which have sizes but no memory. Only the wires and the lanes are others: wires
+tell what they were to carry, and lanes have clocks. So there is no second account of what happens
+in a step that could be another than the first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map
+
+from fullshard import _torch
+from fullshard.comm import Exchange, Pending, dry_world
+from fullshard.device import DryLanes, Span
+from fullshard.engine import Engine, Unit
+from fullshard.errors import ConfigError
+from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.ownership import units_below
+from fullshard.plan import ledger as kinds
+from fullshard.plan.hardware import Hardware
+from fullshard.plan.kernels import DeviceKernels
+from fullshard.plan.ledger import Ledger, Moment
+from fullshard.schedule import Action, Event, Op, Transcript
+from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, ForwardExit, GradsReady
+from fullshard.tensors import local_part
+
+NUM_STEPS = 3
+"""Steps of a dry run: the first learns the order, and from the second on they are alike."""
+
+Shard = Callable[[nn.Module, DeviceMesh], Any]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run."""
+
+    model: nn.Module
+    batch: Any
+    mesh: Mapping[str, int]
+    rank: int
+    hardware: Hardware
+    shard: Shard
+    loss: Loss
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    accumulate: int = 1
+    """Microbatches of a step."""
+
+
+class Carried(NamedTuple):
+    """A collective, and for what."""
+
+    exchange: Exchange
+    unit: str
+    op: str
+
+
+@dataclass
+class Step:
+    """What happened in one step."""
+
+    start_s: float
+    end_s: float = 0.0
+    flops: float = 0.0
+    transcript: Transcript = field(default_factory=Transcript)
+    carried: list[Carried] = field(default_factory=list)
+    spans: list[tuple[Span, str]] = field(default_factory=list)
+    """Each with the unit that it is for."""
+    moments: list[Moment] = field(default_factory=list)
+    most: Moment | None = None
+    rest: dict[str, int] = field(default_factory=dict)
+    """Bytes held when the step is over."""
+
+
+@dataclass
+class Recorded:
+    """What a dry run left behind."""
+
+    steps: list[Step]
+    units: list[Unit]
+    groups: dict[tuple[int, ...], str]
+    """Which mesh dim the ranks of each group are, by name."""
+
+
+class _Witness:
+    """Takes note of what an engine does, and what for."""
+
+    def __init__(self, engine: Engine, run: _Run) -> None:
+        self._engine = engine
+        self._run = run
+
+    def record(self, event: Event) -> None:
+        """See ``Recorder``; book gradients of parameters when the last one of a unit is there."""
+        self._run.step.transcript.record(event)
+        trigger = event.trigger
+        if isinstance(trigger, GradsReady):
+            unit = self._engine.units[trigger.unit]
+            grads = (param.grad for _, param in unit.pairs())
+            self._run.ledger.book(
+                (local_part(grad) for grad in grads if grad is not None), kinds.WHOLE_GRADIENTS
+            )
+        place = _PLACES.get(type(trigger))
+        key = getattr(trigger, "unit", None)
+        if place is not None and key is not None:
+            name = self._engine.units[key].name or "(root)"
+            self._run.ledger.where = f"{place} {name}"
+        self._run.ledger.note()
+
+    @contextmanager
+    def acting(self, action: Action) -> Iterator[None]:
+        """See ``Observer``; book what is made meanwhile under what it is for."""
+        run = self._run
+        unit = "" if action.unit is None else self._engine.units[action.unit].name or "(root)"
+        before, run.acting = run.acting, (unit, action.op)
+        kind = _MADE_BY.get(action.op, run.ledger.kind)
+        try:
+            with run.ledger.booking(kind):
+                yield
+        finally:
+            run.acting = before
+
+
+_PLACES = {
+    ForwardEnter: "forward of",
+    ForwardExit: "after the forward of",
+    BackwardEnter: "backward of",
+    GradsReady: "after the backward of",
+}
+_MADE_BY = {
+    Op.REDUCE_SCATTER: kinds.GRADIENTS,
+    Op.ALL_REDUCE: kinds.GRADIENTS,
+    Op.KEEP_PARTIAL: kinds.GRADIENTS,
+    Op.FINISH_REDUCE: kinds.GRADIENTS,
+    Op.ACCUMULATE: kinds.WHOLE_GRADIENTS,
+}
+
+
+class _Run:
+    """One dry run, from sharding to the last step."""
+
+    def __init__(self, job: Job) -> None:
+        hardware = job.hardware
+        self.job = job
+        self.step = Step(0.0)
+        self.acting: tuple[str, str] = ("", "")
+        self.lanes = DryLanes(
+            duration_s=self._duration_s,
+            note=self._note,
+            is_async=hardware.device != "cpu",
+            in_background=hardware.in_background,
+            issue_s=hardware.op_s,
+        )
+        self.ledger = Ledger(hardware, self.lanes)
+
+    def carry(self, exchange: Exchange) -> Pending:
+        """Take note of a collective, and start it."""
+        self.step.carried.append(Carried(exchange, *self.acting))
+        return self.lanes.carry(exchange)
+
+    def _duration_s(self, exchange: Exchange) -> float:
+        return self.job.hardware.exchange_s(exchange.what, exchange.ranks, exchange.nbytes)
+
+    def _note(self, span: Span) -> None:
+        self.step.spans.append((span, self.acting[0]))
+
+    def __call__(self) -> Recorded:
+        job, ledger = self.job, self.ledger
+        mesh = init_device_mesh(
+            "cpu", tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh.keys())
+        )
+        dims = {tuple(_ranks_along(mesh, dim)): name for dim, name in enumerate(job.mesh)}
+        model = on_meta(job.model)
+        with ledger.booking(kinds.PARAMETERS):
+            made = job.shard(model, mesh)
+        model = made if isinstance(made, nn.Module) else model
+        units = units_below([model])
+        if not units:
+            raise ConfigError(
+                "plan: shard(model, mesh) made no unit of the model; expected it to call "
+                "fully_shard or shard_blocks, or to return a FullyShardedDataParallel"
+            )
+        for engine in dict.fromkeys(map(engine_of, units)):
+            engine.run_dry(self.lanes)
+            engine.recorder = engine.observer = _Witness(engine, self)
+            engine.meter.watch = ledger.resized
+        sharded = {id(p) for unit in units for b in unit.buckets for p in b.stepped_params}
+        others = (param for param in model.parameters() if id(param) not in sharded)
+        ledger.book(map(local_part, others), kinds.PARAMETERS)
+        ledger.book(model.buffers(), kinds.INPUTS)
+        batch = _batch_on_meta(job.batch)
+        ledger.book((one for one in _tensors(batch)), kinds.INPUTS)
+        optimizer = job.optimizer(model.parameters())
+        steps = [self._take_step(model, optimizer, batch) for _ in range(NUM_STEPS)]
+        return Recorded(steps, list(units), dims)
+
+    def _take_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
+        ledger = self.ledger
+        self.step = step = Step(self.lanes.end())
+        ledger.restart()
+        for _ in range(self.job.accumulate):
+            ledger.where = "forward"
+            with ledger.booking(kinds.ACTIVATIONS):
+                loss = self.job.loss(model, batch)
+            with ledger.booking(kinds.BACKWARD):
+                _torch.run_backward(loss)
+            del loss
+        ledger.where = "the step of the optimizer"
+        self.acting = ("", "step")
+        with ledger.booking(kinds.STEP):
+            optimizer.step()
+        self.acting = ("", "")
+        ledger.book(map(local_part, _tensors(optimizer.state)), kinds.OPTIMIZER)
+        optimizer.zero_grad()
+        ledger.note()
+        step.end_s = self.lanes.end()
+        step.flops, step.moments = ledger.flops, ledger.moments
+        step.most, step.rest = ledger.most, ledger.held
+        return step
+
+
+def dry_run(job: Job) -> Recorded:
+    """Run the steps of ``job``; the model and process groups that exist are left as they are."""
+    run = _Run(job)
+    size = 1
+    for ranks in job.mesh.values():
+        size *= ranks
+    with (
+        dry_world(size, job.rank, carry=run.carry, adds_wide=job.hardware.adds_wide),
+        DeviceKernels(on_cpu=job.hardware.device == "cpu"),
+        run.ledger,
+    ):
+        return run()
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` with parameters and buffers on the meta device; no value moves."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        like = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        memo[id(param)] = like
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _batch_on_meta(batch: Any) -> Any:
+    return tree_map(
+        lambda one: torch.empty_like(one, device="meta") if isinstance(one, Tensor) else one, batch
+    )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def look(one: Any) -> None:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, Mapping):
+            for value in one.values():
+                look(value)
+        elif isinstance(one, (list, tuple)):
+            for value in one:
+                look(value)
+
+    look(tree)
+    return found
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> Sequence[int]:
+    group = mesh.get_group(dim)
+    ranks: Sequence[int] = torch.distributed.get_process_group_ranks(group)
+    return ranks

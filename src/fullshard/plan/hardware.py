@@ -1,0 +1,196 @@
+"""Descriptions of machines: how fast they compute and communicate, and how much they hold.
+
+A plan needs rates that programs reach, not those on data sheets. Presets take the data sheet's
+figures and multiply them by ``REACHED``; ``fullshard doctor --calibrate`` measures instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+REACHED = 0.7
+"""The share of a data sheet's FLOP/s and bandwidths that presets assume programs reach."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The wires among ranks that are ``reach`` neighbours in a row, at best."""
+
+    reach: int | None
+    """Ranks 0 to reach - 1 share such a wire, the next ``reach`` another; None: all ranks."""
+    bandwidth: float
+    """Bytes a second that a rank receives while it sends as many."""
+    latency_s: float
+    """Seconds that each step of a collective adds (``Hardware.exchange_s``)."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's device and the links from it, innermost first."""
+
+    name: str
+    memory_nbytes: int
+    """Bytes of memory that the rank may use."""
+    flops: Mapping[str, float]
+    """FLOP/s of large matrix products, by dtype ("bfloat16"); others count as "float32"."""
+    memory_bandwidth: float
+    """Bytes a second read or written by other operations."""
+    links: tuple[Link, ...] = ()
+    op_s: float = 0.0
+    """Seconds of the host for each operation; a device other than the CPU works meanwhile."""
+    device: str = "cuda"
+    """The type of the device; unless it is "cpu", it runs behind the host, on streams."""
+    in_background: bool = True
+    """Whether collectives go on while nobody waits for them."""
+    adds_wide: bool = False
+    """Whether reductions add up in fp32 whatever travels (our own over gloo do)."""
+    granule_nbytes: int = 1
+    """The allocator rounds sizes up to multiples of this."""
+    fixed_nbytes: int = 0
+    """Bytes that PyTorch and the device's driver hold whatever the model."""
+    communicator_nbytes: int = 0
+    """Bytes that each process group holds on the device."""
+    source: str = ""
+    """Where the figures are from."""
+
+    def op_duration_s(self, flops: float, nbytes: int, dtype: str) -> float:
+        """Return the seconds of an operation that computes ``flops`` and touches ``nbytes``."""
+        rate = self.flops.get(dtype, self.flops.get("float32", math.inf))
+        return max(flops / rate, nbytes / self.memory_bandwidth)
+
+    def exchange_s(self, what: str, ranks: tuple[int, ...], nbytes: int) -> float:
+        """Return the seconds of a collective over ``ranks``.
+
+        ``nbytes`` counts the parts of all ranks together. A rank receives (w - 1) / w of it over
+        the innermost link; of what comes from outside of that link's reach, neighbours there take
+        an equal share each over the next one, and pass it on. The slowest of these decides. A mean
+        of whole values is a reduce-scatter and an all-gather.
+        """
+        world, near = len(ranks), 1
+        slowest_s = steps_s = 0.0
+        for link in self.links:
+            reached = _neighbours(ranks, link.reach)
+            if reached > near:
+                moved = nbytes * (world - near) / (world * near)
+                slowest_s = max(slowest_s, moved / link.bandwidth)
+                steps_s += (reached // near - 1) * link.latency_s
+                near = reached
+        total_s = slowest_s + steps_s
+        return 2 * total_s if what == "all_reduce_mean" else total_s
+
+    def save(self, path: str | Path) -> None:
+        """Write this to a JSON file, for ``hardware_of``."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def _neighbours(ranks: tuple[int, ...], reach: int | None) -> int:
+    """Return how many of ``ranks`` are in the row of ``reach`` neighbours of the first."""
+    if reach is None:
+        return len(ranks)
+    return sum(rank // reach == ranks[0] // reach for rank in ranks)
+
+
+def _gpu(
+    name: str,
+    *,
+    gbytes: float,
+    bf16: float,
+    fp32: float,
+    memory: float,
+    within: float,
+    between: float,
+    source: str,
+) -> Hardware:
+    """Return a node of eight GPUs: TFLOP/s, and GB/s of memory and of links, one way."""
+    return Hardware(
+        name,
+        memory_nbytes=int(gbytes * 1e9),
+        flops={
+            "bfloat16": bf16 * 1e12 * REACHED,
+            "float16": bf16 * 1e12 * REACHED,
+            "float32": fp32 * 1e12 * REACHED,
+        },
+        memory_bandwidth=memory * 1e9 * REACHED,
+        links=(
+            Link(8, within * 1e9 * REACHED, 3e-6),
+            Link(None, between * 1e9 * REACHED, 10e-6),
+        ),
+        op_s=5e-6,
+        granule_nbytes=512,
+        fixed_nbytes=700 << 20,
+        communicator_nbytes=200 << 20,
+        source=f"{source}; op_s, latencies, fixed and communicator bytes are assumptions",
+    )
+
+
+_SHEET = "vendor's data sheet, dense, no sparsity"
+PRESETS: Mapping[str, Hardware] = {
+    one.name: one
+    for one in (
+        _gpu("a100-40gb", gbytes=40e0, bf16=312, fp32=19.5, memory=1555, within=300, between=25,
+             source=f"NVIDIA A100 SXM {_SHEET}; 200 Gbit/s of InfiniBand for each GPU"),
+        _gpu("a100-80gb", gbytes=80e0, bf16=312, fp32=19.5, memory=2039, within=300, between=25,
+             source=f"NVIDIA A100 SXM {_SHEET}; 200 Gbit/s of InfiniBand for each GPU"),
+        _gpu("h100", gbytes=80e0, bf16=989, fp32=67, memory=3350, within=450, between=50,
+             source=f"NVIDIA H100 SXM {_SHEET}; 400 Gbit/s of InfiniBand for each GPU"),
+        _gpu("h200", gbytes=141e0, bf16=989, fp32=67, memory=4800, within=450, between=50,
+             source=f"NVIDIA H200 SXM {_SHEET}; 400 Gbit/s of InfiniBand for each GPU"),
+        _gpu("b200", gbytes=180e0, bf16=2250, fp32=80, memory=7700, within=900, between=50,
+             source=f"NVIDIA DGX B200 {_SHEET}; 400 Gbit/s of InfiniBand for each GPU"),
+        _gpu("mi300x", gbytes=192e0, bf16=1307, fp32=163.4, memory=5300, within=448, between=50,
+             source=f"AMD MI300X {_SHEET}; 400 Gbit/s of RDMA for each GPU"),
+    )
+}  # fmt: skip
+"""Nodes of eight GPUs by name; see ``source`` of each."""
+
+CPU = Hardware(
+    "cpu",
+    memory_nbytes=16 << 30,
+    flops={"float32": 50e9, "float64": 25e9, "bfloat16": 25e9},
+    memory_bandwidth=10e9,
+    links=(Link(None, 2e9, 100e-6),),
+    device="cpu",
+    op_s=5e-6,
+    in_background=False,
+    adds_wide=True,
+    source="a guess at one core of a server; doctor --calibrate measures",
+)
+"""A rank on a CPU over gloo."""
+
+
+def hardware_of(given: Hardware | str | Path) -> Hardware:
+    """Return the hardware that is given: itself, by its name, or a JSON file.
+
+    Raises:
+        ConfigError: there is neither such a preset nor such a file, or the file is another one.
+    """
+    if isinstance(given, Hardware):
+        return given
+    known = {**PRESETS, CPU.name: CPU}
+    if str(given) in known:
+        return known[str(given)]
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError(
+            f"hardware {str(given)!r}: expected one of {', '.join(known)}, or a file that "
+            "`fullshard doctor --calibrate FILE` wrote"
+        )
+    try:
+        return _from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: no description of hardware ({error})") from error
+
+
+def _from_json(read: Any) -> Hardware:
+    known = {one.name for one in fields(Hardware)}
+    if set(read) - known:
+        raise ValueError(f"unknown: {', '.join(sorted(set(read) - known))}")
+    links = tuple(Link(**link) for link in read.get("links", ()))
+    return Hardware(**{**read, "links": links})

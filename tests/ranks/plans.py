@@ -1,0 +1,280 @@
+"""Jobs that are run dry and in earnest: models, their sharding, and what a real run counts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from bench import tracing
+from fullshard import comm
+from fullshard.comm import memory
+from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.ownership import units_below
+from fullshard.schedule import Transcript
+from fullshard.tensors import local_part
+from tests.ranks.models import GPT
+from tests.recording import Recording
+
+STEPS = 3
+_TASK = re.compile(r"task=\d+")
+
+
+class Experts(nn.Module):
+    """Four experts of which one never runs, each a unit."""
+
+    def __init__(self, dim: int = 24) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 3 * dim), nn.GELU(), nn.Linear(3 * dim, dim))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        for i in range(3):
+            x = x + weights[..., i : i + 1] * self.experts[i](x)
+        return x
+
+
+class Adapted(nn.Module):
+    """Frozen layers beside small trainable ones."""
+
+    def __init__(self, dim: int = 32, layers: int = 3, low: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(dim, low, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(low, dim, bias=False) for _ in range(layers))
+        self.layers.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
+            x = torch.tanh(layer(x) + up(down(x)))
+        return x
+
+
+class Twice(nn.Module):
+    """Two units, each used twice."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.blocks):
+            x = torch.tanh(block(x))
+        return x
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, around two blocks."""
+
+    def __init__(self, vocab: int = 64, dim: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class Mlp(nn.Module):
+    """Blocks of two linear layers, for tensor parallelism."""
+
+    def __init__(self, dim: int = 32, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(dim, 4 * dim), "down": nn.Linear(4 * dim, dim)})
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["down"](F.gelu(block["up"](x)))
+        return x
+
+
+def small() -> GPT:
+    return GPT(dim=32, layers=3, length=16)
+
+
+def checkpointed() -> GPT:
+    model = small()
+    model.run_block = partial(checkpoint, use_reentrant=False)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.arange(4 * 16).view(4, 16) % 53
+
+
+def vectors(dim: int = 32) -> Tensor:
+    return torch.ones(8, dim)
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).float().square().mean()
+
+
+def blocks(**options: Any) -> Callable[[nn.Module, DeviceMesh], Any]:
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        fullshard.shard_blocks(model, mesh, **options)
+
+    return shard
+
+
+def flat(**options: Any) -> Callable[[nn.Module, DeviceMesh], Any]:
+    def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        policy = fullshard.wrap.ModuleWrapPolicy({type(model.blocks[0])})  # type: ignore[index]
+        return fullshard.FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_mesh=mesh, **options
+        )
+
+    return shard
+
+
+def parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for block in model.blocks:  # type: ignore[union-attr]
+        for layer in block.values():
+            fullshard.fully_shard(layer, mesh=mesh["dp"])
+    fullshard.fully_shard(model, mesh=mesh["dp"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job."""
+
+    model: Callable[[], nn.Module] = small
+    batch: Callable[[], Any] = tokens
+    shard: Callable[[nn.Module, DeviceMesh], Any] = field(default_factory=blocks)
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"shard": 2})
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    accumulate: int = 1
+
+    @property
+    def world(self) -> int:
+        size = 1
+        for ranks in self.mesh.values():
+            size *= ranks
+        return size
+
+
+BF16 = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+HSDP = {"replicate": 2, "shard": 2}
+CASES = {
+    "dense": Case(),
+    "dense, four": Case(mesh={"shard": 4}),
+    "ragged": Case(shard=blocks(layout=fullshard.Ragged()), mesh={"shard": 3}),
+    "bf16": Case(shard=blocks(mp_policy=BF16)),
+    "kept": Case(shard=blocks(reshard_after_forward=False)),
+    "secondary": Case(shard=blocks(reshard_after_forward=2), mesh={"shard": 4}),
+    "checkpointed": Case(checkpointed),
+    "accumulated": Case(accumulate=2),
+    "idle experts": Case(Experts, partial(vectors, 24)),
+    "tied": Case(Tied, lambda: torch.arange(24).view(4, 6)),
+    "frozen": Case(Adapted, vectors),
+    "twice": Case(Twice, vectors, mesh={"shard": 3}),
+    "HSDP": Case(mesh=HSDP),
+    "HSDP, ragged": Case(shard=blocks(layout=fullshard.Ragged()), mesh=HSDP),
+    "TP": Case(Mlp, vectors, parallel, {"dp": 2, "tp": 2}),
+    "flat": Case(shard=flat()),
+    "flat, original parameters": Case(shard=flat(use_orig_params=True), mesh={"shard": 3}),
+}
+
+
+@dataclass
+class Found:
+    """What a run is compared by."""
+
+    actions: str
+    calls: Counter[tuple[str, int, int]]
+    """How often each collective ran: its name, ranks and bytes."""
+    buffers: dict[str, int]
+    """The most bytes that the engine's buffers of each kind held."""
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    peak: int
+
+
+def real(case: Case) -> Found:
+    """Train for three steps on every rank of the pool, and count in the third."""
+    mesh = init_device_mesh(
+        "cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh.keys())
+    )
+    recording: list[Recording] = []
+
+    def recorded(inner: comm.Collectives) -> comm.Collectives:
+        recording.append(Recording(inner, calls=calls))
+        return recording[-1]
+
+    calls: list[Any] = []
+    shared: set[int] = set()  # sizes of the wire's memory, which the profiler counts as well
+
+    def mapped(*args: Any, size: int, **kwargs: Any) -> Tensor:
+        shared.add(size)
+        return actual(*args, size=size, **kwargs)
+
+    actual = memory._mapped
+    with tracing.memory(without=shared) as trace, patch.object(memory, "_mapped", mapped):
+        batch = case.batch()
+        torch.manual_seed(0)
+        model = case.model()
+        with comm.wrapped(recorded):
+            made = case.shard(model, mesh)
+        model = made if isinstance(made, nn.Module) else model
+        (engine,) = {engine_of(unit) for unit in units_below([model])}
+        optimizer = case.optimizer(model.parameters())
+        for number in range(STEPS):
+            if number == STEPS - 1:
+                calls.clear()
+                engine.recorder = transcript = Transcript()
+                engine.meter.reset_peak()
+                trace.mark()
+            for _ in range(case.accumulate):
+                squares(model, batch).backward()
+            gradients = nbytes_of(param.grad for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    return Found(
+        untold(transcript),
+        Counter((call.kind, call.numel, call.dtype.itemsize) for call in calls),
+        {str(kind): nbytes for kind, nbytes in engine.meter.peak_nbytes.items() if nbytes},
+        nbytes_of(model.parameters()),
+        gradients,
+        nbytes_of(one for state in optimizer.state.values() for one in state.values()),
+        trace.peak_nbytes,
+    )
+
+
+def untold(transcript: Transcript) -> str:
+    """The transcript without autograd's numbers of tasks, which go on from other models."""
+    return _TASK.sub("task", str(transcript))
+
+
+def nbytes_of(tensors: Any) -> int:
+    return sum(local_part(one.detach()).nbytes for one in tensors if isinstance(one, Tensor))
