@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,10 +28,11 @@ class MemoryTrace:
 
 
 @contextmanager
-def memory(without: Collection[int] = ()) -> Iterator[MemoryTrace]:
+def memory(*, below: int | None = None) -> Iterator[MemoryTrace]:
     """Watch the CPU allocator in the block.
 
-    Allocations of sizes in ``without`` do not count; they may be filled in as the block runs.
+    If given, only allocations of fewer than ``below`` bytes count: memory that processes share is
+    mapped in larger pieces, which the profiler takes for allocations.
     """
     trace = MemoryTrace()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
@@ -41,7 +42,7 @@ def memory(without: Collection[int] = ()) -> Iterator[MemoryTrace]:
     held = 0
     changes = (e for e in events if e.name() == "[memory]" and e.device_type() == _CPU)
     for event in sorted(changes, key=lambda e: e.start_ns()):
-        if abs(event.nbytes()) in without:
+        if below is not None and abs(event.nbytes()) >= below:
             continue
         held += event.nbytes()
         if event.start_ns() >= marked_ns:

@@ -193,6 +193,11 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     return group._get_backend(torch.device(device_type)).name()
 
 
+def ranks_of_group_named(name: Any) -> tuple[int, ...]:
+    """Return the ranks of the process group that functional collectives call ``name``."""
+    return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(name)))
+
+
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """Return how long ``group`` waits for a peer."""
     if is_of_python(group):
@@ -842,6 +847,11 @@ def keep_alive(tensor: Tensor, other: Tensor) -> None:
     The Python object of a storage lives as long as the storage, and copies omit its attributes.
     """
     tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
+
+
+def kept_alive_by(tensor: Tensor) -> Tensor | None:
+    """Return what the storage of ``tensor`` keeps alive, see ``keep_alive``."""
+    return getattr(tensor.untyped_storage(), "kept_alive", None)
 
 
 def run_backward(loss: Tensor) -> None:

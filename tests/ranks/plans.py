@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,20 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from bench import tracing
 from fullshard import comm
-from fullshard.comm import memory
+from fullshard.engine import Engine
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
+from fullshard.plan import hardware_of
+from fullshard.plan import ledger as kinds
+from fullshard.plan.dry_run import AFTER_BACKWARD, Job, dry_run
 from fullshard.schedule import Transcript
 from fullshard.tensors import local_part
 from tests.ranks.models import GPT
-from tests.recording import Recording
+from tests.recording import CollectiveCall, Recording
 
-STEPS = 3
+STEPS = 2
+LEAST_SHARED_NBYTES = 1 << 16
+"""Of what the wire maps at once; no tensor of these models is as large."""
 _TASK = re.compile(r"task=\d+")
 
 
@@ -208,11 +213,11 @@ CASES = {
 
 @dataclass
 class Found:
-    """What a run is compared by."""
+    """What a run is compared by, on one rank."""
 
     actions: str
-    calls: Counter[tuple[str, int, int]]
-    """How often each collective ran: its name, ranks and bytes."""
+    exchanges: Counter[tuple[str, int, int]]
+    """How often each collective ran: its name, number of ranks and bytes."""
     buffers: dict[str, int]
     """The most bytes that the engine's buffers of each kind held."""
     parameters: int
@@ -222,27 +227,19 @@ class Found:
 
 
 def real(case: Case) -> Found:
-    """Train for three steps on every rank of the pool, and count in the third."""
+    """Train for a few steps, and count in the last one."""
     mesh = init_device_mesh(
         "cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh.keys())
     )
-    recording: list[Recording] = []
+    recordings: list[Recording] = []
 
     def recorded(inner: comm.Collectives) -> comm.Collectives:
-        recording.append(Recording(inner, calls=calls))
-        return recording[-1]
+        recordings.append(Recording(inner))
+        return recordings[-1]
 
-    calls: list[Any] = []
-    shared: set[int] = set()  # sizes of the wire's memory, which the profiler counts as well
-
-    def mapped(*args: Any, size: int, **kwargs: Any) -> Tensor:
-        shared.add(size)
-        return actual(*args, size=size, **kwargs)
-
-    actual = memory._mapped
-    with tracing.memory(without=shared) as trace, patch.object(memory, "_mapped", mapped):
+    gc.collect()  # or what an earlier test leaves behind would be freed in this one
+    with tracing.memory(below=LEAST_SHARED_NBYTES) as trace:
         batch = case.batch()
-        torch.manual_seed(0)
         model = case.model()
         with comm.wrapped(recorded):
             made = case.shard(model, mesh)
@@ -251,30 +248,86 @@ def real(case: Case) -> Found:
         optimizer = case.optimizer(model.parameters())
         for number in range(STEPS):
             if number == STEPS - 1:
-                calls.clear()
+                for one in recordings:
+                    one.calls.clear()
                 engine.recorder = transcript = Transcript()
                 engine.meter.reset_peak()
                 trace.mark()
             for _ in range(case.accumulate):
                 squares(model, batch).backward()
-            gradients = nbytes_of(param.grad for param in model.parameters())
+            gradients = gradients_of(engine, model)
             optimizer.step()
             optimizer.zero_grad()
     return Found(
         untold(transcript),
-        Counter((call.kind, call.numel, call.dtype.itemsize) for call in calls),
+        Counter(exchange(one, call) for one in recordings for call in one.calls if one.world > 1),
         {str(kind): nbytes for kind, nbytes in engine.meter.peak_nbytes.items() if nbytes},
-        nbytes_of(model.parameters()),
+        sum(bucket.shards.nbytes for unit in engine.units for bucket in unit.buckets),
         gradients,
         nbytes_of(one for state in optimizer.state.values() for one in state.values()),
         trace.peak_nbytes,
     )
 
 
+def dry(case: Case, rank: int) -> Found:
+    """Run the same dry."""
+    hardware = hardware_of("cpu")
+    job = Job(
+        case.model(), case.batch(), case.mesh, rank, hardware, case.shard, squares,
+        case.optimizer, case.accumulate,
+    )  # fmt: skip
+    step = dry_run(job).steps[-1]
+    (after_backward,) = (one for one in step.moments if one.where == AFTER_BACKWARD)
+    assert step.most is not None
+    return Found(
+        untold(step.transcript),
+        Counter(
+            (one.exchange.what, len(one.exchange.ranks), one.exchange.nbytes)
+            for one in step.carried
+            if one.op and len(one.exchange.ranks) > 1
+        ),
+        {kind: nbytes for kind, nbytes in step.buffers.items() if nbytes},
+        after_backward.held[kinds.PARAMETERS],
+        after_backward.held[kinds.GRADIENTS],
+        after_backward.held[kinds.OPTIMIZER],
+        step.most.nbytes,
+    )
+
+
+def exchange(wire: Recording, call: CollectiveCall) -> tuple[str, int, int]:
+    """A recorded collective as a dry run tells it."""
+    nbytes = call.numel * call.dtype.itemsize
+    if call.kind == "all_gather":
+        return "all_gather", wire.world, nbytes * wire.world
+    return f"{call.kind}_mean", wire.world, nbytes
+
+
+def gradients_of(engine: Engine, model: nn.Module) -> int:
+    """Bytes of reduced gradients, of small ones kept for the next step, and of flags' constants."""
+    reducers = [
+        bucket.gradients
+        for unit in engine.units
+        for bucket in unit.buckets
+        if bucket.gradients is not None
+    ]
+    kept = [one._sets._last.flat for one in reducers if one._sets._last is not None]
+    inputs = [buffer for one in reducers for buffer in one._sets.now.inputs.values()]
+    ones = [ones for buffer in inputs for ones in buffer._ones.values()]
+    return nbytes_of([*(param.grad for param in model.parameters()), *kept, *ones])
+
+
+def nbytes_of(tensors: Iterable[Any]) -> int:
+    """Bytes of the memory that ``tensors`` are in, each once."""
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            storage = local_part(tensor.detach()).untyped_storage()
+            flat = getattr(storage, "kept_alive", None)
+            whole = storage if flat is None else flat.untyped_storage()
+            storages[whole._cdata] = whole.nbytes()
+    return sum(storages.values())
+
+
 def untold(transcript: Transcript) -> str:
     """The transcript without autograd's numbers of tasks, which go on from other models."""
     return _TASK.sub("task", str(transcript))
-
-
-def nbytes_of(tensors: Any) -> int:
-    return sum(local_part(one.detach()).nbytes for one in tensors if isinstance(one, Tensor))

@@ -1,1 +1,12 @@
-"""Know before a launch: dry runs."""
+"""What a training step takes, known before a launch.
+
+``plan`` runs a few steps dry (``dry_run``): the real engine on tensors without memory, whose bytes
+and operations a ``Ledger`` books, in a world of ranks that are not there. ``Hardware`` describes
+the machine that it is for.
+"""
+
+from __future__ import annotations
+
+from fullshard.plan.hardware import CPU, PRESETS, Hardware, Link, hardware_of
+from fullshard.plan.plan import Plan, PlannedUnit, Traffic
+from fullshard.plan.planning import plan

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,27 @@ from fullshard.schedule import Action, Event, Op, Transcript
 from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, ForwardExit, GradsReady
 from fullshard.tensors import local_part
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 """Steps of a dry run: the first learns the order, and from the second on they are alike."""
+
+AFTER_BACKWARD = "after the backward"
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Optimizer(Protocol):
+    """The part of ``torch.optim.Optimizer`` that a dry run needs."""
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """State by parameter."""
+
+    def step(self) -> Any:
+        """Step all parameters that have gradients."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,7 @@ class Job:
     hardware: Hardware
     shard: Shard
     loss: Loss
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    optimizer: Callable[[Any], Optimizer]
     accumulate: int = 1
     """Microbatches of a step."""
 
@@ -80,6 +96,8 @@ class Step:
     most: Moment | None = None
     rest: dict[str, int] = field(default_factory=dict)
     """Bytes held when the step is over."""
+    buffers: dict[str, int] = field(default_factory=dict)
+    """The most bytes that the engine's buffers of each kind held."""
 
 
 @dataclass
@@ -88,8 +106,8 @@ class Recorded:
 
     steps: list[Step]
     units: list[Unit]
-    groups: dict[tuple[int, ...], str]
-    """Which mesh dim the ranks of each group are, by name."""
+    dims: dict[tuple[int, ...], str]
+    """The name of the mesh dim along which these ranks lie."""
 
 
 class _Witness:
@@ -153,6 +171,7 @@ class _Run:
         self.job = job
         self.step = Step(0.0)
         self.acting: tuple[str, str] = ("", "")
+        self.engines: list[Engine] = []
         self.lanes = DryLanes(
             duration_s=self._duration_s,
             note=self._note,
@@ -160,7 +179,7 @@ class _Run:
             in_background=hardware.in_background,
             issue_s=hardware.op_s,
         )
-        self.ledger = Ledger(hardware, self.lanes)
+        self.ledger = Ledger(hardware, self.lanes, self.carry)
 
     def carry(self, exchange: Exchange) -> Pending:
         """Take note of a collective, and start it."""
@@ -189,7 +208,8 @@ class _Run:
                 "plan: shard(model, mesh) made no unit of the model; expected it to call "
                 "fully_shard or shard_blocks, or to return a FullyShardedDataParallel"
             )
-        for engine in dict.fromkeys(map(engine_of, units)):
+        self.engines = list(dict.fromkeys(map(engine_of, units)))
+        for engine in self.engines:
             engine.run_dry(self.lanes)
             engine.recorder = engine.observer = _Witness(engine, self)
             engine.meter.watch = ledger.resized
@@ -197,16 +217,27 @@ class _Run:
         others = (param for param in model.parameters() if id(param) not in sharded)
         ledger.book(map(local_part, others), kinds.PARAMETERS)
         ledger.book(model.buffers(), kinds.INPUTS)
-        batch = _batch_on_meta(job.batch)
-        ledger.book((one for one in _tensors(batch)), kinds.INPUTS)
+        batch = tree_map(self._on_meta, job.batch)
+        ledger.book(_tensors(batch), kinds.INPUTS)
         optimizer = job.optimizer(model.parameters())
         steps = [self._take_step(model, optimizer, batch) for _ in range(NUM_STEPS)]
         return Recorded(steps, list(units), dims)
 
-    def _take_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Step:
+    def _on_meta(self, given: Any) -> Any:
+        """Return tensors of the batch on the meta device; their values are known, if they have."""
+        if not isinstance(given, Tensor):
+            return given
+        made = torch.empty_like(given, device="meta")
+        if not (given.is_meta or given.is_floating_point()):
+            self.ledger.values.learn(made, given.detach().cpu().clone())
+        return made
+
+    def _take_step(self, model: nn.Module, optimizer: Optimizer, batch: Any) -> Step:
         ledger = self.ledger
         self.step = step = Step(self.lanes.end())
         ledger.restart()
+        for engine in self.engines:
+            engine.meter.reset_peak()
         for _ in range(self.job.accumulate):
             ledger.where = "forward"
             with ledger.booking(kinds.ACTIVATIONS):
@@ -214,6 +245,8 @@ class _Run:
             with ledger.booking(kinds.BACKWARD):
                 _torch.run_backward(loss)
             del loss
+        ledger.where = AFTER_BACKWARD
+        ledger.note()
         ledger.where = "the step of the optimizer"
         self.acting = ("", "step")
         with ledger.booking(kinds.STEP):
@@ -225,6 +258,9 @@ class _Run:
         step.end_s = self.lanes.end()
         step.flops, step.moments = ledger.flops, ledger.moments
         step.most, step.rest = ledger.most, ledger.held
+        for engine in self.engines:
+            for kind, nbytes in engine.meter.peak_nbytes.items():
+                step.buffers[kind] = step.buffers.get(kind, 0) + nbytes
         return step
 
 
@@ -251,12 +287,6 @@ def on_meta(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)
-
-
-def _batch_on_meta(batch: Any) -> Any:
-    return tree_map(
-        lambda one: torch.empty_like(one, device="meta") if isinstance(one, Tensor) else one, batch
-    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

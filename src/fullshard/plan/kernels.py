@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 class DeviceKernels(TorchFunctionMode):
     """A mode that computes attention on the meta device in one operation, as devices do.
 
-    Without it scores would be made, which take memory that no device needs. Attention stays in
-    parts where a device computes it so: with dropout on a CPU, or if heads of queries and values
-    differ in size.
+    Without it scores would be made, which take memory that no device needs. A CPU computes
+    attention in parts with dropout, and if heads of queries and values differ in size.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
@@ -45,15 +44,22 @@ class DeviceKernels(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor | None:
         whole = type(query) is Tensor and query.is_meta and query.dim() == 4
-        if not whole or (self._on_cpu and dropout_p) or query.shape[-1] != value.shape[-1]:
+        alike = query.shape[-1] == value.shape[-1]
+        if not whole or (self._on_cpu and (dropout_p or not alike)):
             return None
-        if enable_gqa and self._on_cpu:  # there, heads are repeated
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        if enable_gqa and (self._on_cpu or not alike):  # there, heads are repeated
             key, value = (
                 one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value)
             )
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
+        out: Tensor
+        if alike:
+            out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )
+        else:
+            out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+            )
         return out

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
+from fullshard import _torch
+from fullshard.comm import Exchange, Pending
 from fullshard.device import DryLanes
+from fullshard.plan.flops import flops_of
 from fullshard.plan.hardware import Hardware
+from fullshard.plan.values import Values, tensors_in
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -53,12 +55,17 @@ class Ledger(TorchDispatchMode):
     A storage counts from the operation that made it until nothing refers to it any more, under the
     kind that was current then, or that it was ``book`` ed under since. Each operation takes time on
     the current one of ``lanes``: for its FLOPs, or for the bytes that it reads and writes.
+    ``carry`` takes the collectives that the model issues itself.
     """
 
-    def __init__(self, hardware: Hardware, lanes: DryLanes) -> None:
+    def __init__(
+        self, hardware: Hardware, lanes: DryLanes, carry: Callable[[Exchange], Pending]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._carry = carry
         self.kind = ACTIVATIONS
         self.where = ""
+        self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
         self.most = Moment(0.0, {}, "")
@@ -113,28 +120,34 @@ class Ledger(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the class runs it on the tensors inside, which come by here
         kwargs = kwargs or {}
-        out = op(*args, **kwargs)
-        made = [one for one in tree_iter(out) if isinstance(one, Tensor)]
+        read = tensors_in(args) + tensors_in(kwargs)
+        out = self.values.run(op, args, kwargs, read)
+        made = tensors_in(out) if isinstance(out, (Tensor, tuple, list)) else []
         if _makes_memory(op):
             for tensor in made:
                 if tensor.is_meta:
                     self._enter(tensor.untyped_storage(), self.kind)
         name = op.overloadpacket.__name__
-        if not op.is_view and name not in _TAKES_NO_TIME:
-            self._take_time(op, name, args, kwargs, out, made)
+        if op.namespace == "_c10d_functional":
+            self._exchange(name, args, read, made)
+            return out
+        if op.is_view or name in _TAKES_NO_TIME or not any(one.is_meta for one in (*made, *read)):
+            return out
+        self._take_time(name, flops_of(op, args, kwargs, out), read, made)
         return out
 
-    def _take_time(
-        self, op: Any, name: str, args: Any, kwargs: Any, out: Any, made: list[Tensor]
-    ) -> None:
-        read = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
-        if not any(one.is_meta for one in (*made, *read)):
-            return
+    def _exchange(self, name: str, args: Any, read: list[Tensor], made: list[Tensor]) -> None:
+        """Book a collective of the model's own, such as DTensors have; the next operation waits."""
+        what = _COLLECTIVES.get(name)
+        if what is not None:
+            ranks = _torch.ranks_of_group_named(args[-1])
+            nbytes = max(sum(one.nbytes for one in tensors) for tensors in (read, made))
+            self._carry(Exchange(what, ranks, nbytes)).wait()
+
+    def _take_time(self, name: str, flops: float, read: list[Tensor], made: list[Tensor]) -> None:
         nbytes = sum(one.nbytes for one in read) + sum(one.nbytes for one in made)
-        count = flop_registry.get(op.overloadpacket)
-        flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
-        self.flops += flops
         dtype = str(read[0].dtype if read else torch.float32).removeprefix("torch.")
+        self.flops += flops
         self._lanes.spend(self._hardware.op_duration_s(flops, nbytes, dtype), name)
 
     def _enter(self, storage: torch.UntypedStorage, kind: str, *, move: bool = False) -> None:
@@ -176,6 +189,16 @@ class Ledger(TorchDispatchMode):
 
     def _now(self) -> Moment:
         return Moment(self._lanes.now_s, self.held, self.where)
+
+
+_COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter_mean",
+    "all_reduce": "all_reduce_mean",
+    "all_reduce_": "all_reduce_mean",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
+}
 
 
 @cache

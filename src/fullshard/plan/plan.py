@@ -1,0 +1,175 @@
+"""What a dry run found of a step, as a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from fullshard.device import Span
+from fullshard.plan.hardware import Hardware
+from fullshard.plan.ledger import Moment
+from fullshard.plan.text import in_bytes, in_seconds, table
+
+
+class PlannedUnit(NamedTuple):
+    """What one unit takes."""
+
+    name: str
+    """The name of its module; empty for the root."""
+    numel: int
+    """Elements of its parameters."""
+    shard_nbytes: int
+    """Bytes of this rank's shard."""
+    unsharded_nbytes: int
+    """Bytes of its whole parameters in memory, padding included."""
+    padding: float
+    """Bytes that are gathered beyond those of parameters, as a share of these."""
+    gather_wait_s: float
+    """Seconds of a step that computation waits for its parameters."""
+    reduce_wait_s: float
+    """Seconds of a step that computation waits for reductions of its gradients."""
+
+
+class Traffic(NamedTuple):
+    """The collectives of one kind in a step."""
+
+    dim: str
+    """The mesh dim whose ranks take part; "2 of shard" for neighbours along a dim."""
+    what: str
+    num_calls: int
+    received_nbytes: int
+    """Bytes that this rank has to receive; it sends as many."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step of training as one rank will see it, from a dry run.
+
+    Times are those of the last of a few steps; bytes are the most of any of them.
+    """
+
+    hardware: Hardware
+    mesh: Mapping[str, int]
+    rank: int
+    units: tuple[PlannedUnit, ...]
+    peak: Moment
+    """What is held when most is, without ``reserved``."""
+    rest: Mapping[str, int]
+    """What is held between steps, by kind."""
+    reserved: Mapping[str, int]
+    """What is held beside tensors: by the framework and by communicators."""
+    traffic: tuple[Traffic, ...]
+    step_s: float
+    busy_s: float
+    """Seconds of a step in which the device computes."""
+    flops: float
+    """FLOP of matrix products and attention in a step, recomputation included."""
+    memory: tuple[Moment, ...] = field(repr=False)
+    """What is held at each event of a step, by time since it began."""
+    spans: tuple[tuple[Span, str], ...] = field(repr=False)
+    """What takes which time, on which lane, each with the name of its unit; times as above."""
+    actions: tuple[str, ...] = field(repr=False)
+    """The scheduler's actions in a step, as text."""
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes of the device's memory that the rank holds."""
+        return self.peak.nbytes + sum(self.reserved.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of the hardware is enough."""
+        return self.peak_nbytes <= self.hardware.memory_nbytes
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of a step that computation waits for communication."""
+        return sum(span.end_s - span.start_s for span, _ in self.spans if span.lane == "wait")
+
+    @property
+    def utilization(self) -> float:
+        """FLOP/s of the step as a share of what the hardware reaches in matrix products."""
+        rate = max(self.hardware.flops.values(), default=math.inf)
+        return self.flops / self.step_s / rate if self.step_s else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of this but the spans, as values that JSON has."""
+        return {
+            "hardware": self.hardware.name,
+            "mesh": dict(self.mesh),
+            "rank": self.rank,
+            "fits": self.fits,
+            "peak_nbytes": self.peak_nbytes,
+            "peak": _as_json(self.peak) | {"nbytes": self.peak.nbytes},
+            "rest": dict(self.rest),
+            "reserved": dict(self.reserved),
+            "step_s": self.step_s,
+            "busy_s": self.busy_s,
+            "wait_s": self.wait_s,
+            "flops": self.flops,
+            "utilization": self.utilization,
+            "units": [
+                unit._asdict() | {"exposed_s": unit.gather_wait_s + unit.reduce_wait_s}
+                for unit in self.units
+            ],
+            "traffic": [one._asdict() for one in self.traffic],
+            "memory": [_as_json(moment) for moment in self.memory],
+            "actions": list(self.actions),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        ranks = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        has = in_bytes(self.hardware.memory_nbytes)
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        yield f"rank {self.rank} of {ranks} on {self.hardware.name}"
+        yield ""
+        yield f"memory   {in_bytes(self.peak_nbytes)} of {has} at the peak: {verdict}"
+        yield f"         the peak is at: {self.peak.where}"
+        held = {**self.peak.held, **self.reserved}
+        for kind, nbytes in sorted(held.items(), key=lambda one: -one[1]):
+            if nbytes:
+                yield f"         {in_bytes(nbytes):>10}  {kind.replace('_', ' ')}"
+        yield f"time     {in_seconds(self.step_s)} a step, {in_seconds(self.busy_s)} computing, "
+        yield f"         {in_seconds(self.wait_s)} waiting for communication"
+        yield f"         {self.flops:.3g} FLOP, {self.utilization:.0%} of what the device reaches"
+        yield ""
+        yield from table(
+            ("wires of a step", "collective", "calls", "received"),
+            [(one.dim, one.what, str(one.num_calls), in_bytes(one.received_nbytes))
+             for one in self.traffic],
+        )  # fmt: skip
+        yield ""
+        yield from table(
+            ("units", "elements", "shard", "whole", "padding", "waits: gather", "reduction"),
+            [_row(alike) for alike in _alike(self.units)],
+        )
+
+
+def _as_json(moment: Moment) -> dict[str, Any]:
+    return {"at_s": moment.at_s, "held": dict(moment.held), "where": moment.where}
+
+
+def _alike(units: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
+    """Yield neighbours of equal sizes together."""
+    for _, alike in groupby(units, key=lambda unit: unit[1:5]):
+        yield list(alike)
+
+
+def _row(units: Sequence[PlannedUnit]) -> tuple[str, ...]:
+    first, last = units[0], units[-1]
+    name = first.name or "(root)"
+    return (
+        name if len(units) == 1 else f"{name} to {last.name} ({len(units)})",
+        f"{first.numel:,}",
+        in_bytes(first.shard_nbytes),
+        in_bytes(first.unsharded_nbytes),
+        f"{first.padding:.1%}",
+        in_seconds(sum(unit.gather_wait_s for unit in units)),
+        in_seconds(sum(unit.reduce_wait_s for unit in units)),
+    )

@@ -1,0 +1,33 @@
+"""Figures and tables as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def in_bytes(nbytes: float) -> str:
+    """Return a number of bytes with three digits and a decimal unit, as memory is sold."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 999.5 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time with three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return "0 s" if seconds < 5e-10 else f"{seconds * 1e9:.3g} ns"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table; the first column is to the left, numbers are to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        first, *others = (
+            text.ljust(width) if i == 0 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join((first, *others)).rstrip()
