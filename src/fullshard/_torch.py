@@ -193,6 +193,26 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     return group._get_backend(torch.device(device_type)).name()
 
 
+def functional_collective(op: Any) -> str | None:
+    """Return which method of ``Collectives`` an operation of DTensors is like; None if it is none.
+
+    ``wait_tensor`` is none, because those who count an operation as done have waited.
+    """
+    if op.namespace != "_c10d_functional":
+        return None
+    return _FUNCTIONAL.get(op.overloadpacket.__name__)
+
+
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter_mean",
+    "all_reduce": "all_reduce_mean",
+    "all_reduce_": "all_reduce_mean",
+    "broadcast": "broadcast",
+    "all_to_all_single": "all_to_all",
+}
+
+
 def ranks_of_group_named(name: Any) -> tuple[int, ...]:
     """Return the ranks of the process group that functional collectives call ``name``."""
     return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(name)))

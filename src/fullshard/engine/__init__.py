@@ -10,7 +10,7 @@ from __future__ import annotations
 from fullshard.engine.autograd import refuse_gradients
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.dtypes import GradDtypes
-from fullshard.engine.executor import Engine, Observer
+from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
 from fullshard.engine.full import gather_full_param, is_first, is_first_copy
 from fullshard.engine.loan import Loan, Terms

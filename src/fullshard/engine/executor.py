@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +14,13 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
+from fullshard.engine.acts import (
+    BY_ITSELF,
+    GIVES_GRADIENTS,
+    ON_GRADIENTS,
+    ON_UNITS,
+    TAKES_GRADIENTS,
+)
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.reduce import Gradients, settle
 from fullshard.engine.steps import watch_steps
@@ -26,6 +31,7 @@ from fullshard.schedule import (
     Event,
     Hold,
     MachinePolicy,
+    Observer,
     Op,
     Recorder,
     Residency,
@@ -36,13 +42,6 @@ from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 
 log = logging.getLogger("fullshard")
-
-
-class Observer(Protocol):
-    """A witness of the actions of an engine, each while it is carried out."""
-
-    def acting(self, action: Action) -> AbstractContextManager[object]:
-        """Return a context in which the engine carries out ``action``."""
 
 
 class Engine:
@@ -214,7 +213,7 @@ class Engine:
         failure: Exception | None = None
         for action in actions:
             apart = failure is not None and not isinstance(failure, ProtocolError)
-            if apart and action.op not in _BY_ITSELF:
+            if apart and action.op not in BY_ITSELF:
                 continue
             try:
                 self._act(action)
@@ -253,14 +252,14 @@ class Engine:
         if op is Op.UNSHARD:
             self._unshard(unit)
             return
-        if op in _ON_GRADIENTS:
+        if op in ON_GRADIENTS:
             for gradients in unit.gradients():
-                _ON_GRADIENTS[op](gradients)
+                ON_GRADIENTS[op](gradients)
         else:
-            _ON_UNITS[op](unit)
-        if op in _TAKES_GRADIENTS:
+            ON_UNITS[op](unit)
+        if op in TAKES_GRADIENTS:
             self._backward.reduced(unit)
-        elif op in _GIVES_GRADIENTS:
+        elif op in GIVES_GRADIENTS:
             self._asking += [one for one in unit.gradients() if one.asked is not None]
 
     def _fence(self) -> None:
@@ -412,30 +411,4 @@ class Engine:
         unit.start_unshard()
 
 
-_ON_UNITS: dict[Op, Callable[[Unit], None]] = {
-    Op.WAIT: Unit.finish_unshard,
-    Op.CONCEAL: Unit.conceal,
-    Op.RESHARD: Unit.reshard,
-    Op.RESHARD_TO_SECONDARY: partial(Unit.reshard, to_secondary=True),
-    Op.FORGET: Unit.forget,
-}
-"""Actions that a unit carries out alone; unsharding needs the engine."""
-
-_ON_GRADIENTS: dict[Op, Callable[[Gradients], None]] = {
-    Op.REDUCE_SCATTER: Gradients.start,
-    Op.ALL_REDUCE: Gradients.all_reduce,
-    Op.KEEP_PARTIAL: Gradients.keep_partial,
-    Op.FINISH_REDUCE: Gradients.finish,
-    Op.ACCUMULATE: Gradients.accumulate,
-    Op.DISCARD: Gradients.discard,
-}
-"""Actions on the gradients of each of a unit's buckets."""
-
-_BY_ITSELF = frozenset({Op.CONCEAL, Op.RESHARD, Op.DISCARD, Op.FORGET})
-"""Actions that communicate nothing."""
-
 _ENDS = frozenset({when.TaskEnd, when.TaskDied})
-
-_GIVES_GRADIENTS = frozenset({Op.FINISH_REDUCE, Op.KEEP_PARTIAL})
-
-_TAKES_GRADIENTS = frozenset({Op.REDUCE_SCATTER, Op.ACCUMULATE, Op.DISCARD, Op.FORGET})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -71,6 +71,8 @@ class Job:
     optimizer: Callable[[Any], Optimizer]
     accumulate: int = 1
     """Microbatches of a step."""
+    reduces_once: bool = False
+    """Whether only the last microbatch of a step reduces gradients."""
 
 
 class Carried(NamedTuple):
@@ -238,7 +240,9 @@ class _Run:
         ledger.restart()
         for engine in self.engines:
             engine.meter.reset_peak()
-        for _ in range(self.job.accumulate):
+        for left in reversed(range(self.job.accumulate)):
+            for engine in self.engines if self.job.reduces_once else ():
+                _set_sync(engine, left == 0)
             ledger.where = "forward"
             with ledger.booking(kinds.ACTIVATIONS):
                 loss = self.job.loss(model, batch)
@@ -262,6 +266,12 @@ class _Run:
             for kind, nbytes in engine.meter.peak_nbytes.items():
                 step.buffers[kind] = step.buffers.get(kind, 0) + nbytes
         return step
+
+
+def _set_sync(engine: Engine, reduces: bool) -> None:
+    for unit in engine.units:
+        policy = engine.policy_of(unit)
+        engine.set_policy(unit, replace(policy, requires_gradient_sync=reduces))
 
 
 def dry_run(job: Job) -> Recorded:

@@ -128,21 +128,15 @@ class Ledger(TorchDispatchMode):
                 if tensor.is_meta:
                     self._enter(tensor.untyped_storage(), self.kind)
         name = op.overloadpacket.__name__
-        if op.namespace == "_c10d_functional":
-            self._exchange(name, args, read, made)
+        what = _torch.functional_collective(op)
+        if what is not None:
+            nbytes = max(sum(one.nbytes for one in tensors) for tensors in (read, made))
+            self._carry(Exchange(what, _torch.ranks_of_group_named(args[-1]), nbytes)).wait()
             return out
         if op.is_view or name in _TAKES_NO_TIME or not any(one.is_meta for one in (*made, *read)):
             return out
         self._take_time(name, flops_of(op, args, kwargs, out), read, made)
         return out
-
-    def _exchange(self, name: str, args: Any, read: list[Tensor], made: list[Tensor]) -> None:
-        """Book a collective of the model's own, such as DTensors have; the next operation waits."""
-        what = _COLLECTIVES.get(name)
-        if what is not None:
-            ranks = _torch.ranks_of_group_named(args[-1])
-            nbytes = max(sum(one.nbytes for one in tensors) for tensors in (read, made))
-            self._carry(Exchange(what, ranks, nbytes)).wait()
 
     def _take_time(self, name: str, flops: float, read: list[Tensor], made: list[Tensor]) -> None:
         nbytes = sum(one.nbytes for one in read) + sum(one.nbytes for one in made)
@@ -189,16 +183,6 @@ class Ledger(TorchDispatchMode):
 
     def _now(self) -> Moment:
         return Moment(self._lanes.now_s, self.held, self.where)
-
-
-_COLLECTIVES = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter_mean",
-    "all_reduce": "all_reduce_mean",
-    "all_reduce_": "all_reduce_mean",
-    "broadcast": "broadcast",
-    "all_to_all_single": "all_to_all",
-}
 
 
 @cache

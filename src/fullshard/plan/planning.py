@@ -37,6 +37,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
     accumulate: int = 1,
+    reduces_once: bool = False,
     rank: int = 0,
     **options: Any,
 ) -> Plan:
@@ -63,6 +64,7 @@ def plan(
         optimizer: called with the parameters. None: ``torch.optim.AdamW``, on the local
             tensors and, as PyTorch chooses itself, by lists of them unless on a CPU.
         accumulate: microbatches of a step.
+        reduces_once: True if only the last microbatch of a step reduces gradients (no-sync).
         rank: which rank to be; with uneven shards, rank 0 has the largest.
         **options: of ``shard_blocks``, such as ``mp_policy``, ``layout``, ``policy`` and
             ``reshard_after_forward``.
@@ -81,6 +83,7 @@ def plan(
         loss=loss or mean_loss,
         optimizer=optimizer or partial(PlainAdamW, foreach=hardware_of(hardware).device != "cpu"),
         accumulate=_at_least_one("accumulate", accumulate),
+        reduces_once=reduces_once,
     )
     with _explaining_values():
         found = dry_run(job)

@@ -8,7 +8,7 @@ runs the training step; fed by a simulated walk of the model, the same machine p
 from __future__ import annotations
 
 from fullshard.schedule.actions import Action, Op
-from fullshard.schedule.record import Event, Recorder, Transcript
+from fullshard.schedule.record import Event, Observer, Recorder, Transcript
 from fullshard.schedule.scheduler import Scheduler
 from fullshard.schedule.state import (
     AfterForward,

@@ -1,7 +1,8 @@
-"""Events of the machine, and recorders that receive them."""
+"""Events of the machine, and who receives them."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -24,6 +25,13 @@ class Recorder(Protocol):
 
     def record(self, event: Event) -> None:
         """Take note of ``event``."""
+
+
+class Observer(Protocol):
+    """A witness of actions, each while the engine carries it out."""
+
+    def acting(self, action: Action) -> AbstractContextManager[object]:
+        """Return a context in which ``action`` is carried out."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 import fullshard
@@ -91,7 +91,19 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
     No worker ever has the whole model: it is made on the meta device, and a parameter or a unit at
     a time is drawn by all workers alike, or read from files, and they keep their parts.
     """
-    device = world.device
+    model = build_on_meta(config, architecture)
+    mesh = init_device_mesh(
+        world.device.type,
+        (config.replicas, world.size // config.replicas),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    shard_model(model, config, mesh)
+    _fill(model, config, architecture, world.device)
+    return model
+
+
+def build_on_meta(config: TrainConfig, architecture: Architecture) -> nn.Module:
+    """Build a model without memory, with adapters and quantised layers if asked for."""
     with torch.device("meta"):
         model = architecture.build(
             seq=config.seq, checkpoint_activations=config.checkpoint_activations
@@ -100,27 +112,24 @@ def build_sharded_model(config: TrainConfig, architecture: Architecture, world: 
             quantize_linears(model)
         if config.lora is not None:
             model = add_adapters(model, config.lora)
+    return model
+
+
+def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
+    """Shard ``model`` over a mesh with the dims "replicate" and "shard"."""
     policy = fullshard.MixedPrecisionPolicy()
     if config.dtype is not Dtype.FP32:
         policy = fullshard.MixedPrecisionPolicy(
             param_dtype=_DTYPES[config.dtype], reduce_dtype=torch.float32
         )
-    # None is the default policy: reshard blocks after forward, but not the root.
-    reshard = None if config.reshard else False
-    mesh = init_device_mesh(
-        device.type,
-        (config.replicas, world.size // config.replicas),
-        mesh_dim_names=("replicate", "shard"),
-    )
     fullshard.shard_blocks(
         model,
         mesh if config.replicas > 1 else mesh["shard"],
-        reshard_after_forward=reshard,
+        # None is the default policy: reshard blocks after forward, but not the root.
+        reshard_after_forward=None if config.reshard else False,
         mp_policy=policy,
         layout=_LAYOUTS[config.layout],
     )
-    _fill(model, config, architecture, device)
-    return model
 
 
 def _fill(

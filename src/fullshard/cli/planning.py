@@ -1,0 +1,185 @@
+"""``fullshard plan``: what a training step will take, before there is a machine for it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from fullshard import MixedPrecisionPolicy, PerParameter, Ragged
+from fullshard.errors import ConfigError
+from fullshard.plan import PRESETS, Hardware, Plan, draw_plan, hardware_of, plan
+from fullshard.train.architecture import choose_architecture
+from fullshard.train.config import HF, SIZES, Dtype, LayoutName, TrainConfig
+from fullshard.train.planned import plan_of
+
+__all__ = ["plan_command"]
+
+
+_LAYOUTS = {LayoutName.PER_PARAMETER: PerParameter(), LayoutName.RAGGED: Ragged()}
+_POLICIES = {
+    Dtype.FP32: MixedPrecisionPolicy(),
+    Dtype.BF16: MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+}
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(SIZES)}, a configuration of transformers, or a function that returns "
+            "a model, or a model and its batch.",
+            metavar="SIZE|hf:CONFIG.json|MODULE:FUNCTION",
+        ),
+    ],
+    *,
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of ranks, all of which shard.")
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Instead: dims with sizes.", metavar="replicate=4,shard=256"),
+    ] = None,
+    hardware: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(PRESETS)}, cpu, or a file of doctor.", metavar="NAME|FILE"),
+    ] = "h100",
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Memory of a rank, if not that of the hardware.", metavar="80GB"),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences of a rank.", min=1)] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 2048,
+    accumulate: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = Dtype.BF16,
+    layout: Annotated[
+        LayoutName, typer.Option(help="How parameters lie in the shards.")
+    ] = LayoutName.PER_PARAMETER,
+    reshard: Annotated[
+        bool, typer.Option(help="Free full parameters between forward and backward.")
+    ] = True,
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")
+    ] = False,
+    rank: Annotated[int, typer.Option(help="Which rank to plan for.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw memory over the step into this file.", metavar="FILE.svg|png"),
+    ] = None,
+) -> int:
+    """Tell memory, communication and time of a training step; exit code 1 if it does not fit."""
+    device = hardware_of(hardware)
+    if budget is not None:
+        device = replace(device, memory_nbytes=nbytes_of(budget))
+    sizes = _mesh(world_size, mesh)
+    if ":" in model and not model.startswith(HF):
+        if checkpoint_activations:
+            raise ConfigError("--checkpoint-activations: let MODULE:FUNCTION build them in")
+        named = _function(model)
+        found = _plan_function(
+            named,
+            _zeros(batch, seq),
+            mesh=sizes,
+            hardware=device,
+            accumulate=accumulate,
+            rank=rank,
+            mp_policy=_POLICIES[dtype],
+            layout=_LAYOUTS[layout],
+            reshard_after_forward=None if reshard else False,
+        )
+    else:
+        config = TrainConfig(
+            model=model,
+            dtype=dtype,
+            layout=layout,
+            reshard=reshard,
+            replicas=sizes.get("replicate", 1),
+            checkpoint_activations=checkpoint_activations,
+            batch=batch,
+            seq=seq,
+            accumulate=accumulate,
+        )
+        found = _plan_config(config, sizes, device, rank)
+    print(json.dumps(found.as_json(), indent=1) if as_json else found)
+    if picture is not None:
+        draw_plan(found, picture)
+    return 0 if found.fits else 1
+
+
+def _plan_config(config: TrainConfig, sizes: dict[str, int], hardware: Hardware, rank: int) -> Plan:
+    unknown = set(sizes) - {"replicate", "shard"}
+    if unknown:
+        raise ConfigError(
+            f"--mesh {unknown.pop()}=...: models of the trainer have the dims replicate and shard; "
+            "MODULE:FUNCTION may have any"
+        )
+    architecture = choose_architecture(config)
+    return plan_of(
+        config, architecture, num_workers=math.prod(sizes.values()), hardware=hardware, rank=rank
+    )
+
+
+def _plan_function(make: Callable[[], Any], tokens: Tensor, **options: Any) -> Plan:
+    """Plan for the model that ``make`` returns, with its own batch if it returns one as well."""
+    with torch.device("meta"):
+        made = make()
+    model, batch = made if isinstance(made, tuple) else (made, tokens)
+    return plan(model, batch=batch, **options)
+
+
+def _zeros(batch: int, seq: int) -> Tensor:
+    return torch.zeros(batch, seq, dtype=torch.long, device="meta")
+
+
+def _function(name: str) -> Callable[[], Any]:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{name}: no such function ({error}); expected MODULE:FUNCTION, importable from here"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{name}: is a {type(found).__name__}, expected a function")
+    called: Callable[[], Any] = found
+    return called
+
+
+def _mesh(world_size: int | None, mesh: str | None) -> dict[str, int]:
+    if (world_size is None) == (mesh is None):
+        raise ConfigError("give either --world-size N or --mesh replicate=4,shard=256")
+    if mesh is None:
+        return {"shard": world_size or 0}
+    parts = [part.partition("=") for part in mesh.split(",")]
+    if not all(name and size.isdigit() for name, _, size in parts):
+        raise ConfigError(f"--mesh {mesh}: expected dims with sizes, such as replicate=4,shard=256")
+    return {name: int(size) for name, _, size in parts}
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def nbytes_of(text: str) -> int:
+    """Return a number of bytes written as "80GB", "64 GiB" or "1000000".
+
+    Raises:
+        ConfigError: it is written otherwise.
+    """
+    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
+    try:
+        if found is not None:
+            return int(float(found[1]) * _UNITS[found[2]])
+    except (ValueError, KeyError):
+        pass
+    raise ConfigError(f"--budget {text}: expected bytes such as 80GB, 64GiB or 1000000")
