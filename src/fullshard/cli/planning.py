@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,8 @@ def _zeros(batch: int, seq: int) -> Tensor:
 
 def _function(name: str) -> Callable[[], Any]:
     module, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the folder that one is in, as for python -m
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:

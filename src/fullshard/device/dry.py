@@ -113,7 +113,13 @@ class DryLanes:
     def end(self) -> float:
         """Return when all is done that was issued so far; the host waits for it."""
         self.now_s = max(self.now_s, *self._at_s.values(), *self._wire_at_s.values())
+        self._at_s = dict.fromkeys(Lane, self.now_s)
         return self.now_s
+
+    @property
+    def computed_s(self) -> float:
+        """When COMPUTE is through with what was issued to it so far."""
+        return self._at_s[Lane.COMPUTE]
 
     def _keep_up(self, end_s: float) -> None:
         if not self._is_async:

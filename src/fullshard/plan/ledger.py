@@ -36,7 +36,11 @@ _TAKES_NO_TIME = set(
 
 
 class Moment(NamedTuple):
-    """The bytes that are held from a moment on, by kind."""
+    """The bytes that are held from a moment on, by kind.
+
+    Memory is allocated when an operation is issued, which the host may do long before; moments are
+    those at which the device has computed what was issued before.
+    """
 
     at_s: float
     held: dict[str, int]
@@ -182,7 +186,7 @@ class Ledger(TorchDispatchMode):
             self._most_nbytes, self.most = self._nbytes, self._now()
 
     def _now(self) -> Moment:
-        return Moment(self._lanes.now_s, self.held, self.where)
+        return Moment(self._lanes.computed_s, self.held, self.where)
 
 
 @cache

@@ -1,0 +1,328 @@
+"""Plans against arithmetic by hand, and what they are made of: hardware, values, FLOP, text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from fullshard import MixedPrecisionPolicy
+from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.plan import CPU, PRESETS, Hardware, Link, Plan, hardware_of, plan
+from fullshard.plan.text import in_bytes, in_seconds, table
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Layers(nn.Module):
+    """Equal linear layers without biases."""
+
+    def __init__(self, dim: int = 64, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def of_layers(**options: Any) -> Plan:
+    given = {"world_size": 4, "hardware": "cpu", **options}
+    return plan(Layers(), batch=torch.ones(2, 64), **given)
+
+
+def received(found: Plan) -> dict[tuple[str, str], tuple[int, int]]:
+    return {(one.dim, one.what): (one.num_calls, one.received_nbytes) for one in found.traffic}
+
+
+def test_traffic_is_that_of_the_arithmetic() -> None:
+    layer, rest = 64 * 64 * 4, 3 * 64 * 64 * 4 // 4
+    found = received(of_layers())
+    # Each layer is gathered for forward and for backward; a rank has a fourth.
+    assert found["shard", "all_gather"] == (8, 8 * layer * 3 // 4)
+    num_calls, nbytes = found["shard", "reduce_scatter_mean"]
+    assert num_calls == 4
+    assert 0 < nbytes - 4 * rest <= 4 * 3 * 8 * 4  # and eight flags a layer for each other rank
+
+
+def test_kept_units_are_gathered_once_and_held() -> None:
+    kept, freed = of_layers(reshard_after_forward=False), of_layers()
+    assert received(kept)["shard", "all_gather"][0] == 4
+    assert kept.peak.held["unsharded"] == 4 * 64 * 64 * 4
+    assert freed.peak_nbytes < kept.peak_nbytes
+
+
+def test_replicas_halve_the_shards_and_reduce_over_both_dims() -> None:
+    found = of_layers(world_size=None, mesh={"replicate": 2, "shard": 2})
+    assert found.rest["parameters"] == 4 * 64 * 64 * 4 // 2
+    assert received(found)["replicate", "all_reduce_mean"][0] == 4
+
+
+def test_microbatches_that_reduce_once() -> None:
+    each, once = of_layers(accumulate=3), of_layers(accumulate=3, reduces_once=True)
+    assert received(each)["shard", "reduce_scatter_mean"][0] == 12
+    assert received(once)["shard", "reduce_scatter_mean"][0] == 4
+    assert once.peak.held.get("whole_gradients", 0) >= 3 * 64 * 64 * 4
+
+
+def test_flop_are_those_of_the_products() -> None:
+    # Each layer: one product forward and two backward, but for the gradient of the input.
+    assert of_layers().flops == 2 * 2 * 64 * 64 * (4 * 3 - 1)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind()
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_attention_makes_no_scores_and_counts_half_if_causal() -> None:
+    x = torch.ones(2, 256, 32, requires_grad=True)
+    for hardware in ("cpu", "h100"):
+        found = plan(Attends(), batch=x, world_size=2, hardware=hardware)
+        scores = 2 * 4 * 256 * 256
+        assert found.peak.held["activations"] < 4 * scores
+        products = 3 * 2 * 2 * 256 * 32 * 96
+        assert found.flops == pytest.approx(products + 3.5 * 2 * scores * 16 / 2, rel=0.35)
+
+
+class Recomputes(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(
+                lambda x, layer=layer: layer(x).sin().cos().exp(), x, use_reentrant=False
+            )
+        return x
+
+
+def test_recomputation_costs_flop_and_saves_activations() -> None:
+    x = torch.ones(512, 64)
+    whole = plan(Layers(), batch=x, world_size=2, hardware="cpu")
+    again = plan(Recomputes(), batch=x, world_size=2, hardware="cpu")
+    assert again.flops == pytest.approx(whole.flops * (4 * 4 - 1) / (4 * 3 - 1))
+
+
+class Positions(nn.Module):
+    """Reads values of small tensors, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        at = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if (torch.diff(at) == 1).all() and int(tokens.max()) < 8:
+            assert tokens[tokens > 2].numel() == 3  # a size that depends on values
+            return self.embed(tokens)
+        raise AssertionError("values are wrong")
+
+
+def test_values_of_constants_and_of_the_batch_are_known() -> None:
+    tokens = torch.tensor([[0, 1, 2, 3, 4, 5]])
+    assert plan(Positions(), batch=tokens, world_size=2, hardware="cpu").flops == 0
+
+
+def test_written_values_are_forgotten() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            known = torch.zeros(4, device=x.device)
+            view = known[1:]
+            known.copy_(self.weight.detach())
+            return x * self.weight if float(view.sum()) else x
+
+    with pytest.raises(UnsupportedError, match="reads values that a dry run does not have"):
+        plan(Writes(), batch=torch.ones(4), world_size=2, hardware="cpu")
+
+
+def test_what_was_there_stays_as_it_was() -> None:
+    model = Layers().double()
+    before = {name: (param, param.clone()) for name, param in model.named_parameters()}
+    of_layers()
+    plan(model, batch=torch.ones(2, 64).double(), world_size=2, hardware="cpu")
+    assert type(model) is Layers
+    for name, param in model.named_parameters():
+        was, values = before[name]
+        assert param is was and torch.equal(param, values)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_failing_model_leaves_no_world_behind() -> None:
+    class Fails(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        plan(Fails(), batch=torch.ones(2, 64), world_size=2)
+    assert not torch.distributed.is_initialized()
+    assert of_layers().fits
+
+
+def test_it_says_when_memory_is_not_enough() -> None:
+    small = dataclasses.replace(CPU, memory_nbytes=1000)
+    found = of_layers(hardware=small)
+    assert not found.fits
+    assert "DOES NOT FIT" in str(found)
+    assert of_layers().as_json()["fits"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"world_size": None}, ConfigError, "either world_size= or mesh="),
+        ({"mesh": {"shard": 2}}, ConfigError, "either world_size= or mesh="),
+        ({"world_size": 0}, ConfigError, "world_size is 0"),
+        ({"rank": 4}, ConfigError, "rank=4"),
+        ({"accumulate": 0}, ConfigError, "accumulate is 0"),
+        ({"hardware": "abacus"}, ConfigError, "expected one of"),
+        ({"shard": lambda m, mesh: None}, ConfigError, "made no unit"),
+        ({"shard": lambda m, mesh: None, "layout": fullshard.Ragged()}, ConfigError, "layout"),
+        ({"layuot": 1}, TypeError, "layuot"),
+    ],
+)  # fmt: skip
+def test_refusals(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        of_layers(**options)
+
+
+def test_a_model_that_is_none_or_sharded_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="expected an nn"):
+        plan(torch.ones(2), batch=None, world_size=2)  # type: ignore[arg-type]
+
+
+def test_hardware_goes_through_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    PRESETS["h100"].save(path)
+    assert hardware_of(path) == PRESETS["h100"]
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="no description of hardware"):
+        hardware_of(path)
+
+
+NODE = Hardware(
+    "node", 1, {"float32": 1.0}, 1.0, links=(Link(8, 100.0, 0.0), Link(None, 10.0, 0.0))
+)
+
+
+def test_a_gather_within_a_node_takes_what_comes_from_others() -> None:
+    assert NODE.exchange_s("all_gather", tuple(range(8)), 800) == pytest.approx(7.0)
+    assert NODE.exchange_s("all_gather", (3,), 800) == 0
+
+
+def test_a_gather_over_nodes_takes_what_comes_in_divided_among_neighbours() -> None:
+    # 16 ranks, 100 bytes each: 800 come in, 100 for each wire of 10 bytes a second.
+    assert NODE.exchange_s("all_gather", tuple(range(16)), 1600) == pytest.approx(15.0)
+    # One rank a node: all comes over its own wire.
+    assert NODE.exchange_s("all_gather", tuple(range(0, 32, 8)), 400) == pytest.approx(30.0)
+
+
+@given(st.integers(1, 64), st.integers(1, 1 << 30))
+def test_means_of_whole_values_take_twice_as_long(world: int, nbytes: int) -> None:
+    ranks = tuple(range(world))
+    once = NODE.exchange_s("reduce_scatter_mean", ranks, nbytes)
+    assert NODE.exchange_s("all_reduce_mean", ranks, nbytes) == pytest.approx(2 * once)
+
+
+@given(st.floats(1e-9, 1e6), st.integers(0, 10**15))
+def test_figures_have_three_digits(seconds: float, nbytes: int) -> None:
+    for text, scales, value in (
+        (in_seconds(seconds), {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}, seconds),
+        (in_bytes(nbytes), {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}, nbytes),
+    ):
+        number, unit = text.split()
+        assert float(number) * scales[unit] == pytest.approx(value, rel=6e-3, abs=5e-10)
+
+
+def test_tables_line_up() -> None:
+    lines = list(table(("name", "n"), [("a", "1"), ("bcdef", "10")]))
+    assert lines == ["name    n", "a       1", "bcdef  10"]
+
+
+# Real models: their sizes by hand, and what a laptop has for them.
+
+
+def llama_70b(layers: int = 80) -> tuple[nn.Module, int]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers,
+        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    attention, mlp = 8192 * (8192 + 2 * 1024 + 8192), 3 * 8192 * 28672
+    return model, layers * (attention + mlp + 2 * 8192) + 2 * 128256 * 8192 + 8192
+
+
+def deepseek_v3() -> tuple[nn.Module, int]:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(use_cache=False)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(config)
+    h, heads = 7168, 128
+    attention = h * 1536 + 1536 + 1536 * heads * 192 + h * 576 + 512 + 512 * heads * 256
+    attention += heads * 128 * h
+    dense, expert = 3 * h * 18432, 3 * h * 2048
+    moe = 256 * expert + expert + 256 * h
+    return model, 61 * (attention + 2 * h) + 3 * dense + 58 * moe + 2 * 129280 * h + h
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "layout"),
+    [
+        pytest.param(llama_70b, 1024, fullshard.PerParameter(), id="llama 70b, 1024"),
+        pytest.param(
+            llama_70b, 16384, fullshard.PerParameter(), id="llama 70b, 16384",
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            deepseek_v3, 4096, fullshard.Ragged("row"), id="deepseek v3, 4096",
+            marks=pytest.mark.more,
+        ),
+    ],
+)  # fmt: skip
+def test_large_models(make: Any, world: int, layout: Any) -> None:
+    model, numel = make()
+    tokens = 2048
+    ids = torch.empty(1, tokens, dtype=torch.long, device="meta")
+    found = plan(
+        model, batch={"input_ids": ids, "labels": ids}, world_size=world, mp_policy=BF16,
+        layout=layout,
+    )  # fmt: skip
+    assert sum(unit.numel for unit in found.units) == numel
+    padded = sum(unit.numel * (1 + unit.padding) for unit in found.units)
+    shard = padded / world
+    assert found.rest["parameters"] == pytest.approx(4 * shard, rel=2e-3)
+    assert found.rest["optimizer_state"] == pytest.approx(8 * shard, rel=0.02)
+    # bf16 twice but for what is kept (the last block, head and root); fp32 sums of all.
+    traffic = received(found)
+    most = 2 * 2 * padded * (world - 1) / world
+    assert 0.9 * most <= traffic["shard", "all_gather"][1] <= most
+    reduced = traffic["shard", "reduce_scatter_mean"][1]
+    assert reduced == pytest.approx(4 * padded * (world - 1) / world, rel=0.05)
+    if make is llama_70b:
+        head_and_blocks = numel - 128256 * 8192
+        attention = 80 * 3.5 * 2 * 64 * tokens * tokens * 256 / 2
+        assert found.flops == pytest.approx(6 * tokens * head_and_blocks + attention, rel=0.02)
+    assert math.isfinite(found.step_s)
