@@ -41,6 +41,7 @@ from fullshard.frontend import (
     unshard_params,
 )
 from fullshard.layout import ParamSpec, PerParameter, Ragged
+from fullshard.plan import plan
 from fullshard.tensors import RaggedTensor
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "fully_shard",
     "iter_full_params",
     "optim",
+    "plan",
     "register_fsdp_forward_method",
     "shard_blocks",
     "share_comm_ctx",

@@ -37,7 +37,10 @@ from fullshard.tensors import local_part
 NUM_STEPS = 2
 """Steps of a dry run: the first learns the order, and from the second on they are alike."""
 
-AFTER_BACKWARD = "after the backward"
+ROOT = "(root)"
+"""What the root is called, whose name is empty."""
+FORWARD, AFTER_FORWARD = "forward", "after the forward"
+BACKWARD, AFTER_BACKWARD = "backward", "after the backward"
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -129,18 +132,17 @@ class _Witness:
             self._run.ledger.book(
                 (local_part(grad) for grad in grads if grad is not None), kinds.WHOLE_GRADIENTS
             )
-        place = _PLACES.get(type(trigger))
+        doing = _DOING.get(type(trigger))
         key = getattr(trigger, "unit", None)
-        if place is not None and key is not None:
-            name = self._engine.units[key].name or "(root)"
-            self._run.ledger.where = f"{place} {name}"
+        if doing is not None and key is not None:
+            self._run.ledger.turn_to(doing, self._engine.units[key].name or ROOT)
         self._run.ledger.note()
 
     @contextmanager
     def acting(self, action: Action) -> Iterator[None]:
         """See ``Observer``; book what is made meanwhile under what it is for."""
         run = self._run
-        unit = "" if action.unit is None else self._engine.units[action.unit].name or "(root)"
+        unit = "" if action.unit is None else self._engine.units[action.unit].name or ROOT
         before, run.acting = run.acting, (unit, action.op)
         kind = _MADE_BY.get(action.op, run.ledger.kind)
         try:
@@ -150,11 +152,11 @@ class _Witness:
             run.acting = before
 
 
-_PLACES = {
-    ForwardEnter: "forward of",
-    ForwardExit: "after the forward of",
-    BackwardEnter: "backward of",
-    GradsReady: "after the backward of",
+_DOING = {
+    ForwardEnter: FORWARD,
+    ForwardExit: AFTER_FORWARD,
+    BackwardEnter: BACKWARD,
+    GradsReady: AFTER_BACKWARD,
 }
 _MADE_BY = {
     Op.REDUCE_SCATTER: kinds.GRADIENTS,
@@ -243,15 +245,15 @@ class _Run:
         for left in reversed(range(self.job.accumulate)):
             for engine in self.engines if self.job.reduces_once else ():
                 _set_sync(engine, left == 0)
-            ledger.where = "forward"
+            ledger.turn_to(FORWARD)
             with ledger.booking(kinds.ACTIVATIONS):
                 loss = self.job.loss(model, batch)
             with ledger.booking(kinds.BACKWARD):
                 _torch.run_backward(loss)
             del loss
-        ledger.where = AFTER_BACKWARD
+        ledger.turn_to(AFTER_BACKWARD)
         ledger.note()
-        ledger.where = "the step of the optimizer"
+        ledger.turn_to("step of the optimizer")
         self.acting = ("", "step")
         with ledger.booking(kinds.STEP):
             optimizer.step()

@@ -44,8 +44,15 @@ class Moment(NamedTuple):
 
     at_s: float
     held: dict[str, int]
-    where: str
-    """What the model does at that moment."""
+    doing: str
+    """What the model does at that moment: "forward", "after the forward", ..."""
+    unit: str = ""
+    """The unit that does it; empty if that is not of one unit."""
+
+    @property
+    def where(self) -> str:
+        """What the model does at that moment, and which unit."""
+        return f"{self.doing} of {self.unit}" if self.unit else self.doing
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +75,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._carry = carry
         self.kind = ACTIVATIONS
-        self.where = ""
+        self.doing, self.unit = "", ""
         self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
@@ -105,6 +112,10 @@ class Ledger(TorchDispatchMode):
     def held(self) -> dict[str, int]:
         """Bytes that are held now, by kind."""
         return dict(+self._held)
+
+    def turn_to(self, doing: str, unit: str = "") -> None:
+        """Take note of what the model does from now on."""
+        self.doing, self.unit = doing, unit
 
     def restart(self) -> None:
         """Forget peak, moments and FLOPs so far, but not what is held."""
@@ -186,7 +197,7 @@ class Ledger(TorchDispatchMode):
             self._most_nbytes, self.most = self._nbytes, self._now()
 
     def _now(self) -> Moment:
-        return Moment(self._lanes.computed_s, self.held, self.where)
+        return Moment(self._lanes.computed_s, self.held, self.doing, self.unit)
 
 
 @cache

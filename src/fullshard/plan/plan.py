@@ -27,9 +27,11 @@ class PlannedUnit(NamedTuple):
     """Bytes of its whole parameters in memory, padding included."""
     padding: float
     """Bytes that are gathered beyond those of parameters, as a share of these."""
-    gather_wait_s: float
+    activation_nbytes: int = 0
+    """Bytes that one forward leaves for backward, without those of inner units."""
+    gather_wait_s: float = 0.0
     """Seconds of a step that computation waits for its parameters."""
-    reduce_wait_s: float
+    reduce_wait_s: float = 0.0
     """Seconds of a step that computation waits for reductions of its gradients."""
 
 
@@ -146,7 +148,7 @@ class Plan:
         )  # fmt: skip
         yield ""
         yield from table(
-            ("units", "elements", "shard", "whole", "padding", "waits: gather", "reduction"),
+            _COLUMNS,
             [_row(alike) for alike in _alike(self.units)],
         )
 
@@ -155,9 +157,14 @@ def _as_json(moment: Moment) -> dict[str, Any]:
     return {"at_s": moment.at_s, "held": dict(moment.held), "where": moment.where}
 
 
+_COLUMNS = (
+    "units", "elements", "shard", "whole", "padding", "activations", "waits: gather", "reduction"
+)  # fmt: skip
+
+
 def _alike(units: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
     """Yield neighbours of equal sizes together."""
-    for _, alike in groupby(units, key=lambda unit: unit[1:5]):
+    for _, alike in groupby(units, key=lambda unit: unit[1:6]):
         yield list(alike)
 
 
@@ -170,6 +177,7 @@ def _row(units: Sequence[PlannedUnit]) -> tuple[str, ...]:
         in_bytes(first.shard_nbytes),
         in_bytes(first.unsharded_nbytes),
         f"{first.padding:.1%}",
+        in_bytes(first.activation_nbytes),
         in_seconds(sum(unit.gather_wait_s for unit in units)),
         in_seconds(sum(unit.reduce_wait_s for unit in units)),
     )

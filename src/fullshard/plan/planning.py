@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,21 @@ from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.frontend import shard_blocks
 from fullshard.frontend.ownership import units_below
 from fullshard.plan.adamw import PlainAdamW
-from fullshard.plan.dry_run import Job, Loss, Optimizer, Recorded, Shard, Step, dry_run
+from fullshard.plan.dry_run import (
+    AFTER_FORWARD,
+    BACKWARD,
+    FORWARD,
+    ROOT,
+    Job,
+    Loss,
+    Optimizer,
+    Recorded,
+    Shard,
+    Step,
+    dry_run,
+)
 from fullshard.plan.hardware import Hardware, hardware_of
-from fullshard.plan.ledger import Moment
+from fullshard.plan.ledger import ACTIVATIONS, Moment
 from fullshard.plan.plan import Plan, PlannedUnit, Traffic
 from fullshard.plan.values import Unknown
 
@@ -228,8 +240,13 @@ def _units(units: Sequence[Unit], step: Step) -> tuple[PlannedUnit, ...]:
     for span, name in step.spans:
         if span.lane == "wait":
             waits[name, span.what in _OF_GATHERS] += span.end_s - span.start_s
+    kept = activations(step.moments)
     return tuple(
-        _unit(unit, waits[unit.name or "(root)", True], waits[unit.name or "(root)", False])
+        _unit(unit)._replace(
+            activation_nbytes=kept[unit.name or ROOT],
+            gather_wait_s=waits[unit.name or ROOT, True],
+            reduce_wait_s=waits[unit.name or ROOT, False],
+        )
         for unit in units
     )
 
@@ -237,7 +254,31 @@ def _units(units: Sequence[Unit], step: Step) -> tuple[PlannedUnit, ...]:
 _OF_GATHERS = ("all_gather", Lane.GATHER, Lane.BUS)
 
 
-def _unit(unit: Unit, gather_wait_s: float, reduce_wait_s: float) -> PlannedUnit:
+def activations(moments: Iterable[Moment]) -> Counter[str]:
+    """Return the bytes that the first forward of each unit leaves for backward, by name.
+
+    What an inner unit leaves is not counted for those around it.
+    """
+    found: Counter[str] = Counter()
+    running: list[str] = []
+    last, left = 0, ""
+    for moment in moments:
+        if moment.doing == BACKWARD:
+            break
+        more = moment.held.get(ACTIVATIONS, 0) - last
+        last += more
+        if running:  # what is freed after a unit was left, its forward still held
+            found[left if more < 0 and left else running[-1]] += more
+        if moment.doing == FORWARD and moment.unit:
+            running.append(moment.unit)
+            left = ""
+        elif moment.doing == AFTER_FORWARD and moment.unit in running:
+            running.remove(moment.unit)
+            left = moment.unit
+    return found
+
+
+def _unit(unit: Unit) -> PlannedUnit:
     layouts = [bucket.spec.layout for bucket in unit.buckets]
     numel = sum(param.numel for layout in layouts for param in layout.params)
     gathered = sum(layout.shard_numel * layout.world for layout in layouts)
@@ -247,8 +288,6 @@ def _unit(unit: Unit, gather_wait_s: float, reduce_wait_s: float) -> PlannedUnit
         shard_nbytes=sum(bucket.shards.nbytes for bucket in unit.buckets),
         unsharded_nbytes=unit.nbytes,
         padding=gathered / numel - 1 if numel else 0.0,
-        gather_wait_s=gather_wait_s,
-        reduce_wait_s=reduce_wait_s,
     )
 
 
