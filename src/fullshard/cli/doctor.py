@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import torch.distributed as dist
 import typer
@@ -116,14 +116,18 @@ def _launch(nproc: int, options: list[str]) -> int:
 
 def _show(report: doctor.Report, *, as_json: bool, calibrate: Path | None) -> None:
     """Print the report, and write the file of ``--calibrate``."""
-    written: Any = None
-    if calibrate is not None and not report.failures:
-        doctor.hardware_from(report, time.strftime("%Y-%m-%d")).save(calibrate)
-        written = str(calibrate)
     if as_json:
-        print_json({**report.as_dict(), "calibrated": written})
+        print_json(report.as_dict())
     else:
         print_report(report)
-        if written:
-            print(f"\n{written} is written: a plan takes it as its hardware")
     sys.stdout.flush()
+    if calibrate is None:
+        return
+    if report.failures:
+        print(f"fullshard: {calibrate} is not written: no full measurement", file=sys.stderr)
+        return
+    try:
+        doctor.hardware_from(report, time.strftime("%Y-%m-%d")).save(calibrate)
+    except OSError as error:
+        raise ConfigError(f"--calibrate {calibrate}: {error}") from error
+    print(f"fullshard: {calibrate} is written", file=sys.stderr)

@@ -111,4 +111,4 @@ def _print_findings(report: doctor.Report) -> None:
     for finding in report.findings:
         print(f"{finding.level}: {finding.what} [{finding.name}]\n  -> {finding.advice}")
     if not report.findings:
-        print("nothing found that is known to go wrong")
+        print("no common mistake was found" + (" that explains it" if report.failures else ""))

@@ -160,9 +160,11 @@ def _end(report: Report, board: Board, failure: str, show: Callable[[Report], No
         report.failures += [each for each in board.gather("end", failure) if each]
     except Exception as error:
         report.failures += [each for each in (failure, str(error)) if each]
-    if board.rank == 0:
-        show(report)
-    board.from_first("shown")
+    try:
+        if board.rank == 0:
+            show(report)
+    finally:
+        board.from_first("shown")
     if not report.failures:
         board.gather("left", None)  # rank 0 may hold the store, and leaves last
     return report.exitcode if board.rank == 0 else int(bool(failure))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -92,22 +91,17 @@ def roll_call(board: Board, own: Facts) -> list[Facts]:
 
 
 @contextmanager
-def bounded(
-    limit_s: float, what: str, *, then: Callable[[str], None] | None = None
-) -> Iterator[None]:
-    """End this process if the block takes longer than ``limit_s``, after saying so.
+def bounded(limit_s: float, what: str, *, then: Callable[[str], None]) -> Iterator[None]:
+    """End this process, after calling ``then``, if the block takes longer than ``limit_s``.
 
     Calls into a backend may hang without ever coming back to Python, so no exception would help.
-    ``then`` is called with the message in place of printing it.
     """
 
     def end() -> None:
-        message = f"{what}: not done within {limit_s:g} s"
-        if then is None:
-            print(f"fullshard: error: {message}", file=sys.stderr, flush=True)
-        else:
-            then(message)
-        os._exit(1)
+        try:
+            then(f"{what}: not done within {limit_s:g} s")
+        finally:
+            os._exit(1)
 
     timer = threading.Timer(limit_s, end)
     timer.daemon = True

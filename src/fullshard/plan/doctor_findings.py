@@ -157,7 +157,9 @@ def too_many_threads(ranks: Sequence[Facts]) -> Finding | None:
                 Level.WARNING,
                 f"{len(here)} rank(s) on {here[0].host.name} have {threads} threads for "
                 f"{cores} core(s)",
-                f"set OMP_NUM_THREADS={max(1, cores // len(here))}",
+                f"set OMP_NUM_THREADS={cores // len(here)}"
+                if cores >= len(here)
+                else "start fewer ranks",
             )
     return None
 
@@ -320,13 +322,14 @@ def no_nccl(ranks: Sequence[Facts]) -> Finding | None:
     )
 
 
-def _own_environment(ranks: Sequence[Facts]) -> Finding | None:
+def half_launched_rank(ranks: Sequence[Facts]) -> Finding | None:
+    """Find a rank with ``half_launched``."""
     found = (half_launched(one.variables) for one in ranks)
     return next((finding for finding in found if finding is not None), None)
 
 
 CHECKS: tuple[Check, ...] = (
-    _own_environment,
+    half_launched_rank,
     loopback_master,
     loopback_hostname,
     wrong_interface,
