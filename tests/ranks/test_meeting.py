@@ -33,7 +33,7 @@ def reach(how: str) -> str:
     with patch.context() as patched:
         patched.setattr(meeting, "_TIMEOUT_S", 0.5 if how == "no calls" else 10.0)
         if group.rank() == 1 and how == "another host":
-            patched.setattr(meeting, "_host", lambda: b"x" * meeting._NBYTES)
+            patched.setattr(meeting, "own_host", lambda: b"x" * meeting._NBYTES)
         elif group.rank() == 1 and how == "not allowed":
             patched.setenv(meeting.SWITCH, "0")
         elif group.rank() == 1 and how == "no such system":
@@ -61,7 +61,7 @@ def across_hosts(hosts: str, loads: Loads | None) -> tuple[str, str, bool]:
     """What gathers, what reduces, and whether that adds up wide, if each rank is on such a host."""
     group, patch = dist.new_group(), pytest.MonkeyPatch()
     with patch.context() as patched:
-        patched.setattr(meeting, "_host", lambda: hosts[group.rank()].encode() * meeting._NBYTES)
+        patched.setattr(meeting, "own_host", lambda: hosts[group.rank()].encode() * meeting._NBYTES)
         if loads is not None:
             patched.setattr(Loads, "of", lambda _: loads)
         wire = C10d(group, "cpu")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from fullshard.checkpoint import (
     CheckpointInfo,
@@ -21,6 +18,7 @@ from fullshard.checkpoint import (
     inspect,
     list_checkpoints,
 )
+from fullshard.cli.printing import print_json, print_table, size
 from fullshard.errors import CheckpointError, ConfigError
 
 __all__ = ["app"]
@@ -42,13 +40,13 @@ def list_command(path: Root, *, as_json: AsJson = False) -> None:
     complete = list_checkpoints(path)
     others = [one.name for one in _folders(path) if one not in {info.path for info in complete}]
     if as_json:
-        _print_json({"checkpoints": [_as_dict(info) for info in complete], "others": others})
+        print_json({"checkpoints": [_as_dict(info) for info in complete], "others": others})
         return
     rows = [
-        (info.path.name, str(info.step), str(info.world), _size(info.nbytes), _moment(info.time))
+        (info.path.name, str(info.step), str(info.world), size(info.nbytes), _moment(info.time))
         for info in complete
     ]
-    _print_table(("folder", "step", "ranks", "size", "written"), rows)
+    print_table(("folder", "step", "ranks", "size", "written"), rows)
     for name in others:
         what = "left by a job that was stopped" if name.startswith(".") else "not complete"
         print(f"{name}: {what}")
@@ -60,17 +58,17 @@ def inspect_command(path: Folder, *, as_json: AsJson = False) -> None:
     info = inspect(path)
     if as_json:
         tensors = {name: one._asdict() for name, one in info.tensors.items()}
-        _print_json({**_as_dict(info), "tensors": tensors})
+        print_json({**_as_dict(info), "tensors": tensors})
         return
     versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
-    print(f"step {info.step}, {_size(info.nbytes)} by {info.world} rank(s), {_moment(info.time)}")
+    print(f"step {info.step}, {size(info.nbytes)} by {info.world} rank(s), {_moment(info.time)}")
     print(f"written with {versions}")
     print(f"extra: {info.extra!r}")
     rows = [
         (name, one.dtype, "x".join(map(str, one.shape)) or "scalar", _placed(one.placements))
         for name, one in info.tensors.items()
     ]
-    _print_table(("tensor", "dtype", "shape", "placements"), rows)
+    print_table(("tensor", "dtype", "shape", "placements"), rows)
 
 
 @app.command("verify")
@@ -85,7 +83,7 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
         with console.status(f"reading {folder}"):
             found[str(folder)] = list(faults(folder))
     if as_json:
-        _print_json(found)
+        print_json(found)
     for name, problems in () if as_json else found.items():
         print(f"{name}: {'intact' if not problems else f'{len(problems)} fault(s)'}")
         for problem in problems:
@@ -104,7 +102,7 @@ def diff_command(
     """Compare two checkpoints, however their tensors are cut; exit code 1 if they differ."""
     found = dict(differences(path, other))
     if as_json:
-        _print_json(found)
+        print_json(found)
     for name, what in () if as_json else found.items():
         print(f"{name}: {what}")
     if found:
@@ -162,26 +160,5 @@ def _placed(placements: Any) -> str:
     return "on every rank" if placements is None else ", ".join(map(str, placements))
 
 
-def _size(nbytes: int) -> str:
-    size, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def _moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=repr))
-
-
-def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    # Without a terminal lines are as long as they need to be.
-    console = Console()
-    (console if console.is_terminal else Console(width=1000)).print(table)

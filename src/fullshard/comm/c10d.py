@@ -139,7 +139,7 @@ class C10d:
         self.rank = group.rank()
         self.world = group.size()
         self._device_type = device_type
-        self._transport = transport or _default_transport(group, device_type)
+        self._transport = transport or default_transport(group, device_type)
         self._averages = _torch.has_average(group, device_type)
         self._label = Label()
 
@@ -214,6 +214,7 @@ class C10d:
         )
 
 
-def _default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
+def default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
+    """Return the transport of ``group`` unless another is asked for."""
     gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
     return Transport.SHARED if gloo_on_cpu else Transport.NATIVE

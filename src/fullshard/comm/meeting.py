@@ -67,7 +67,7 @@ def meet(group: dist.ProcessGroup) -> Meeting:
     The ranks share memory if all run on one host as one user, and all can and may share memory.
     """
     rank, world = group.rank(), group.size()
-    host, name = _host(), secrets.token_bytes(_NBYTES)
+    host, name = own_host(), secrets.token_bytes(_NBYTES)
     keys = [secrets.token_bytes(_NBYTES) for _ in range(world)]
     with contextlib.ExitStack() as opened:
         listening = opened.enter_context(socket.socket(socket.AF_UNIX))
@@ -116,7 +116,7 @@ def _split(said: bytes) -> _Told:
     return _Told(*(said[start : start + _NBYTES] for start in range(0, len(said), _NBYTES)))
 
 
-def _host() -> bytes:
+def own_host() -> bytes:
     """Return a value that is equal for processes of one host, which see the same socket names.
 
     The value is a digest of the machine's boot ID and the network namespace.

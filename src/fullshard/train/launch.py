@@ -8,6 +8,8 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,7 @@ def launch(config: TrainConfig) -> int:
 
 def _run(config: TrainConfig) -> int:
     """Start the workers, wait for them, report a failure and return the exit code."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // config.nproc)))
     run = RunDir(Path(config.out))
-    # Otherwise torch's launcher would log above the one error that matters.
-    logging.disable(logging.ERROR)
     try:
         _start_workers(config.nproc, run.config)
     except ChildFailedError as error:
@@ -53,7 +52,6 @@ def _run(config: TrainConfig) -> int:
         print(f"\nfullshard: interrupted; {_how_to_go_on(config, run)}", file=sys.stderr)
         return 128 + getattr(error, "sigval", signal.SIGINT)
     finally:
-        logging.disable(logging.NOTSET)
         Console().show_cursor()  # a worker that died may have left the cursor hidden
     return 0
 
@@ -66,12 +64,18 @@ def num_cores() -> int:
 
 
 def _start_workers(nproc: int, config: Path) -> None:
-    """Run the workers through torchrun's launcher and wait for them.
+    """Run the workers of a training job and wait for them."""
+    start_workers(nproc, "-m", "fullshard.train.worker", str(config))
+
+
+def start_workers(nproc: int, *arguments: str) -> None:
+    """Run ``nproc`` times ``python ARGUMENTS`` by torchrun's launcher, wait, and share the cores.
 
     Stores unpickle their content, and PyTorch's TCP stores listen to the network. As all workers
     are on this machine, rendezvous uses files of this user, and gloo and NCCL only loopback.
     """
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // nproc)))
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder, _silent_logs():
         os.environ[STORE] = f"{folder}/store"
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # no TCP store in the launcher
         if sys.platform == "linux":
@@ -89,7 +93,17 @@ def _start_workers(nproc: int, config: Path) -> None:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        elastic_launch(launcher, sys.executable)("-m", "fullshard.train.worker", str(config))
+        elastic_launch(launcher, sys.executable)(*arguments)
+
+
+@contextmanager
+def _silent_logs() -> Iterator[None]:
+    """Keep torch's launcher from logging above the one error that matters."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _explain(failures: dict[int, ProcessFailure], config: TrainConfig, run: RunDir) -> int:

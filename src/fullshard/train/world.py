@@ -129,7 +129,7 @@ def join_world() -> Iterator[World]:
     Raises:
         ConfigError: this machine has GPUs, but fewer than local workers.
     """
-    place, has_prepared = _meeting_place()
+    place, has_prepared = meeting_place()
     if torch.cuda.is_available():
         check_gpus(num_local_workers())
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -158,7 +158,7 @@ class HasPrepared:
             self._store.set(_PREPARED, "")
 
 
-def _meeting_place() -> tuple[dict[str, Any], HasPrepared]:
+def meeting_place() -> tuple[dict[str, Any], HasPrepared]:
     """Return rendezvous arguments: the file store of our launcher, or torchrun's store."""
     path = os.environ.get(STORE)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,0 +1,133 @@
+"""``fullshard doctor``: examine environment, wires and speed of a job, and name common mistakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch.distributed as dist
+import typer
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from fullshard.cli.doctor_tables import print_report
+from fullshard.cli.printing import print_json
+from fullshard.errors import ConfigError, FullshardError
+from fullshard.plan import doctor
+from fullshard.train.launch import default_nproc, start_workers
+from fullshard.train.world import is_worker, meeting_place, num_local_workers
+
+__all__ = ["doctor_command"]
+
+Show = Callable[[doctor.Report], None]
+
+
+def doctor_command(
+    *,
+    nproc: Annotated[
+        int | None, typer.Option(help="Local ranks; default: one per GPU, 2 on CPU.", min=1)
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Dims to measure, such as replicate=2,shard=4.", metavar="NAME=SIZE,..."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Write what was measured, for plans.", metavar="FILE"),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that ranks wait for each other.", min=1)
+    ] = 60.0,
+) -> int:
+    """Examine environment, wires and speed of a job, and name common mistakes.
+
+    Under torchrun the same command is one rank of its job:
+    torchrun --nproc-per-node 2 -m fullshard.cli doctor
+    """
+    if calibrate is not None and not calibrate.absolute().parent.is_dir():
+        raise ConfigError(f"--calibrate {calibrate}: there is no such folder")
+    show = partial(_show, as_json=as_json, calibrate=calibrate)
+    alone = doctor.facts_here()
+    if doctor.half_launched(alone.variables) is not None:
+        show(doctor.Report([alone], failures=["half of a launcher's environment: nothing started"]))
+        return 1
+    if is_worker():
+        _check_nproc(nproc)
+        _work(show, mesh, timeout)
+    options = ["--timeout", str(timeout), *(["--json"] if as_json else [])]
+    options += [] if mesh is None else ["--mesh", mesh]
+    options += [] if calibrate is None else ["--calibrate", str(calibrate)]
+    count = nproc or default_nproc()
+    doctor.mesh_shape(mesh, count)
+    return _launch(count, options)
+
+
+def _check_nproc(nproc: int | None) -> None:
+    started = num_local_workers()
+    if nproc not in (None, started):
+        raise ConfigError(
+            f"--nproc is {nproc}, but the launcher started {started} ranks on this machine: leave "
+            "--nproc out"
+        )
+
+
+def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
+    """Be one rank; end without finalizing the interpreter, as ``train.worker`` does and why."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shape = doctor.mesh_shape(mesh, world)
+    try:
+        code = doctor.examine(_meet, show, rank=rank, world=world, shape=shape, timeout_s=timeout_s)
+    except FullshardError as error:
+        print(f"fullshard: error: rank {rank}: {error}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _meet() -> dist.Store:
+    place, _ = meeting_place()
+    store: dist.Store = place["store"]
+    return store
+
+
+def _launch(nproc: int, options: list[str]) -> int:
+    """Start the ranks on this machine; they print all but their own sudden death."""
+    try:
+        start_workers(nproc, "-m", "fullshard.cli", "doctor", *options)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        for rank, code in codes.items():
+            if code < 0 and code != -signal.SIGTERM:  # by which the launcher ends the others
+                name = signal.Signals(-code).name
+                print(f"fullshard: error: rank {rank} was ended by {name}", file=sys.stderr)
+        return 1
+    except (SignalException, KeyboardInterrupt) as error:
+        return 128 + int(getattr(error, "sigval", signal.SIGINT))
+    return 0
+
+
+def _show(report: doctor.Report, *, as_json: bool, calibrate: Path | None) -> None:
+    """Print the report, and write the file of ``--calibrate``."""
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        print_report(report)
+    sys.stdout.flush()
+    if calibrate is None:
+        return
+    if report.failures:
+        print(f"fullshard: {calibrate} is not written: no full measurement", file=sys.stderr)
+        return
+    try:
+        doctor.hardware_from(report, time.strftime("%Y-%m-%d")).save(calibrate)
+    except OSError as error:
+        raise ConfigError(f"--calibrate {calibrate}: {error}") from error
+    print(f"fullshard: {calibrate} is written", file=sys.stderr)

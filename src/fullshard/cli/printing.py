@@ -1,0 +1,34 @@
+"""What commands print: JSON, tables, numbers of bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def size(nbytes: float) -> str:
+    """Return ``nbytes`` with a unit, such as "1.5 MiB"."""
+    shown, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while shown >= 1024 and unit != "TiB":
+        shown, unit = shown / 1024, next(units)
+    return f"{shown:.0f} {unit}" if unit == "B" else f"{shown:.1f} {unit}"
+
+
+def print_json(value: Any) -> None:
+    """Print ``value``, and what JSON has no form for as its text."""
+    print(json.dumps(value, indent=2, default=repr))
+
+
+def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Print a table without lines."""
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    # Without a terminal lines are as long as they need to be.
+    console = Console()
+    (console if console.is_terminal else Console(width=1000)).print(table)

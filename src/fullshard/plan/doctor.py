@@ -1,0 +1,170 @@
+"""``fullshard doctor``: what the ranks of a job are, how they communicate, and what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.comm import collectives_of
+from fullshard.plan.doctor_board import Board, bounded, roll_call
+from fullshard.plan.doctor_facts import Facts, facts_here
+from fullshard.plan.doctor_findings import Finding, Level, half_launched
+from fullshard.plan.doctor_links import Timing, median_timings, time_wire
+from fullshard.plan.doctor_report import Dim, Group, Report, hardware_from
+from fullshard.plan.doctor_speed import Speed, speed_here
+from fullshard.plan.doctor_wires import Wire, default_shape, mesh_shape, reason, wire_of
+
+__all__ = [
+    "Dim",
+    "Facts",
+    "Finding",
+    "Group",
+    "Level",
+    "Report",
+    "examine",
+    "facts_here",
+    "half_launched",
+    "hardware_from",
+    "measure",
+    "mesh_shape",
+    "reason",
+]
+
+
+def examine(
+    meet: Callable[[], dist.Store],
+    show: Callable[[Report], None],
+    *,
+    rank: int,
+    world: int,
+    shape: Mapping[str, int] | None = None,
+    timeout_s: float = 60.0,
+) -> int:
+    """Examine a job as one of its ranks, and return the exit code of this process.
+
+    Every step ends after a time. What is known by then is shown on rank 0, so a job whose ranks
+    cannot form a process group is told why, if the facts about them say it.
+
+    Args:
+        meet: returns the store of the job, once the other ranks are there.
+        show: called once, on rank 0.
+        rank: number of this process.
+        world: number of processes.
+        shape: sizes of the mesh by name of dim; by default shards within hosts, replicas over them.
+        timeout_s: seconds that ranks wait for each other at a step.
+    """
+    report = Report([facts_here(rank)], world)
+
+    def give_up(message: str) -> None:
+        report.failures.append(message)
+        if rank == 0:
+            show(report)
+        else:
+            print(f"fullshard: error: rank {rank}: {message}", file=sys.stderr, flush=True)
+
+    with bounded(2 * timeout_s, "the meeting of the ranks at MASTER_ADDR", then=give_up):
+        store = meet()
+    board = Board(store, rank=rank, world=world, timeout_s=timeout_s)
+    failure = ""
+    try:
+        with bounded(6 * timeout_s, "the measurement", then=give_up):
+            _look(report, board, store, shape)
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        failure = f"rank {rank}: {type(error).__name__}: {error}"
+    with bounded(6 * timeout_s, "the end of all ranks", then=give_up):
+        return _end(report, board, failure, show)
+
+
+def _look(report: Report, board: Board, store: dist.Store, shape: Mapping[str, int] | None) -> None:
+    """Complete the report on rank 0."""
+    own = report.ranks[0]
+    ranks = roll_call(board, own)
+    if ranks:
+        report.ranks = ranks
+    chosen = board.from_first(
+        "mesh", [_device_type(ranks), shape or default_shape(ranks)] if ranks else None
+    )
+    report.device, report.shape = chosen
+    device = _join(report.device, board, store, own.local_rank)
+    mesh = init_device_mesh(
+        report.device, tuple(report.shape.values()), mesh_dim_names=tuple(report.shape)
+    )
+    report.dims, report.speeds = measure(mesh, device, board)
+
+
+def _device_type(ranks: Sequence[Facts]) -> str:
+    """Return "cuda" if each rank has a GPU of its own, and NCCL."""
+    used = {(one.host.key, one.gpu.uuid) for one in ranks if one.gpu is not None}
+    has_nccl = all("nccl" in one.backends for one in ranks)
+    return "cuda" if len(used) == len(ranks) and has_nccl else "cpu"
+
+
+def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) -> torch.device:
+    """Make the default process group."""
+    place: dict[str, Any] = {"store": store, "rank": board.rank, "world_size": board.world}
+    if device_type == "cpu":
+        timeout = timedelta(seconds=board.timeout_s)
+        dist.init_process_group("gloo", timeout=timeout, **place)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    # NCCL ends the process after its own time-out; ``bounded`` comes first, and shows the report.
+    timeout = timedelta(seconds=12 * board.timeout_s)
+    dist.init_process_group("nccl", timeout=timeout, device_id=device, **place)
+    return device
+
+
+def measure(
+    mesh: DeviceMesh, device: torch.device, board: Board, *, sizes: Sequence[int] = ()
+) -> tuple[list[Dim], list[Speed]]:
+    """Measure each dim of ``mesh`` and each rank; return what was found on rank 0.
+
+    All groups of a dim, and all ranks, are measured at the same time, as they work in a step.
+    """
+    wires, timings = [], []
+    for dim in range(mesh.ndim):
+        wire = collectives_of(mesh, dim)
+        board.meet(f"dim {dim}")
+        wires.append(wire_of(mesh, dim, wire))
+        timings.append([] if wire.world == 1 else time_wire(wire, device, sizes=sizes))
+    board.meet("speed")
+    speed = speed_here(device)
+    told = board.gather("measured", [wires, timings, speed])
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    dims = [
+        Dim(name, mesh.size(dim), _groups([(each[0][dim], each[1][dim]) for each in told]))
+        for dim, name in enumerate(names)
+        if told
+    ]
+    return dims, [Speed(*each[2]) for each in told]
+
+
+def _groups(told: Sequence[tuple[Any, Any]]) -> list[Group]:
+    """Return the groups of a dim, from what each rank told of its own."""
+    timings: dict[Wire, list[list[Timing]]] = {}
+    for wire, taken in told:
+        key = Wire(tuple(wire[0]), *wire[1:])
+        timings.setdefault(key, []).append([Timing(*one) for one in taken])
+    return [Group(wire, median_timings(of_ranks)) for wire, of_ranks in timings.items()]
+
+
+def _end(report: Report, board: Board, failure: str, show: Callable[[Report], None]) -> int:
+    """Tell each other what failed; rank 0 shows the report, the others stay until it has."""
+    try:
+        report.failures += [each for each in board.gather("end", failure) if each]
+    except Exception as error:
+        report.failures += [each for each in (failure, str(error)) if each]
+    try:
+        if board.rank == 0:
+            show(report)
+    finally:
+        board.from_first("shown")
+    if not report.failures:
+        board.gather("left", None)  # rank 0 may hold the store, and leaves last
+    return report.exitcode if board.rank == 0 else int(bool(failure))

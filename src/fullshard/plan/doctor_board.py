@@ -1,0 +1,112 @@
+"""What the ranks of a job tell each other through its store, with or without a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from fullshard.errors import LostRankError
+from fullshard.plan.doctor_facts import Facts
+
+
+class Board:
+    """Values of ranks, as JSON, by topic; each topic is used once."""
+
+    def __init__(self, store: dist.Store, *, rank: int, world: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world = world
+        self.timeout_s = timeout_s
+        self._store = dist.PrefixStore("fullshard/doctor", store)
+
+    def gather(self, topic: str, value: Any) -> list[Any]:
+        """Return what all ranks gave, in rank order, on rank 0; an empty list on the others.
+
+        Raises:
+            LostRankError: some ranks gave nothing in time; the message names them.
+        """
+        self._store.set(f"{topic}/{self.rank}", json.dumps(value))
+        if self.rank:
+            return []
+        return self._read(topic, range(self.world), self.timeout_s)
+
+    def from_first(self, topic: str, value: Any = None) -> Any:
+        """Return what rank 0 gave, on all ranks.
+
+        Raises:
+            LostRankError: rank 0 gave nothing in time, which is longer than rank 0 waits itself.
+        """
+        if self.rank == 0:
+            self._store.set(f"{topic}/0", json.dumps(value))
+            return value
+        return self._read(topic, range(1), 3 * self.timeout_s)[0]
+
+    def meet(self, topic: str) -> None:
+        """Wait until all ranks are here."""
+        self.gather(topic, None)
+        self.from_first(f"{topic}: all are here")
+
+    def _read(self, topic: str, ranks: range, timeout_s: float) -> list[Any]:
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+            return [json.loads(self._store.get(key)) for key in keys]
+        except RuntimeError as error:
+            missing = self._missing(topic, ranks)
+            raise LostRankError(
+                f"{topic}: nothing from rank(s) {missing} within {timeout_s:g} s"
+            ) from error
+
+    def _missing(self, topic: str, ranks: range) -> str:
+        try:
+            found = [rank for rank in ranks if not self._store.check([f"{topic}/{rank}"])]
+        except RuntimeError:
+            return "0, which holds the store"
+        return ", ".join(map(str, found))
+
+
+def roll_call(board: Board, own: Facts) -> list[Facts]:
+    """Return the facts of all ranks on rank 0, an empty list on the others; compare their clocks.
+
+    A rank reads its clock after rank 0 has said so and before rank 0 hears of it. A reading out of
+    this interval proves a difference, however long the messages took.
+    """
+    ranks = [Facts.from_json(each) for each in board.gather("facts", asdict(own))]
+    said_s = time.time()
+    board.from_first("read your clock")
+    clocks = board.gather("clock", time.time())
+    heard_s = time.time()
+    return [
+        replace(one, clock_error_s=max(0.0, said_s - clock_s, clock_s - heard_s))
+        for one, clock_s in zip(ranks, clocks, strict=True)
+    ]
+
+
+@contextmanager
+def bounded(limit_s: float, what: str, *, then: Callable[[str], None]) -> Iterator[None]:
+    """End this process, after calling ``then``, if the block takes longer than ``limit_s``.
+
+    Calls into a backend may hang without ever coming back to Python, so no exception would help.
+    """
+
+    def end() -> None:
+        try:
+            then(f"{what}: not done within {limit_s:g} s")
+        finally:
+            os._exit(1)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,211 @@
+"""Facts about one rank and the host it runs on, for ``fullshard doctor``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard._version import __version__
+from fullshard.comm.meeting import own_host
+
+_SEEN = set(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME"
+    " CUDA_VISIBLE_DEVICES OMP_NUM_THREADS".split()
+)
+_SEEN_BY_PREFIX = ("NCCL_", "FULLSHARD_")
+_BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that PyTorch can use."""
+
+    name: str
+    uuid: str
+    memory_nbytes: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, or a container on it, as seen by one of its processes."""
+
+    name: str
+    key: str
+    """Equal for processes of one host."""
+    address: str
+    """The IPv4 address that the name resolves to; empty if there is none."""
+    interfaces: tuple[str, ...]
+    num_cpus: int
+    memory_nbytes: int
+    limit_nbytes: int | None
+    """The memory that the process's control group may use."""
+    shm_nbytes: int | None
+    """The size of /dev/shm."""
+    num_nvidia: int
+    """NVIDIA devices, whether PyTorch can use them or not."""
+    driver: str
+
+    @property
+    def usable_nbytes(self) -> int:
+        """Return the memory that the processes here may use together."""
+        return min(self.memory_nbytes, self.limit_nbytes or self.memory_nbytes)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank."""
+
+    rank: int
+    host: Host
+    versions: Mapping[str, str]
+    backends: tuple[str, ...]
+    cores: tuple[int, ...]
+    """The CPU cores that the rank may run on."""
+    num_threads: int
+    max_files: int
+    gpus: tuple[Gpu, ...]
+    variables: Mapping[str, str]
+    """Environment variables of launchers, of backends and of our own."""
+    clock_error_s: float = 0.0
+    """Its clock differs from that of rank 0 by this much at least."""
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number that the launcher gave the rank on its host."""
+        return int(self.variables.get("LOCAL_RANK", "0"))
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Return the GPU of this rank, the one with the number ``local_rank``."""
+        return self.gpus[self.local_rank] if self.local_rank < len(self.gpus) else None
+
+    @classmethod
+    def from_json(cls, read: Mapping[str, Any]) -> Facts:
+        """Return the facts that ``dataclasses.asdict`` made a dictionary of."""
+        host = {**read["host"], "interfaces": tuple(read["host"]["interfaces"])}
+        lists = {name: tuple(read[name]) for name in ("backends", "cores")}
+        gpus = tuple(Gpu(**gpu) for gpu in read["gpus"])
+        return cls(**{**read, **lists, "host": Host(**host), "gpus": gpus})
+
+
+def facts_here(rank: int = 0) -> Facts:
+    """Return the facts about this process."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Facts(
+        rank,
+        _host(),
+        _versions(),
+        tuple(name for name in _BACKENDS if dist.is_backend_available(name)),
+        _cores(),
+        torch.get_num_threads(),
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        tuple(map(_gpu, range(num_gpus))),
+        launch_variables(os.environ),
+    )
+
+
+def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those variables that decide how ranks start and communicate."""
+    return {
+        name: environment[name]
+        for name in sorted(environment)
+        if name in _SEEN or name.startswith(_SEEN_BY_PREFIX)
+    }
+
+
+def by_host(ranks: Iterable[Facts]) -> dict[str, list[Facts]]:
+    """Return the ranks of each host, by the host's key."""
+    hosts: dict[str, list[Facts]] = {}
+    for one in ranks:
+        hosts.setdefault(one.host.key, []).append(one)
+    return hosts
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "fullshard": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    if dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _cores() -> tuple[int, ...]:
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _gpu(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return Gpu(found.name, str(found.uuid), found.total_memory)
+
+
+def _host() -> Host:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = ""
+    shm = Path("/dev/shm")
+    return Host(
+        name,
+        own_host().hex(),
+        address,
+        tuple(interface for _, interface in socket.if_nameindex()),
+        os.cpu_count() or 1,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_limit(),
+        shutil.disk_usage(shm).total if shm.is_dir() else None,
+        sum(bool(re.fullmatch(r"nvidia\d+", each.name)) for each in Path("/dev").glob("nvidia*")),
+        _driver(),
+    )
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found.group() if found else ""
+
+
+def memory_limit(
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return the smallest limit of memory of this process's control groups; None without any."""
+    folders = [root, root / "memory"]  # of version 2 in a container, and of version 1
+    if own.is_file():
+        for line in own.read_text(encoding="utf-8").splitlines():
+            path = Path(line.split(":", 2)[2].lstrip("/"))
+            folders += [base / each for base in folders[:2] for each in (path, *path.parents)]
+    limits = [_limit(folder / name) for folder in set(folders) for name in _LIMITS]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_NO_LIMIT = 1 << 60  # version 1 writes a number of about 2 ** 63
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None

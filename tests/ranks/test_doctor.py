@@ -1,0 +1,188 @@
+"""``fullshard doctor``: facts of ranks, their wires, a mesh that is measured, the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import _torch
+from fullshard.comm import collectives_of, meeting
+from fullshard.errors import LostRankError
+from fullshard.plan import doctor
+from fullshard.plan.doctor_board import Board, roll_call
+from fullshard.plan.doctor_facts import Facts, facts_here
+from fullshard.plan.doctor_wires import PAIRS, SHARED_MEMORY, wire_of
+from fullshard.plan.hardware import hardware_of
+from tests.ranks.pool import RankPool
+from tests.ranks.train_shell import FROM_A_LAUNCHER
+
+SIZES = (1 << 8, 1 << 12)
+TIMEOUT_S = 120.0
+
+
+def board(name: str, timeout_s: float = 30.0) -> Board:
+    store = dist.PrefixStore(name, _torch.default_store())
+    return Board(store, rank=dist.get_rank(), world=dist.get_world_size(), timeout_s=timeout_s)
+
+
+def gather_facts() -> list[Facts]:
+    return roll_call(board("facts"), facts_here(dist.get_rank()))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rank_0_knows_the_facts_of_all(pool: RankPool, world: int) -> None:
+    first, *others = pool.run(world, gather_facts)
+    assert [one.rank for one in first] == list(range(world))
+    assert len({one.host.key for one in first}) == 1
+    assert {one.versions["torch"] for one in first} == {torch.__version__}
+    assert all(one.num_threads == 1 and "gloo" in one.backends for one in first)
+    assert all(one.clock_error_s == 0 for one in first)
+    assert others == [[]] * (world - 1)
+
+
+def leave_some_out() -> str:
+    told = board("some", timeout_s=0.5)
+    if dist.get_rank() % 2:
+        return ""
+    try:
+        told.gather("facts", dist.get_rank())
+    except LostRankError as error:
+        return str(error)
+    return "none is missing"
+
+
+def test_ranks_that_say_nothing_are_named(pool: RankPool) -> None:
+    first, *others = pool.run(4, leave_some_out)
+    assert first == "facts: nothing from rank(s) 1, 3 within 0.5 s"
+    assert others == ["", "none is missing", ""]
+
+
+def measure() -> tuple[list[doctor.Dim], list[Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return doctor.measure(mesh, torch.device("cpu"), board("measure"), sizes=SIZES)
+
+
+def test_each_dim_of_a_mesh_is_measured(pool: RankPool) -> None:
+    (dims, speeds), *others = pool.run(4, measure)
+    assert others == [([], [])] * 3
+    assert [(dim.name, dim.size) for dim in dims] == [("replicate", 2), ("shard", 2)]
+    groups = [[group.wire.ranks for group in dim.groups] for dim in dims]
+    assert groups == [[(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    for dim in dims:
+        assert dim.carriers() == {SHARED_MEMORY}
+        taken = {(one.what, one.nbytes) for one in dim.timings}
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        assert taken == {(what, nbytes) for what in kinds for nbytes in SIZES}
+        assert all(one.seconds > 0 for one in dim.timings) and dim.bandwidth() > 0
+    assert len(speeds) == 4
+    for speed in speeds:
+        assert set(speed.flops) == {"float32", "bfloat16", "float64"}
+        assert min(*speed.flops.values(), speed.memory_bandwidth, speed.op_s) > 0
+
+
+def wires(shape: tuple[int, ...], hosts: str) -> list[tuple[str, str]]:
+    """What carries this rank's gathers and reductions if ranks are on ``hosts``, a letter each."""
+    patch, own = pytest.MonkeyPatch(), hosts[dist.get_rank()].encode()
+    with patch.context() as patched:
+        patched.setattr(meeting, "own_host", lambda: own * meeting._NBYTES)
+        mesh = init_device_mesh("cpu", shape)
+        found = [wire_of(mesh, dim, collectives_of(mesh, dim)) for dim in range(mesh.ndim)]
+    return [(one.gathers, one.reduces) for one in found]
+
+
+def test_wires_between_hosts_are_named(pool: RankPool) -> None:
+    shared, pairs = (SHARED_MEMORY, SHARED_MEMORY), (PAIRS, PAIRS)
+    assert pool.run(4, wires, (2, 2), "aabb") == [[pairs, shared]] * 4
+    assert pool.run(4, wires, (2, 2), "abab") == [[shared, pairs]] * 4
+
+
+def fail_on_rank_1(path: str, rank: int) -> tuple[int, list[str], int]:
+    """The exit code, the failures shown, and how many ranks were known by then."""
+    shown: list[doctor.Report] = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        if rank == 1:
+            patched.setattr(dist, "init_process_group", _refuse)
+        store = dist.FileStore(path, 2)
+        code = doctor.examine(lambda: store, shown.append, rank=rank, world=2, timeout_s=3.0)
+    return code, *((shown[0].failures, len(shown[0].ranks)) if shown else ([], 0))
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise PermissionError("no network here")
+
+
+def test_what_failed_on_another_rank_is_shown(tmp_path: Path) -> None:
+    """In processes of its own: a group that never came about leaves threads behind."""
+    program = (
+        "import sys; from tests.ranks.test_doctor import fail_on_rank_1 as f; "
+        "print(f(sys.argv[1], int(sys.argv[2])))"
+    )
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "store"), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    first, second = (job.communicate(timeout=TIMEOUT_S)[0] for job in jobs)
+    assert "rank 1: PermissionError: no network here" in first
+    assert first.startswith("(1, [") and first.rstrip().endswith(", 2)")
+    assert second.strip() == "(1, [], 0)"
+
+
+def run_command(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in FROM_A_LAUNCHER}
+    return subprocess.run(
+        [sys.executable, "-m", "fullshard.cli", "doctor", *options],
+        cwd=folder,
+        env=kept | {"OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def test_the_command_measures_and_calibrates(tmp_path: Path) -> None:
+    options = ("--nproc", "2", "--json", "--calibrate", "here.json", "--timeout", "30")
+    done = run_command(tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["mesh"] == {"shard": 2} and report["failures"] == []
+    assert [one["variables"]["RANK"] for one in report["ranks"]] == ["0", "1"]
+    (group,) = report["dims"][0]["groups"]
+    assert group["gathers"] in (SHARED_MEMORY, PAIRS) and group["why"]
+    hardware = hardware_of(tmp_path / "here.json")
+    assert set(hardware.flops) == {"float32", "bfloat16", "float64"}
+    assert [link.reach for link in hardware.links] == [None] and hardware.links[0].bandwidth > 0
+    assert hardware.source.startswith("measured on 2")
+
+
+def test_half_of_an_environment_is_told_and_nothing_started(tmp_path: Path) -> None:
+    done = run_command(tmp_path, RANK="0")
+    assert done.returncode == 1
+    assert "RANK set, but not WORLD_SIZE, LOCAL_RANK" in done.stdout
+
+
+def test_a_rank_that_nobody_meets_ends_with_what_it_knows(tmp_path: Path) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = run_command(tmp_path, "--timeout", "2", **variables, **place)
+    assert done.returncode == 1
+    assert "failed: the meeting of the ranks at MASTER_ADDR: not done within 4 s" in done.stdout
+
+
+def test_a_mesh_of_another_size_is_refused(tmp_path: Path) -> None:
+    done = run_command(tmp_path, "--mesh", "shard=3")
+    assert done.returncode == 2
+    assert done.stderr == "fullshard: error: --mesh shard=3 has 3 ranks, but there are 2\n"
