@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fullshard.plan.doctor_facts import Facts, Gpu, Host
+from fullshard.doctor.facts import Facts, Gpu, Host
 
 GIB = 1 << 30
 

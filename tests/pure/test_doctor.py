@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.errors import ConfigError
-from fullshard.plan import doctor_findings as findings
-from fullshard.plan.doctor_facts import Facts, facts_here, launch_variables, memory_limit
-from fullshard.plan.doctor_findings import Finding, Level, findings_of
-from fullshard.plan.doctor_wires import (
+from fullshard.doctor import findings
+from fullshard.doctor.facts import Facts, facts_here, launch_variables, memory_limit
+from fullshard.doctor.findings import Finding, Level, findings_of
+from fullshard.doctor.wires import (
     PAIRS,
     SHARED_MEMORY,
     Wire,
@@ -21,6 +20,7 @@ from fullshard.plan.doctor_wires import (
     mesh_shape,
     reason,
 )
+from fullshard.errors import ConfigError
 from tests.pure.doctor_facts import (
     GIB,
     WELL,

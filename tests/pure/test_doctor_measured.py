@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.cli.doctor_tables import print_report
-from fullshard.errors import ConfigError
-from fullshard.plan.doctor_findings import Finding
-from fullshard.plan.doctor_links import Timing, fit_of, fitted
-from fullshard.plan.doctor_report import (
+from fullshard.doctor.findings import Finding
+from fullshard.doctor.links import Timing, fit_of, fitted
+from fullshard.doctor.report import (
     Dim,
     Group,
     Report,
@@ -25,12 +24,13 @@ from fullshard.plan.doctor_report import (
     slow_group,
     slow_rank,
 )
-from fullshard.plan.doctor_speed import Speed
-from fullshard.plan.doctor_wires import (
+from fullshard.doctor.speed import Speed
+from fullshard.doctor.wires import (
     PAIRS,
     SHARED_MEMORY,
     Wire,
 )
+from fullshard.errors import ConfigError
 from fullshard.plan.hardware import hardware_of
 from tests.pure.doctor_facts import (
     GIB,

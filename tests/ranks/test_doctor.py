@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import _torch
+from fullshard import _torch, doctor
 from fullshard.comm import collectives_of, meeting
+from fullshard.doctor.board import Board, roll_call
+from fullshard.doctor.facts import Facts, facts_here
+from fullshard.doctor.wires import PAIRS, SHARED_MEMORY, wire_of
 from fullshard.errors import LostRankError
-from fullshard.plan import doctor
-from fullshard.plan.doctor_board import Board, roll_call
-from fullshard.plan.doctor_facts import Facts, facts_here
-from fullshard.plan.doctor_wires import PAIRS, SHARED_MEMORY, wire_of
 from fullshard.plan.hardware import hardware_of
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import FROM_A_LAUNCHER

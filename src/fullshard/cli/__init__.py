@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import typer
 
 from fullshard.cli import checkpoints
-from fullshard.cli.planning import plan_command
 from fullshard.cli.doctor import doctor_command
+from fullshard.cli.planning import plan_command
 from fullshard.train.command import run_app, train_command
 
 __all__ = ["app", "main"]

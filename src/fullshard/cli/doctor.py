@@ -16,10 +16,10 @@ import typer
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from fullshard import doctor
 from fullshard.cli.doctor_tables import print_report
 from fullshard.cli.printing import print_json
 from fullshard.errors import ConfigError, FullshardError
-from fullshard.plan import doctor
 from fullshard.train.launch import default_nproc, start_workers
 from fullshard.train.world import is_worker, meeting_place, num_local_workers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fullshard import doctor
 from fullshard.cli.printing import print_table, size
-from fullshard.plan import doctor
 
 _SHOWN_RANKS = 16
 

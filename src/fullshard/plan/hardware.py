@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from fullshard.errors import ConfigError
 
@@ -183,14 +182,7 @@ def hardware_of(given: Hardware | str | Path) -> Hardware:
             "`fullshard doctor --calibrate FILE` wrote"
         )
     try:
-        return _from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, AttributeError) as error:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        return Hardware(**{**read, "links": tuple(Link(**link) for link in read["links"])})
+    except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: no description of hardware ({error})") from error
-
-
-def _from_json(read: Any) -> Hardware:
-    known = {one.name for one in fields(Hardware)}
-    if set(read) - known:
-        raise ValueError(f"unknown: {', '.join(sorted(set(read) - known))}")
-    links = tuple(Link(**link) for link in read.get("links", ()))
-    return Hardware(**{**read, "links": links})

@@ -66,14 +66,17 @@ class Ledger(TorchDispatchMode):
     A storage counts from the operation that made it until nothing refers to it any more, under the
     kind that was current then, or that it was ``book`` ed under since. Each operation takes time on
     the current one of ``lanes``: for its FLOPs, or for the bytes that it reads and writes.
-    ``carry`` takes the collectives that the model issues itself.
+    ``carry``, by default that of ``lanes``, takes the collectives that the model issues itself.
     """
 
     def __init__(
-        self, hardware: Hardware, lanes: DryLanes, carry: Callable[[Exchange], Pending]
+        self,
+        hardware: Hardware,
+        lanes: DryLanes,
+        carry: Callable[[Exchange], Pending] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._carry = carry
+        self._carry = carry or lanes.carry
         self.kind = ACTIVATIONS
         self.doing, self.unit = "", ""
         self.values = Values()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.device import DryLanes, Span
-from fullshard.plan.doctor_links import settle
+from fullshard.doctor.links import settle
 from fullshard.plan.dry_run import on_meta
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.ledger import Ledger

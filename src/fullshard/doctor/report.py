@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from fullshard.doctor.facts import Facts, by_host
+from fullshard.doctor.findings import Finding, Level, findings_of
+from fullshard.doctor.links import Timing, fit_of, median_timings
+from fullshard.doctor.speed import Speed
+from fullshard.doctor.wires import SHARED_MEMORY, Wire, reason
 from fullshard.errors import ConfigError
-from fullshard.plan.doctor_facts import Facts, by_host
-from fullshard.plan.doctor_findings import Finding, Level, findings_of
-from fullshard.plan.doctor_links import Timing, fit_of, median_timings
-from fullshard.plan.doctor_speed import Speed
-from fullshard.plan.doctor_wires import SHARED_MEMORY, Wire, reason
 from fullshard.plan.hardware import CPU, PRESETS, Hardware, Link
 
 

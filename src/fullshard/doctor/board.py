@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.doctor.facts import Facts
 from fullshard.errors import LostRankError
-from fullshard.plan.doctor_facts import Facts
 
 
 class Board:

@@ -15,8 +15,8 @@ from fullshard.comm.meeting import SWITCH
 from fullshard.comm.native import Native
 from fullshard.comm.pairs import Pairs
 from fullshard.comm.shared import Shared
+from fullshard.doctor.facts import Facts, by_host
 from fullshard.errors import ConfigError
-from fullshard.plan.doctor_facts import Facts, by_host
 
 SHARED_MEMORY = "shared memory"
 PAIRS = "pairs over gloo"

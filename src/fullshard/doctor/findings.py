@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fullshard.plan.doctor_facts import Facts, by_host
+from fullshard.doctor.facts import Facts, by_host
 
 
 class Level(enum.StrEnum):

@@ -12,29 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm import collectives_of
-from fullshard.plan.doctor_board import Board, bounded, roll_call
-from fullshard.plan.doctor_facts import Facts, facts_here
-from fullshard.plan.doctor_findings import Finding, Level, half_launched
-from fullshard.plan.doctor_links import Timing, median_timings, time_wire
-from fullshard.plan.doctor_report import Dim, Group, Report, hardware_from
-from fullshard.plan.doctor_speed import Speed, speed_here
-from fullshard.plan.doctor_wires import Wire, default_shape, mesh_shape, reason, wire_of
-
-__all__ = [
-    "Dim",
-    "Facts",
-    "Finding",
-    "Group",
-    "Level",
-    "Report",
-    "examine",
-    "facts_here",
-    "half_launched",
-    "hardware_from",
-    "measure",
-    "mesh_shape",
-    "reason",
-]
+from fullshard.doctor.board import Board, bounded, roll_call
+from fullshard.doctor.facts import Facts, facts_here
+from fullshard.doctor.links import Timing, median_timings, time_wire
+from fullshard.doctor.report import Dim, Group, Report
+from fullshard.doctor.speed import Speed, speed_here
+from fullshard.doctor.wires import Wire, default_shape, wire_of
 
 
 def examine(
