@@ -26,6 +26,7 @@ from fullshard.flat import (
     StateDictType,
 )
 from fullshard.frontend import (
+    Choice,
     ChosenUnit,
     ChosenUnits,
     DataParallelMeshDims,
@@ -49,6 +50,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "Choice",
     "ChosenUnit",
     "ChosenUnits",
     "Comm",

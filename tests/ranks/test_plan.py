@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+from dataclasses import replace
 
-from tests.ranks.plans import CASES, Found, dry, real
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard.errors import ConfigError
+from fullshard.plan import Plan
+from tests.ranks.models import fill
+from tests.ranks.plans import CASES, Found, dry, real, squares
 from tests.ranks.pool import RankPool
 
 INSIDE_OF_KERNELS = {"bf16": 0.03, "checkpointed": 0.03}
@@ -34,3 +42,94 @@ def test_a_dry_run_equals_a_real_one(pool: RankPool, name: str) -> None:
         assert planned.gradients == found.gradients
         assert planned.optimizer_state == found.optimizer_state
         assert planned.peak == pytest.approx(found.peak, rel=INSIDE_OF_KERNELS.get(name, 0.002))
+
+
+def chosen_within(share: float) -> tuple[Plan, Plan, Found]:
+    """The plan as by default, the one that is found in a share of its bytes, and that one run."""
+    case = CASES["dense"]
+    given = {"batch": case.batch(), "world_size": 2, "hardware": "cpu", "loss": squares}
+    default = fullshard.plan(case.model(), **given)
+    found = fullshard.plan(
+        case.model(), budget_nbytes=int(default.peak_nbytes * share), optimizer=torch.optim.AdamW,
+        **given,
+    )  # fmt: skip
+
+    def shard(model: nn.Module, mesh: object) -> None:
+        fullshard.shard_blocks(model, mesh, plan=found)
+
+    return default, found, real(replace(case, shard=shard))
+
+
+def test_what_a_search_finds_fits_when_it_is_run(pool: RankPool) -> None:
+    for default, found, run in pool.run(2, chosen_within, 0.8):
+        budget = int(default.peak_nbytes * 0.8)
+        assert found.fits and found.choice.recomputed
+        assert run.peak <= budget * 1.03  # CPU kernels take memory inside of a recomputation
+        assert found.peak_nbytes == pytest.approx(run.peak, rel=0.03)
+        assert "\n".join(found.actions) == "\n".join(actions_of(run))
+        fewer = replace(found.choice, recomputed=found.choice.recomputed - 1)
+        tried = {one.choice: one for one in found.tried}
+        assert fewer not in tried or not tried[fewer].fits
+
+
+def test_what_does_not_fit_says_by_how_much(pool: RankPool) -> None:
+    for _, found, _ in pool.run(2, chosen_within, 0.1):
+        assert not found.fits
+        assert min(one.peak_nbytes for one in found.tried) == found.peak_nbytes
+        assert "nothing fits: the least is" in str(found)
+
+
+def actions_of(run: Found) -> list[str]:
+    return [
+        action
+        for line in run.actions.splitlines()
+        for action in line.partition(" -> ")[2].split(", ")
+        if action != "-"
+    ]
+
+
+def trained_by_choice() -> tuple[list[float], list[float]]:
+    """Losses of a model that recomputes blocks and of one that does not."""
+    losses = []
+    for choice in (fullshard.Choice(recomputed=2, replicas=2), None):
+        model = fill(CASES["dense"].model()).double()
+        if choice is None:
+            fullshard.shard_blocks(model)
+        else:
+            fullshard.shard_blocks(model, plan=choice)
+        optimizer = torch.optim.AdamW(model.parameters())
+        losses.append([])
+        for _ in range(3):
+            loss = squares(model, CASES["dense"].batch()).double()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses[0], losses[1]
+
+
+def test_a_choice_changes_nothing_but_how_it_is_computed(pool: RankPool) -> None:
+    for chosen, plain in pool.run(4, trained_by_choice):
+        assert chosen == pytest.approx(plain, rel=1e-6)
+
+
+def refuse() -> list[str]:
+    said = []
+    for options in (
+        {"plan": 3},
+        {"plan": fullshard.Choice(replicas=3)},
+        {"plan": fullshard.Choice(), "layout": fullshard.Ragged()},
+    ):
+        model = CASES["dense"].model()
+        with pytest.raises(ConfigError) as refused:
+            fullshard.shard_blocks(model, **options)
+        assert type(model) is type(CASES["dense"].model())
+        said.append(str(refused.value))
+    return said
+
+
+def test_choices_that_cannot_be_applied_are_refused(pool: RankPool) -> None:
+    for said in pool.run(2, refuse):
+        assert "expected a Plan" in said[0]
+        assert "3 replicas, which do not divide 2 ranks" in said[1]
+        assert "the plan has chosen layout" in said[2]

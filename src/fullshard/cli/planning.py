@@ -8,7 +8,6 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fullshard import MixedPrecisionPolicy, PerParameter, Ragged
 from fullshard.errors import ConfigError
-from fullshard.plan import PRESETS, Hardware, Plan, draw_plan, hardware_of, plan
+from fullshard.plan import PRESETS, Plan, draw_plan, plan
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import HF, SIZES, Dtype, LayoutName, TrainConfig
 from fullshard.train.planned import plan_of
@@ -56,18 +55,27 @@ def plan_command(
     ] = "h100",
     budget: Annotated[
         str | None,
-        typer.Option(help="Memory of a rank, if not that of the hardware.", metavar="80GB"),
+        typer.Option(
+            help="Memory of a rank: choose layout, copies, resharding, recomputation and budgets "
+            "so that it is enough and the step is fast.",
+            metavar="80GB",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences of a rank.", min=1)] = 1,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 2048,
     accumulate: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = Dtype.BF16,
     layout: Annotated[
-        LayoutName, typer.Option(help="How parameters lie in the shards.")
-    ] = LayoutName.PER_PARAMETER,
+        LayoutName | None,
+        typer.Option(help="How parameters lie in the shards; default: per parameter, or chosen."),
+    ] = None,
     reshard: Annotated[
-        bool, typer.Option(help="Free full parameters between forward and backward.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--reshard/--no-reshard",
+            help="Free full parameters between forward and backward; default: yes, or chosen.",
+        ),
+    ] = None,
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")
     ] = False,
@@ -79,55 +87,50 @@ def plan_command(
     ] = None,
 ) -> int:
     """Tell memory, communication and time of a training step; exit code 1 if it does not fit."""
-    device = hardware_of(hardware)
-    if budget is not None:
-        device = replace(device, memory_nbytes=nbytes_of(budget))
     sizes = _mesh(world_size, mesh)
+    options: dict[str, Any] = {"hardware": hardware, "rank": rank}
+    if budget is not None:
+        options["budget_nbytes"] = nbytes_of(budget)
     if ":" in model and not model.startswith(HF):
         if checkpoint_activations:
             raise ConfigError("--checkpoint-activations: let MODULE:FUNCTION build them in")
-        named = _function(model)
-        found = _plan_function(
-            named,
-            _zeros(batch, seq),
-            mesh=sizes,
-            hardware=device,
-            accumulate=accumulate,
-            rank=rank,
-            mp_policy=_POLICIES[dtype],
-            layout=_LAYOUTS[layout],
-            reshard_after_forward=None if reshard else False,
-        )
+        if layout is not None:
+            options["layout"] = _LAYOUTS[layout]
+        if reshard is not None:
+            options["reshard_after_forward"] = None if reshard else False
+        options |= {"accumulate": accumulate, "mp_policy": _POLICIES[dtype]}
+        options |= {"mesh": sizes} if mesh else {"world_size": world_size}
+        found = _plan_function(_function(model), _zeros(batch, seq), **options)
     else:
+        if budget is not None and (mesh or layout or reshard is not None):
+            raise ConfigError("--budget chooses --mesh, --layout and --reshard: leave them out")
         config = TrainConfig(
             model=model,
             dtype=dtype,
-            layout=layout,
-            reshard=reshard,
+            layout=layout or LayoutName.PER_PARAMETER,
+            reshard=reshard is not False,
             replicas=sizes.get("replicate", 1),
             checkpoint_activations=checkpoint_activations,
             batch=batch,
             seq=seq,
             accumulate=accumulate,
         )
-        found = _plan_config(config, sizes, device, rank)
+        found = _plan_config(config, sizes, options)
     print(json.dumps(found.as_json(), indent=1) if as_json else found)
     if picture is not None:
         draw_plan(found, picture)
     return 0 if found.fits else 1
 
 
-def _plan_config(config: TrainConfig, sizes: dict[str, int], hardware: Hardware, rank: int) -> Plan:
+def _plan_config(config: TrainConfig, sizes: dict[str, int], options: dict[str, Any]) -> Plan:
     unknown = set(sizes) - {"replicate", "shard"}
     if unknown:
         raise ConfigError(
             f"--mesh {unknown.pop()}=...: models of the trainer have the dims replicate and shard; "
             "MODULE:FUNCTION may have any"
         )
-    architecture = choose_architecture(config)
-    return plan_of(
-        config, architecture, num_workers=math.prod(sizes.values()), hardware=hardware, rank=rank
-    )
+    num_workers = math.prod(sizes.values())
+    return plan_of(config, choose_architecture(config), num_workers=num_workers, **options)
 
 
 def _plan_function(make: Callable[[], Any], tokens: Tensor, **options: Any) -> Plan:

@@ -15,7 +15,9 @@ from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.buckets import Choices
 from fullshard.frontend.build import plan_unit, shard_modules
 from fullshard.frontend.checks import as_modules
+from fullshard.frontend.choice import Choice, recompute
 from fullshard.frontend.fully_shard import checked_choices
+from fullshard.frontend.module import FSDPModule
 from fullshard.frontend.ownership import units_below
 from fullshard.schedule import AfterForward
 from fullshard.wrap.policies import PolicyLike
@@ -79,6 +81,7 @@ def shard_blocks(
     policy: PolicyLike | None = None,
     reshard_after_forward: bool | int | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    plan: Any = None,
     **options: Any,
 ) -> ChosenUnits:
     """Shard the repeated blocks, the large ends and the rest of ``model`` over ``mesh``.
@@ -100,6 +103,8 @@ def shard_blocks(
             linear layer outside the blocks, which is the head in most models, stays unsharded
             until its backward, which follows at once.
         ignored_params: as for ``fully_shard``.
+        plan: what ``fullshard.plan(model, budget_nbytes=...)`` has chosen: mesh, layout, whether
+            units are resharded after forward, which blocks recompute activations, and budgets.
         **options: other options of ``fully_shard``, the same for each unit.
 
     Returns:
@@ -116,6 +121,15 @@ def shard_blocks(
             f"shard_blocks: parts of this {type(model).__name__} were given to fully_shard before; "
             "shard the rest by hand, or give it a model of which nothing is sharded"
         )
+    choice = None if plan is None else Choice.of(plan)
+    if choice is not None:
+        if reshard_after_forward is not None or "layout" in options:
+            raise ConfigError(
+                "shard_blocks(plan=...): the plan has chosen layout and reshard_after_forward; "
+                "leave them out, or give them to fullshard.plan"
+            )
+        mesh = choice.checked_mesh(mesh)
+        reshard_after_forward, options["layout"] = choice.reshard_after_forward, choice.layout
     given = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
@@ -128,8 +142,14 @@ def shard_blocks(
         if policy is None
         else _by_policy(model, policy, choices, {**given, "mesh": mesh or choices.mesh.mesh})
     )
+    blocks = [one.module for one in decided if one.unit.why in (Why.BLOCK, Why.POLICY)]
+    recompute(blocks[: choice.recomputed if choice else 0])
     for one in decided:
         shard_modules([one.module], one.choices)
+    if choice is not None:
+        assert isinstance(model, FSDPModule)
+        model.set_prefetch_budget(choice.prefetch_nbytes)
+        model.set_reduction_budget(choice.reduction_nbytes)
     return ChosenUnits(tuple(one.unit for one in decided))
 
 
@@ -176,6 +196,13 @@ def _by_policy(
         why = Why.REST if one.module is model else Why.POLICY
         found.append(_Decided(ChosenUnit(one.name, kind, numel, why), one.module, own))
     return found
+
+
+def num_blocks(model: nn.Module, policy: PolicyLike | None = None) -> int:
+    """Return how many units ``shard_blocks`` makes of blocks, or of what ``policy`` chooses."""
+    if policy is not None:
+        return len(units_of(model, policy, Ignored.of()))
+    return sum(unit.why is Why.BLOCK for unit in choose(model, set()))
 
 
 def choose(model: nn.Module, ignored: set[nn.Parameter]) -> ChosenUnits:

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from fullshard.device import Span
+from fullshard.frontend import Choice
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.ledger import Moment
 from fullshard.plan.text import in_bytes, in_seconds, table
@@ -46,6 +47,15 @@ class Traffic(NamedTuple):
     """Bytes that this rank has to receive; it sends as many."""
 
 
+class Tried(NamedTuple):
+    """One choice that a search tried."""
+
+    choice: Choice
+    peak_nbytes: int
+    step_s: float
+    fits: bool
+
+
 @dataclass(frozen=True)
 class Plan:
     """A step of training as one rank will see it, from a dry run.
@@ -75,11 +85,20 @@ class Plan:
     """What takes which time, on which lane, each with the name of its unit; times as above."""
     actions: tuple[str, ...] = field(repr=False)
     """The scheduler's actions in a step, as text."""
+    choice: Choice | None = None
+    """What a search has chosen, for ``shard_blocks(model, plan=plan)``; None: nothing was."""
+    tried: tuple[Tried, ...] = ()
+    """What the search tried, the chosen one first."""
 
     @property
     def peak_nbytes(self) -> int:
         """The most bytes of the device's memory that the rank holds."""
         return self.peak.nbytes + sum(self.reserved.values())
+
+    @property
+    def padded_nbytes(self) -> float:
+        """Bytes that are gathered in a step beyond those of parameters."""
+        return sum(unit.padding * unit.unsharded_nbytes for unit in self.units)
 
     @property
     def fits(self) -> bool:
@@ -120,6 +139,8 @@ class Plan:
             "traffic": [one._asdict() for one in self.traffic],
             "memory": [_as_json(moment) for moment in self.memory],
             "actions": list(self.actions),
+            "choice": None if self.choice is None else str(self.choice),
+            "tried": [one._asdict() | {"choice": str(one.choice)} for one in self.tried],
         }
 
     def __str__(self) -> str:
@@ -151,6 +172,35 @@ class Plan:
             _COLUMNS,
             [_row(alike) for alike in _alike(self.units)],
         )
+        if self.tried:
+            yield ""
+            yield from self._search_lines()
+
+    def _search_lines(self) -> Iterator[str]:
+        """Say what was chosen, and why not another."""
+        chosen, *others = self.tried
+        budget = self.hardware.memory_nbytes
+        if self.fits:
+            yield f"chosen: {chosen.choice}, of {len(self.tried)} that were tried"
+            runner_up = next((one for one in others if one.fits), None)
+            if runner_up is not None:
+                yield (
+                    f"next:   {runner_up.choice}: {in_seconds(runner_up.step_s)} a step, "
+                    f"{in_bytes(runner_up.peak_nbytes)}"
+                )
+        else:
+            over = in_bytes(chosen.peak_nbytes - budget)
+            yield f"nothing fits: the least is {chosen.choice}, {over} above {in_bytes(budget)}"
+            most = max(self.peak.held.items(), key=lambda one: one[1])
+            yield f"        most of it is {most[0].replace('_', ' ')}, {in_bytes(most[1])}"
+        yield from table(
+            ("tried", "peak", "step", ""),
+            [
+                (str(one.choice), in_bytes(one.peak_nbytes), in_seconds(one.step_s),
+                 "fits" if one.fits else "too large")
+                for one in self.tried
+            ],
+        )  # fmt: skip
 
 
 def _as_json(moment: Moment) -> dict[str, Any]:

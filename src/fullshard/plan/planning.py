@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.device import Lane, Span
 from fullshard.engine import Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.frontend import shard_blocks
+from fullshard.frontend import Choice, num_blocks, shard_blocks
 from fullshard.frontend.ownership import units_below
 from fullshard.plan.adamw import PlainAdamW
 from fullshard.plan.dry_run import (
@@ -35,6 +36,7 @@ from fullshard.plan.dry_run import (
 from fullshard.plan.hardware import Hardware, hardware_of
 from fullshard.plan.ledger import ACTIVATIONS, Moment
 from fullshard.plan.plan import Plan, PlannedUnit, Traffic
+from fullshard.plan.search import Search
 from fullshard.plan.values import Unknown
 
 
@@ -51,6 +53,8 @@ def plan(
     accumulate: int = 1,
     reduces_once: bool = False,
     rank: int = 0,
+    budget_nbytes: int | None = None,
+    target_s: float | None = None,
     **options: Any,
 ) -> Plan:
     """Run a few training steps dry, and return what they would take of memory, wires and time.
@@ -78,6 +82,12 @@ def plan(
         accumulate: microbatches of a step.
         reduces_once: True if only the last microbatch of a step reduces gradients (no-sync).
         rank: which rank to be; with uneven shards, rank 0 has the largest.
+        budget_nbytes: bytes that a rank may hold. With it, layout, copies (unless ``mesh`` is
+            given), resharding, blocks that recompute activations, and budgets are chosen, by one
+            dry run for each that is tried: the fastest that fits. ``shard_blocks(model,
+            plan=plan)`` applies the choice; ``options`` that are given stay as they are.
+        target_s: seconds of a step that are fast enough: among choices that are, the one that
+            needs the least memory is taken.
         **options: of ``shard_blocks``, such as ``mp_policy``, ``layout``, ``policy`` and
             ``reshard_after_forward``.
 
@@ -85,21 +95,71 @@ def plan(
         ArgumentTypeError, ConfigError: an argument does not fit; or as ``shard_blocks`` raises.
         UnsupportedError: the model reads the values of tensors, which a dry run does not have.
     """
-    job = Job(
+    checked = _checked_mesh(world_size, mesh, rank)
+    machine = hardware_of(hardware)
+    given = partial(
+        Job,
         model=_checked_model(model),
         batch=batch,
-        mesh=_checked_mesh(world_size, mesh, rank),
         rank=rank,
-        hardware=hardware_of(hardware),
-        shard=_chosen_shard(shard, options),
         loss=loss or mean_loss,
-        optimizer=optimizer or partial(PlainAdamW, foreach=hardware_of(hardware).device != "cpu"),
+        optimizer=optimizer or partial(PlainAdamW, foreach=machine.device != "cpu"),
         accumulate=_at_least_one("accumulate", accumulate),
         reduces_once=reduces_once,
     )
+    if budget_nbytes is None:
+        return _plan(given(mesh=checked, hardware=machine, shard=_chosen_shard(shard, options)))
+    if shard is not None:
+        raise ConfigError(
+            "plan(budget_nbytes=...): chooses options of shard_blocks, which shard= does not call; "
+            "leave one of them out"
+        )
+    machine = replace(machine, memory_nbytes=_at_least_one("budget_nbytes", budget_nbytes))
+    return _search(
+        partial(given, hardware=machine), checked, options, is_free=mesh is None, target_s=target_s
+    )
+
+
+def _plan(job: Job) -> Plan:
     with _explaining_values():
-        found = dry_run(job)
-    return _of(job, found)
+        return _of(job, dry_run(job))
+
+
+def _search(
+    given: Callable[..., Job],
+    mesh: dict[str, int],
+    options: dict[str, Any],
+    *,
+    is_free: bool,
+    target_s: float | None,
+) -> Plan:
+    """Choose what ``options`` leave open, and copies if the mesh ``is_free``."""
+    fixed = {name for name in ("layout", "reshard_after_forward") if name in options}
+    start = Choice(
+        replicas=next(iter(mesh.values())) if len(mesh) == 2 else 1,
+        **{name: options.pop(name) for name in fixed},
+    )
+    world = math.prod(mesh.values())
+
+    def plan_for(choice: Choice) -> Plan:
+        def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+            shard_blocks(model, mesh, plan=choice, **options)
+
+        sizes = {"replicate": choice.replicas, "shard": world // choice.replicas}
+        if choice.replicas == 1:
+            del sizes["replicate"]
+        return _plan(given(mesh=sizes if is_free else mesh, shard=shard))
+
+    job = given(mesh=mesh, shard=_chosen_shard(None, options))
+    reach = job.hardware.links[0].reach if job.hardware.links else None
+    nodes = world // reach if reach else 1
+    return Search(
+        plan_for,
+        start,
+        fixed=fixed,
+        num_blocks=num_blocks(job.model, options.get("policy")),
+        shapes=[nodes] if is_free and reach and 1 < nodes and world % reach == 0 else [],
+    ).run(target_s)
 
 
 def _checked_model(model: Any) -> nn.Module:

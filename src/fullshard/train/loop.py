@@ -117,18 +117,22 @@ def build_on_meta(config: TrainConfig, architecture: Architecture) -> nn.Module:
 
 def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None:
     """Shard ``model`` over a mesh with the dims "replicate" and "shard"."""
-    policy = fullshard.MixedPrecisionPolicy()
-    if config.dtype is not Dtype.FP32:
-        policy = fullshard.MixedPrecisionPolicy(
-            param_dtype=_DTYPES[config.dtype], reduce_dtype=torch.float32
-        )
     fullshard.shard_blocks(
         model,
         mesh if config.replicas > 1 else mesh["shard"],
         # None is the default policy: reshard blocks after forward, but not the root.
         reshard_after_forward=None if config.reshard else False,
-        mp_policy=policy,
+        mp_policy=policy_of(config),
         layout=_LAYOUTS[config.layout],
+    )
+
+
+def policy_of(config: TrainConfig) -> fullshard.MixedPrecisionPolicy:
+    """Return the dtypes of computation and communication."""
+    if config.dtype is Dtype.FP32:
+        return fullshard.MixedPrecisionPolicy()
+    return fullshard.MixedPrecisionPolicy(
+        param_dtype=_DTYPES[config.dtype], reduce_dtype=torch.float32
     )
 
 

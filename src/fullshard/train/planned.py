@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.plan import Hardware, Plan, plan
+from fullshard.plan import Plan, plan
 
 from .architecture import Architecture
 from .config import TrainConfig
-from .loop import build_on_meta, label_losses, shard_model
+from .loop import build_on_meta, label_losses, policy_of, shard_model
 
 
 def plan_of(
-    config: TrainConfig,
-    architecture: Architecture,
-    *,
-    num_workers: int,
-    hardware: Hardware | str,
-    rank: int = 0,
+    config: TrainConfig, architecture: Architecture, *, num_workers: int, **options: Any
 ) -> Plan:
-    """Return the plan of a run of ``num_workers``.
+    """Return the plan of a run of ``num_workers``; other options are those of ``fullshard.plan``.
+
+    With ``budget_nbytes``, layout, copies and resharding are chosen, whatever ``config`` says.
 
     Raises:
-        ConfigError: the model cannot be built, or ``hardware`` is not known.
+        ConfigError: the model cannot be built, or an option does not fit.
         UnsupportedError: the model computes by values, see ``fullshard.plan``.
     """
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return label_losses(model, *batch).sum()
 
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        shard_model(model, config, mesh)
+
+    if options.get("budget_nbytes") is None:
+        options["mesh"] = {"replicate": config.replicas, "shard": num_workers // config.replicas}
+        options["shard"] = shard
+    else:
+        options |= {"world_size": num_workers, "mp_policy": policy_of(config)}
     tokens = torch.zeros(config.batch, config.seq, dtype=torch.long, device="meta")
     return plan(
         build_on_meta(config, architecture),
         batch=(tokens, tokens),
-        mesh={"replicate": config.replicas, "shard": num_workers // config.replicas},
-        hardware=hardware,
-        shard=lambda model, mesh: shard_model(model, config, mesh),
         loss=loss,
         accumulate=config.accumulate,
         reduces_once=True,
-        rank=rank,
+        **options,
     )

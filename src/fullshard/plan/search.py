@@ -1,0 +1,132 @@
+"""Search: how a model should be sharded and run, so that it fits and is fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from fullshard.errors import FullshardError
+from fullshard.frontend import Choice
+from fullshard.layout import PerParameter, Ragged
+from fullshard.plan.plan import Plan, Tried
+
+_GAIN = 0.995
+"""What is not faster than this share counts as equal, and the simpler choice stays."""
+
+
+class Search:
+    """A search from one choice to better ones, each tried by a dry run.
+
+    First the arrangement (layout, copies), then as few recomputed blocks as fit, then what trades
+    memory for time: units that stay whole after forward, and budgets. ``fixed`` names fields that
+    the user has set.
+    """
+
+    def __init__(
+        self,
+        plan_for: Callable[[Choice], Plan],
+        start: Choice,
+        *,
+        fixed: Collection[str],
+        num_blocks: int,
+        shapes: list[int],
+    ) -> None:
+        self._plan_for = plan_for
+        self._fixed = fixed
+        self._num_blocks = num_blocks
+        self._shapes = shapes
+        self._plans: dict[Choice, Plan] = {}
+        self.best = start
+
+    def run(self, target_s: float | None) -> Plan:
+        """Return the plan for the best choice, with all that were tried."""
+        self._look_at(self.best)
+        for change in self._arrangements():
+            self._try(**change)
+        self._make_fit()
+        for change in self._trades():
+            self._try(**change)
+        order = sorted(self._plans, key=lambda choice: self._rank(choice, target_s))
+        if target_s is None and self._look_at(self.best).fits:  # others may be faster by nothing
+            order.sort(key=lambda choice: choice != self.best)
+        tried = tuple(
+            Tried(choice, plan.peak_nbytes, plan.step_s, plan.fits)
+            for choice, plan in ((choice, self._plans[choice]) for choice in order)
+        )
+        return replace(self._plans[order[0]], choice=order[0], tried=tried)
+
+    def _rank(self, choice: Choice, target_s: float | None) -> tuple[float, ...]:
+        """Order choices: those that fit come first, by time; if fast enough, by memory."""
+        plan = self._plans[choice]
+        if not plan.fits:
+            return 2, plan.peak_nbytes, 0
+        if target_s is not None and plan.step_s <= target_s:
+            return 0, plan.peak_nbytes, plan.step_s
+        return 1, plan.step_s, plan.peak_nbytes
+
+    def _arrangements(self) -> Iterator[dict[str, Any]]:
+        if self._look_at(self.best).padded_nbytes and isinstance(self.best.layout, PerParameter):
+            yield {"layout": Ragged()}
+        for replicas in self._shapes:
+            yield {"replicas": replicas}
+
+    def _trades(self) -> Iterator[dict[str, Any]]:
+        yield {"reshard_after_forward": False}
+        largest = max(unit.unsharded_nbytes for unit in self._look_at(self.best).units)
+        for units in (2, 4):
+            yield {"prefetch_nbytes": units * largest}
+        for units in (2, 4):
+            yield {"reduction_nbytes": 2 * units * largest}
+
+    def _make_fit(self) -> None:
+        """Recompute as few blocks as are needed, as if each saved as much as every other."""
+        low = self._look_at(self.best)
+        if low.fits or not self._num_blocks or "recomputed" in self._fixed:
+            return
+        all_of_them = replace(self.best, recomputed=self._num_blocks)
+        high = self._look_at(all_of_them)
+        self.best = all_of_them if high.peak_nbytes < low.peak_nbytes else self.best
+        if not high.fits:
+            return
+        share = (low.peak_nbytes - low.hardware.memory_nbytes) / (
+            low.peak_nbytes - high.peak_nbytes
+        )
+        self.best = replace(self.best, recomputed=self._fewest(math.ceil(share * self._num_blocks)))
+
+    def _fewest(self, guess: int) -> int:
+        """Return the fewest recomputed blocks that fit; none do not, and all do."""
+        least, most = 0, self._num_blocks
+        while most - least > 1:
+            probe = guess if least < guess < most else (least + most) // 2
+            if self._look_at(replace(self.best, recomputed=probe)).fits:
+                most, guess = probe, probe - 1  # a good guess is confirmed by its neighbour
+            else:
+                least, guess = probe, probe + 1
+            if guess in (least, most):
+                guess = 0
+        return most
+
+    def _try(self, **change: Any) -> None:
+        """Take a change if it fits and is faster, or needs less memory while nothing fits."""
+        if any(name in self._fixed for name in change):
+            return
+        now, then = self._look_at(self.best), replace(self.best, **change)
+        if then == self.best:
+            return
+        try:
+            found = self._look_at(then)
+        except FullshardError:
+            return  # the model cannot be sharded so
+        if now.fits:
+            better = found.fits and found.step_s < _GAIN * now.step_s
+        else:
+            better = found.fits or found.peak_nbytes < _GAIN * now.peak_nbytes
+        if better:
+            self.best = then
+
+    def _look_at(self, choice: Choice) -> Plan:
+        if choice not in self._plans:
+            self._plans[choice] = self._plan_for(choice)
+        return self._plans[choice]
