@@ -5,6 +5,7 @@ These tests start processes of their own: what they test is the start.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -60,9 +61,21 @@ def test_the_loss_falls_and_every_step_is_recorded(shell: Shell, whole: Outcome)
 def test_only_the_first_worker_prints_and_the_end_says_where_all_lies(whole: Outcome) -> None:
     lines = whole.out.splitlines()
     assert sum(line.startswith(f"step={STEPS}/{STEPS} loss=") for line in lines) == 1
-    assert [line.split()[0] for line in lines[-3:]] == ["metrics", "checkpoints", "next"]
+    assert [line.split()[0] for line in lines[-4:]] == ["metrics", "checkpoints", "plan", "next"]
     assert "a sample of what it writes now:" in lines
     assert whole.err == ""
+
+
+def test_the_run_was_planned_before_and_is_compared_at_its_end(
+    shell: Shell, whole: Outcome
+) -> None:
+    (told,) = (line for line in whole.out.splitlines() if line.startswith("plan: "))
+    assert "of tensors at the peak" in told and "received in a step" in told
+    assert "a step" not in told.replace("received in a step", "")  # no hardware, no times
+    plan = json.loads(RunDir(shell.folder / "whole").plan.read_text(encoding="utf-8"))
+    assert plan["rest"]["parameters"] == 2_557_632 * 4 // 2
+    (compared,) = (line for line in whole.out.splitlines() if line.startswith("plan  "))
+    assert "5.12 MB, planned 5.12 MB (+0.0%) of parameters" in compared
 
 
 def test_the_run_keeps_its_configuration_and_complete_checkpoints(

@@ -11,3 +11,4 @@ from fullshard.plan.hardware import CPU, PRESETS, Hardware, Link, hardware_of
 from fullshard.plan.picture import draw_plan
 from fullshard.plan.plan import Plan, PlannedUnit, Traffic
 from fullshard.plan.planning import plan
+from fullshard.plan.text import in_bytes, in_seconds

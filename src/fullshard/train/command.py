@@ -111,6 +111,13 @@ def train_command(
     eval_every: Annotated[
         int, typer.Option(help="Steps between evaluations.")
     ] = _DEFAULT.eval_every,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan the time of a step, too, for a preset or a file of fullshard doctor.",
+            metavar="NAME|FILE",
+        ),
+    ] = _DEFAULT.hardware,
 ) -> int:
     """Train a language model on real text, fully sharded over local workers.
 

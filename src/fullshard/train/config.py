@@ -99,6 +99,7 @@ class TrainConfig:
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
         reshard: free each block's full parameters between its forward and its backward.
+        hardware: what the run is planned for, see ``fullshard.plan``; None plans bytes only.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
         resume: continue from the newest complete checkpoint of ``out``.
 
@@ -134,6 +135,7 @@ class TrainConfig:
     save_every: int = 100
     eval_every: int = 100
     eval_sequences: int = 256
+    hardware: str | None = None
     resume: bool = False
 
     def __post_init__(self) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.plan import Plan, plan
+from fullshard.errors import FullshardError
+from fullshard.plan import Plan, in_bytes, in_seconds, plan
 
 from .architecture import Architecture
 from .config import TrainConfig
 from .loop import build_on_meta, label_losses, policy_of, shard_model
+from .metrics import read_metrics
 
 
 def plan_of(
@@ -47,3 +52,55 @@ def plan_of(
         reduces_once=True,
         **options,
     )
+
+
+def tell_plan(
+    config: TrainConfig, architecture: Architecture, *, num_workers: int, path: Path
+) -> None:
+    """Print one line of what a worker's steps will take, and write the plan to ``path``.
+
+    A model that cannot be run dry is trained all the same, and the line says why there is no plan.
+    """
+    path.unlink(missing_ok=True)
+    if config.quantize is not None:
+        return  # weights of four bits are made of values
+    try:
+        found = plan_of(
+            config, architecture, num_workers=num_workers, hardware=config.hardware or "cpu"
+        )
+    except (FullshardError, RuntimeError) as error:
+        print(f"plan: none, the model cannot be run dry ({str(error).splitlines()[0]})")
+        return
+    received = sum(one.received_nbytes for one in found.traffic)
+    words = [f"{in_bytes(found.peak.nbytes)} of tensors at the peak"]
+    words.append(f"{in_bytes(received)} received in a step")
+    if config.hardware is not None:
+        words.append(f"{in_seconds(found.step_s)} a step")
+    print(f"plan: a worker holds {', '.join(words)}")
+    plan_and_purpose = found.as_json() | {"has_times": config.hardware is not None}
+    path.write_text(json.dumps(plan_and_purpose), encoding="utf-8")
+
+
+def drift(path: Path, metrics: Path, *, on_device: bool) -> str | None:
+    """Return how the run differed from its plan; None if there is no plan.
+
+    On a CPU the peak of a process is more than its tensors, so that memory cannot be compared.
+    """
+    if not path.exists():
+        return None
+    planned = json.loads(path.read_text(encoding="utf-8"))
+    records = read_metrics(metrics)
+    words = []
+    if on_device:
+        peak = max(record["peak_memory_nbytes"] for record in records)
+        words.append(_against(peak, planned["peak"]["nbytes"], in_bytes) + " at the peak")
+    shards = max(record["shard_nbytes"] for record in records)
+    words.append(_against(shards, planned["rest"]["parameters"], in_bytes) + " of parameters")
+    if planned["has_times"]:
+        step_s = statistics.median(record["seconds"] for record in records)
+        words.append(_against(step_s, planned["step_s"], in_seconds) + " a step")
+    return "; ".join(words)
+
+
+def _against(seen: float, planned: float, text: Any) -> str:
+    return f"{text(seen)}, planned {text(planned)} ({seen / planned - 1:+.1%})"

@@ -11,6 +11,7 @@ from .adapters import check_peft
 from .architecture import choose_architecture, count_parameters, load_text_for
 from .config import TrainConfig
 from .data import TokenizedText
+from .planned import tell_plan
 from .quantized import check_bitsandbytes
 from .rows import Packed
 from .rundir import RunDir, check_continues
@@ -68,6 +69,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
         f"{len(text.train.tokens):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
+    tell_plan(config, architecture, num_workers=num_workers, path=run.plan)
     return lock
 
 

@@ -60,6 +60,11 @@ class RunDir:
         return self.path / "loss.png"
 
     @property
+    def plan(self) -> Path:
+        """The plan that was made before the run, as JSON."""
+        return self.path / "plan.json"
+
+    @property
     def lock(self) -> Path:
         """Path of the file that the job training here has locked."""
         return self.path / "fullshard.lock"
@@ -70,7 +75,7 @@ class RunDir:
 
     def set_aside(self) -> Path | None:
         """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none."""
-        ours = (self.config, self.metrics, self.checkpoints, self.picture)
+        ours = (self.config, self.metrics, self.checkpoints, self.picture, self.plan)
         found = [path for path in ours if path.exists()]
         if not found:
             return None

@@ -30,6 +30,7 @@ from .export import export
 from .loop import Trained, train
 from .metrics import read_metrics
 from .picture import draw_loss
+from .planned import drift
 from .prepare import prepare
 from .progress import plain_console
 from .rundir import RunDir
@@ -153,6 +154,9 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
         f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}"
     )
     console.print(f"checkpoints  {run.newest_checkpoint()} is the newest")
+    drifted = drift(run.plan, run.metrics, on_device=world.device.type != "cpu")
+    if drifted is not None:
+        console.print(f"plan         {drifted}")
     if config.export is not None:
         what = "model" if config.lora is None or config.merge else "adapters"
         console.print(f"exported     {config.export} holds the {what}")
