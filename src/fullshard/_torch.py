@@ -850,7 +850,9 @@ def own_part(
     """
     if flat.is_meta:
         with no_dispatch():
-            return flat.new_empty(shape)
+            part = flat.new_empty(shape)
+        part.untyped_storage().start = start  # type: ignore[attr-defined]
+        return part
     length = prod(shape)
     if stride is not None and length:
         length = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -869,9 +871,17 @@ def keep_alive(tensor: Tensor, other: Tensor) -> None:
     tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
 
 
-def kept_alive_by(tensor: Tensor) -> Tensor | None:
-    """Return what the storage of ``tensor`` keeps alive, see ``keep_alive``."""
-    return getattr(tensor.untyped_storage(), "kept_alive", None)
+def set_parts_on_meta(flat: Tensor, parts: dict[int, tuple[int, int]]) -> None:
+    """Remember number and length of each part of ``flat``, by its first element."""
+    flat.untyped_storage().parts = parts  # type: ignore[attr-defined]
+
+
+def part_on_meta(tensor: Tensor) -> tuple[Tensor | None, int, dict[int, tuple[int, int]]]:
+    """Return of which tensor ``tensor`` is an ``own_part``, from where, and what is known of it."""
+    storage: Any = tensor.untyped_storage()
+    flat: Tensor | None = getattr(storage, "kept_alive", None)
+    parts = {} if flat is None else getattr(flat.untyped_storage(), "parts", {})
+    return flat, getattr(storage, "start", 0), parts
 
 
 def run_backward(loss: Tensor) -> None:

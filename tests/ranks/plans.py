@@ -188,12 +188,18 @@ class Case:
         return size
 
 
+def runs(params: Any) -> torch.optim.Optimizer:
+    return fullshard.optim.ShardedOptimizer(params, torch.optim.AdamW)
+
+
 BF16 = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 HSDP = {"replicate": 2, "shard": 2}
 CASES = {
     "dense": Case(),
     "dense, four": Case(mesh={"shard": 4}),
     "ragged": Case(shard=blocks(layout=fullshard.Ragged()), mesh={"shard": 3}),
+    "ragged, runs": Case(shard=blocks(layout=fullshard.Ragged()), optimizer=runs),
+    "runs": Case(optimizer=runs),
     "bf16": Case(shard=blocks(mp_policy=BF16)),
     "kept": Case(shard=blocks(reshard_after_forward=False)),
     "secondary": Case(shard=blocks(reshard_after_forward=2), mesh={"shard": 4}),

@@ -16,8 +16,10 @@ from tests.ranks.models import fill
 from tests.ranks.plans import CASES, Found, dry, real, squares
 from tests.ranks.pool import RankPool
 
-INSIDE_OF_KERNELS = {"bf16": 0.03, "checkpointed": 0.03}
-"""Shares of the peak that CPU kernels take inside of an operation, which no dry run sees."""
+UNSEEN = {"bf16": 0.03, "checkpointed": 0.03, "twice": 0.01}
+"""Shares of the peak that no dry run sees: what CPU kernels take inside of an operation; and small
+gradients, which are those of the step before if nobody holds these any more when they are needed.
+"""
 
 
 def both(name: str) -> tuple[Found, Found]:
@@ -41,7 +43,7 @@ def test_a_dry_run_equals_a_real_one(pool: RankPool, name: str) -> None:
         assert planned.parameters == found.parameters
         assert planned.gradients == found.gradients
         assert planned.optimizer_state == found.optimizer_state
-        assert planned.peak == pytest.approx(found.peak, rel=INSIDE_OF_KERNELS.get(name, 0.002))
+        assert planned.peak == pytest.approx(found.peak, rel=UNSEEN.get(name, 0.002))
 
 
 def chosen_within(share: float) -> tuple[Plan, Plan, Found]:

@@ -131,9 +131,6 @@ class FlatParameter:
         """Return the 1-D tensor that ``grads`` are views of, or a new one of zeros."""
         numel = self.bucket.spec.layout.shard_numel
         for piece, grad in zip(self.bucket.spec.pieces, grads, strict=True):
-            if grad is not None and grad.is_meta:  # a dry run, without addresses
-                row = _torch.kept_alive_by(grad)
-                return torch.zeros_like(self.param) if row is None else row[:numel]
             part = None if grad is None else flat_part_of(grad)
             if part is not None and part.start == piece.offset and len(part.flat) >= numel:
                 return part.flat[:numel]

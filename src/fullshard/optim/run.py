@@ -59,7 +59,9 @@ class Run:
     def __init__(self, params: Sequence[Tensor], offsets: Sequence[int] | None) -> None:
         """Create a run with parameters at ``offsets``, or None for one that keeps its shape."""
         self.params = tuple(params)
-        self.tensor = nn.Parameter(torch.empty(0, device="cpu"))
+        is_dry = local_part(params[0]).is_meta
+        self._nothing = _NOTHING_ON_META if is_dry else _EMPTY
+        self.tensor = nn.Parameter(self._nothing.clone())
         self.parts: tuple[Extent, ...] | None = None
         shapes = [local_part(param).shape for param in params]
         self._shape = shapes[0]
@@ -119,7 +121,7 @@ class Run:
     def take_back(self) -> None:
         """Take memory and gradient away from the tensor."""
         self.tensor.grad = None
-        self.tensor.data = _EMPTY
+        self.tensor.data = self._nothing
 
     # state
 
@@ -253,6 +255,7 @@ class Run:
 
 
 _EMPTY = torch.empty(0, device="cpu")
+_NOTHING_ON_META = torch.empty(0, device="meta")
 
 
 def _is_alike(shown: Tensor, value: Tensor, *, rows: bool = False) -> bool:

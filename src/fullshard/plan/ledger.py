@@ -99,8 +99,10 @@ class Ledger(TorchDispatchMode):
             self.kind = before
 
     def book(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Book the storages of plain ``tensors`` under ``kind`` from now on."""
-        for tensor in tensors:
+        """Book the memory that plain ``tensors`` are in under ``kind`` from now on."""
+        for given in tensors:
+            flat, _, _ = _torch.part_on_meta(given)
+            tensor = given if flat is None else flat
             if tensor.is_meta or self._hardware.device == "cpu":
                 self._enter(tensor.untyped_storage(), kind, move=True)
 

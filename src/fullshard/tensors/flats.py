@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fullshard import _torch
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatPart:
@@ -34,10 +36,6 @@ class FlatPart:
     number: int
     start: int
     stop: int
-
-    def precedes(self, other: FlatPart) -> bool:
-        """Return whether ``other`` is the next part of the same buffer."""
-        return self.flat is other.flat and self.number + 1 == other.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +55,13 @@ def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
         flat: the 1-D buffer, which is never resized; it is not kept alive.
         parts: first element and number of elements of each part; empty parts are ignored.
     """
-    if flat.is_meta or not flat.numel():
+    if not flat.numel():
         return
     filled = sorted((start, length) for start, length in parts if length)
     numbered = {start: (number, length) for number, (start, length) in enumerate(filled)}
+    if flat.is_meta:  # without addresses; a part knows where it is (``_torch.own_part``)
+        _torch.set_parts_on_meta(flat, numbered)
+        return
     device, address = flat.device, flat.data_ptr()
     if (device, address) not in _flats:
         insort(_addresses.setdefault(device, []), address)
@@ -70,6 +71,8 @@ def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
 
 def flat_part_of(tensor: Tensor) -> FlatPart | None:
     """Return the part that the contiguous ``tensor`` covers completely; None if there is none."""
+    if tensor.is_meta:
+        return _part_on_meta(tensor)
     addresses = _addresses.get(tensor.device, ())
     address = tensor.data_ptr()
     at = bisect_right(addresses, address)
@@ -80,6 +83,14 @@ def flat_part_of(tensor: Tensor) -> FlatPart | None:
     flat = known.tensor()
     start = (address - first) // tensor.itemsize
     number, length = known.parts.get(start, (0, 0))
+    if flat is None or flat.dtype != tensor.dtype or length == 0 or length != tensor.numel():
+        return None
+    return FlatPart(flat, number, start, start + length)
+
+
+def _part_on_meta(tensor: Tensor) -> FlatPart | None:
+    flat, start, parts = _torch.part_on_meta(tensor)
+    number, length = parts.get(start, (0, 0))
     if flat is None or flat.dtype != tensor.dtype or length == 0 or length != tensor.numel():
         return None
     return FlatPart(flat, number, start, start + length)
