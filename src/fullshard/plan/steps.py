@@ -172,6 +172,7 @@ class History:
         missed: how often each guess was wrong.
         spent: durations by kind of segment.
         held: bytes of buffers that are held now, by unit and kind.
+        last: the segment that was taken in last, whatever it was.
     """
 
     def __init__(self, keep: int, clock: Clock, held: dict[str, int]) -> None:
@@ -180,6 +181,7 @@ class History:
         self.missed: Counter[Missed] = Counter()
         self.spent = {kind: Sum() for kind in SegmentKind}
         self.held = Counter({(NO_UNIT, kind): nbytes for kind, nbytes in held.items() if nbytes})
+        self.last: Step | None = None
         self._owners: dict[int, int] = {}  # unit of each buffer, by the id of its storage
         self._clock = clock
         self._recent: deque[Step] = deque(maxlen=keep)
@@ -215,6 +217,7 @@ class History:
         self._clock.start(segment.entries)
         _Reader(step, self).read(segment.entries)
         self._add_up(step)
+        self.last = step
         if step.kind is SegmentKind.STEP:
             self._keep(step)
 
