@@ -41,6 +41,7 @@ from fullshard.frontend import (
     unshard_params,
 )
 from fullshard.layout import ParamSpec, PerParameter, Ragged
+from fullshard.plan.trace import Trace, trace
 from fullshard.tensors import RaggedTensor
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Trace",
     "UnshardHandle",
     "checkpoint",
     "errors",
@@ -86,6 +88,7 @@ __all__ = [
     "shard_blocks",
     "share_comm_ctx",
     "stream_params",
+    "trace",
     "unshard_params",
     "wrap",
 ]

@@ -21,7 +21,7 @@ FACE = "fullshard"  # the package's own __init__, which may import every room
 PUBLIC_ONLY = {"train", "cli"}  # written like a user's program, so that users can read them
 PUBLIC_MODULES = {
     "fullshard",
-    *(f"fullshard.{name}" for name in "optim checkpoint wrap compat errors".split()),
+    *(f"fullshard.{name}" for name in "optim checkpoint wrap plan compat errors".split()),
 }
 OPTIONAL = {"transformers", "jinja2", "peft", "bitsandbytes", "pyarrow", "matplotlib"}  # the extras
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import typer
 
 from fullshard.cli import checkpoints
+from fullshard.cli.tracing import trace_command
 from fullshard.train.command import run_app, train_command
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 app.command("train")(train_command)
+app.command("trace")(trace_command)
 app.add_typer(checkpoints.app, name="checkpoint")
 
 

@@ -1,4 +1,4 @@
-"""What a rank file says of a trace: units, their policies, sums over all steps, steps kept whole."""
+"""What a rank file says: units, their policies, sums over all steps, steps kept whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.schedule.triggers import (
 )
 from fullshard.tensors import local_part
 
-__all__ = ["history_as_json", "resting", "unit_as_json", "works"]
+__all__ = ["history_as_json", "resting", "step_as_json", "unit_as_json", "works"]
 
 
 def unit_as_json(unit: Unit, engine: Engine, number: int) -> dict[str, Any]:
@@ -139,4 +139,3 @@ def _left(
         yield what, entered, start_s, at_s - start_s
         if entered == unit:
             return
-

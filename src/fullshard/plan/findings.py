@@ -187,7 +187,9 @@ def unequal_units(units: Sequence[Mapping[str, Any]]) -> list[Finding]:
         (small, "far smaller", "put it into one unit with a neighbour: fewer, larger messages"),
     ):
         if some:
-            sizes = ", ".join(f"{one['name']} ({size(one['unsharded_nbytes'])})" for one in some[:5])
+            sizes = ", ".join(
+                f"{one['name']} ({size(one['unsharded_nbytes'])})" for one in some[:5]
+            )
             more = f" and {len(some) - 5} more" if len(some) > 5 else ""
             text = f"{far} than the median unit ({size(median)}): {sizes}{more}"
             found.append(Finding("size", some[0]["name"], text, change, 0.0))

@@ -116,6 +116,7 @@ def _others(rank: Mapping[str, Any], shortage: Mapping[str, Any]) -> int:
     """Return the bytes that are neither shards nor buffers, as far as they are known."""
     allocated = shortage["allocated_nbytes"]
     if allocated is not None:
-        return max(0, allocated - sum(n for *_, n in shortage["held"]))
+        known = sum(int(n) for *_, n in shortage["held"])
+        return max(0, int(allocated) - known)
     plan = rank.get("plan") or {}
     return int(plan.get("peak", {}).get("held", {}).get("activations", 0))

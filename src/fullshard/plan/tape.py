@@ -15,7 +15,7 @@ import torch
 from fullshard.device import Kind, Lane, Stamp
 from fullshard.engine import Engine
 from fullshard.errors import ProtocolError
-from fullshard.plan.steps import ACTED, ACTS, HELD, HEARD, Segment, SegmentKind
+from fullshard.plan.steps import ACTED, ACTS, HEARD, HELD, Segment, SegmentKind
 from fullshard.schedule import Action, Event, Op
 from fullshard.schedule.triggers import (
     NO_TASK,

@@ -21,7 +21,7 @@ from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 from fullshard.plan import rankfile, report
-from fullshard.plan.describe import history_as_json, resting, unit_as_json
+from fullshard.plan.describe import history_as_json, resting, step_as_json, unit_as_json
 from fullshard.plan.shortage import held_when_it_failed
 from fullshard.plan.steps import Clock, History, Segment
 from fullshard.plan.tape import Tap, Tape
@@ -174,6 +174,7 @@ class _Run:
                 for unit in engine.units
             ],
             **history_as_json(self.history, self.start_s, len(self.units)),
+            "unfinished": self._unfinished(error),
             "shortage": self._shortage(error),
         }
 
@@ -186,6 +187,11 @@ class _Run:
     def _synchronize(self) -> None:
         if self._is_async:
             torch.get_device_module(self.device).synchronize(self.device)
+
+    def _unfinished(self, error: BaseException | None) -> dict[str, Any] | None:
+        """Return the step in which ``error`` came."""
+        last = self.history.last
+        return None if error is None or last is None else step_as_json(last, self.start_s)
 
     def _shortage(self, error: BaseException | None) -> dict[str, Any] | None:
         if not isinstance(error, torch.OutOfMemoryError):
