@@ -74,7 +74,7 @@ def mean_step_s(rank: Rank) -> float:
 
 def waited_s(rank: Rank) -> float:
     """Return the seconds a step that computation waited for communication."""
-    exposed = (one[kind] for one in rank["totals"] for kind in ("gather", "reduction") if one[kind])
+    exposed = (one[kind] for one in rank["totals"] for kind in ("gather", "reduction"))
     return float(sum(one["total_s"] for one in exposed) / max(1, rank["spent"]["step"]["count"]))
 
 
@@ -245,4 +245,4 @@ def _the_rest(kind: str, what: str, rest: Sequence[_Exposed], rank: Rank) -> lis
         return []
     total_s = sum(one.exposed_s for one in rest)
     text = f"{what} of {len(rest)} more units are exposed, {duration(total_s)} a step together"
-    return [Finding(kind, None, text, "see the table of units", total_s)]
+    return [Finding(kind, None, text, "see the table of units", rest[0].exposed_s)]

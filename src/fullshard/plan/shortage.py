@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fullshard.plan.steps import NO_UNIT, History
+from fullshard.plan.steps import NO_UNIT
 from fullshard.plan.text import size
-from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, TaskDied
 
-__all__ = ["Way", "held_when_it_failed", "ways"]
+__all__ = ["Way", "ways"]
 
 NUM_WAYS = 3
 
@@ -22,29 +21,6 @@ class Way(NamedTuple):
     costs: str
     suffices: bool | None
     """Whether it saves what the failed allocation asked for; None: that is not known."""
-
-
-def held_when_it_failed(history: History) -> tuple[int, dict[tuple[int, str], int]]:
-    """Return the unit that ran last, and the bytes by unit and kind before anything was freed.
-
-    The exception has passed through forwards and backwards before a trace sees it, and those have
-    freed what they held. So the changes since the first trigger that told of it are taken back.
-    """
-    held, last = dict(history.held), history.last
-    if last is None:
-        return NO_UNIT, held
-    failed_s, unit = last.end_s, NO_UNIT
-    for at_s, trigger, base in last.heard:
-        if isinstance(trigger, TaskDied) or getattr(trigger, "failed", False):
-            failed_s = at_s
-            break
-        if isinstance(trigger, (ForwardEnter, BackwardEnter)):
-            unit = base + trigger.unit
-    for change in last.changes:
-        if change.at_s >= failed_s:
-            key = change.unit, change.kind
-            held[key] = held.get(key, 0) - change.nbytes
-    return unit, held
 
 
 def ways(rank: Mapping[str, Any]) -> list[Way]:

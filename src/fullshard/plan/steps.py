@@ -1,6 +1,7 @@
-"""What is kept of the steps of a trace: the last and the slowest whole, sums of all others.
+"""What is kept of the steps of a trace: the last and the slowest whole, sums of all.
 
-Entries of the tape, which are written while a step runs, are put together here when it is over.
+This runs once a step, beside the training; entries are put together only when a trace is over
+(``plan/reading.py``).
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ import enum
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fullshard.schedule import Op
 from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, UserUnshard, UserWait
 
 HEARD, ACTS, ACTED, HELD = range(4)
-"""First elements of entries: a trigger, an action that begins, one that ends, a buffer's change."""
+"""First elements of entries, which are tuples with their time next:
+
+    HEARD   trigger, number of its engine's unit 0
+    ACTS    action that begins, number of its engine's unit 0, stamp of its lane or None
+    ACTED   stamp of the lane of the innermost action, which ends
+    HELD    kind of a buffer, bytes that it holds more, id of its storage or None
+"""
 
 MOST_KEPT = 100_000
 """Entries of all steps that are kept whole; beyond these the oldest are only summed."""
@@ -29,7 +35,10 @@ _BEHIND = 4  # segments whose device times are waited for
 NO_UNIT = -1
 
 _ENTERS = frozenset({ForwardEnter, BackwardEnter, UserWait, UserUnshard})
-_ENDS_GATHER = frozenset({Op.RESHARD, Op.RESHARD_TO_SECONDARY})
+
+# Looking up an enum member takes longer than the work that needs the member.
+_UNSHARD, _WAIT, _FINISH = Op.UNSHARD, Op.WAIT, Op.FINISH_REDUCE
+_RESHARD, _TO_SECONDARY = Op.RESHARD, Op.RESHARD_TO_SECONDARY
 
 
 class SegmentKind(enum.StrEnum):
@@ -48,26 +57,10 @@ class Segment(NamedTuple):
     start_s: float
     end_s: float
     entries: list[tuple[Any, ...]]
+    held: dict[str, int]
+    """Bytes of buffers by kind when it was over."""
     allocated_nbytes: int | None = None
-    """Bytes that tensors held on the device when the segment was over."""
-
-
-class Act(NamedTuple):
-    """An action: its unit, by number in the tree, and when it was carried out."""
-
-    op: Op
-    unit: int
-    start_s: float
-    host_s: float
-    """Seconds of the host."""
-    lane_start_s: float | None = None
-    """When its lane of a device got there; None: not known, or no work of a lane."""
-    lane_s: float | None = None
-
-    @property
-    def took_s(self) -> float:
-        """Seconds of the lane if it is known, else of the host."""
-        return self.host_s if self.lane_s is None else self.lane_s
+    """Bytes that tensors held on the device then."""
 
 
 class Missed(NamedTuple):
@@ -78,43 +71,6 @@ class Missed(NamedTuple):
     """The unit that was entered when the guess was made."""
     came: int
     """The unit that came in its stead; NO_UNIT: the pass ended."""
-
-
-class Change(NamedTuple):
-    """A buffer that grew or shrank."""
-
-    at_s: float
-    kind: str
-    nbytes: int
-    unit: int
-
-
-@dataclass
-class Step:
-    """What happened in a segment."""
-
-    kind: SegmentKind
-    number: int
-    start_s: float
-    end_s: float
-    allocated_nbytes: int | None
-    held: dict[str, int]
-    """Bytes of buffers by kind when it began."""
-    acts: list[Act] = field(default_factory=list)
-    heard: list[tuple[float, Any, int]] = field(default_factory=list)
-    """Triggers: when, what, and the number of unit 0 of its engine."""
-    changes: list[Change] = field(default_factory=list)
-    missed: list[Missed] = field(default_factory=list)
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from the end of the step before to the end of this one."""
-        return self.end_s - self.start_s
-
-    @property
-    def size(self) -> int:
-        """How many entries it takes to keep it."""
-        return len(self.acts) + len(self.heard) + len(self.changes)
 
 
 class Sum:
@@ -138,61 +94,82 @@ class Sum:
         return {"count": self.count, "total_s": self.total_s, "most_s": self.most_s}
 
 
-class Clock:
+class Clock(NamedTuple):
     """The host's time at which a lane reached a stamp.
 
     Each segment measures from its own first stamp, because a device tells differences in 32 bits:
     after an hour they would be good to a quarter of a millisecond only.
     """
 
-    def __init__(self, at_s: float, stamp: Any) -> None:
-        self._at_s = at_s
-        self._stamp = stamp
-
-    def start(self, entries: Iterable[tuple[Any, ...]]) -> None:
-        """Measure from the first stamp of ``entries`` from now on."""
-        first = next((e[4] for e in entries if e[0] == ACTS and e[4] is not None), None)
-        if first is not None and (at_s := self.time_of(first)) is not None:
-            self._at_s, self._stamp = at_s, first
+    at_s: float
+    stamp: Any
 
     def time_of(self, stamp: Any) -> float | None:
         """Return the time of ``stamp``; None if there is none, or its lane is not there yet."""
-        if stamp is None or self._stamp is None:
+        if stamp is None or self.stamp is None:
             return None
-        since: float | None = stamp.seconds_since(self._stamp)
-        return None if since is None else self._at_s + since
+        since: float | None = stamp.seconds_since(self.stamp)
+        return None if since is None else self.at_s + since
+
+    def moved_to(self, entries: Iterable[tuple[Any, ...]]) -> Clock:
+        """Return a clock that measures from the first stamp of ``entries``."""
+        first = next((e[4] for e in entries if e[0] == ACTS and e[4] is not None), None)
+        at_s = self.time_of(first)
+        return self if at_s is None else Clock(at_s, first)
+
+    def is_past(self, segment: Segment) -> bool:
+        """Return whether the device has done all work of ``segment``."""
+        stamps = (e[2] for e in reversed(segment.entries) if e[0] == ACTED)
+        last = next((stamp for stamp in stamps if stamp is not None), None)
+        return last is None or self.time_of(last) is not None
+
+
+class Kept(NamedTuple):
+    """A segment that is kept whole."""
+
+    number: int
+    segment: Segment
+    clock: Clock
+    missed: list[Missed]
+
+
+class UnitSums:
+    """Sums over all steps of one unit."""
+
+    def __init__(self) -> None:
+        self.num_gathers = 0
+        self.gather = Sum()
+        """What computation waited for its gathers."""
+        self.reduction = Sum()
+        """The same for its reductions."""
 
 
 class History:
     """The steps of a trace, in memory that does not grow with their number.
 
     Attributes:
-        exposed: by unit and kind of action (WAIT or FINISH_REDUCE), what computation waited.
-        acted: how often each action was carried out on each unit.
+        units: sums of each unit.
         missed: how often each guess was wrong.
         spent: durations by kind of segment.
-        held: bytes of buffers that are held now, by unit and kind.
         last: the segment that was taken in last, whatever it was.
     """
 
-    def __init__(self, keep: int, clock: Clock, held: dict[str, int]) -> None:
-        self.exposed: dict[tuple[int, Op], Sum] = {}
-        self.acted: Counter[tuple[int, Op]] = Counter()
+    def __init__(self, keep: int, num_units: int, clock: Clock) -> None:
+        self.units = [UnitSums() for _ in range(num_units)]
         self.missed: Counter[Missed] = Counter()
         self.spent = {kind: Sum() for kind in SegmentKind}
-        self.held = Counter({(NO_UNIT, kind): nbytes for kind, nbytes in held.items() if nbytes})
-        self.last: Step | None = None
-        self._owners: dict[int, int] = {}  # unit of each buffer, by the id of its storage
+        self.last: Kept | None = None
         self._clock = clock
-        self._recent: deque[Step] = deque(maxlen=keep)
-        self._slowest: list[tuple[float, int, Step]] = []
+        self._recent: deque[Kept] = deque(maxlen=keep)
+        self._slowest: list[tuple[float, int, Kept]] = []
         self._waiting: deque[Segment] = deque()
 
     def add(self, segment: Segment) -> None:
         """Take in a segment, later if a device has not done its work yet."""
-        self._waiting.append(segment)
-        while self._waiting and (len(self._waiting) > _BEHIND or self._is_done(self._waiting[0])):
-            self._take(self._waiting.popleft())
+        waiting = self._waiting
+        waiting.append(segment)
+        while waiting and (len(waiting) > _BEHIND or self._clock.is_past(waiting[0])):
+            self._take(waiting.popleft())
 
     def end(self) -> None:
         """Take in all that is left."""
@@ -200,130 +177,87 @@ class History:
             self._take(self._waiting.popleft())
 
     @property
-    def kept(self) -> list[Step]:
+    def kept(self) -> list[Kept]:
         """The steps that are kept whole, in order."""
-        steps = {step.number: step for *_, step in self._slowest}
-        steps |= {step.number: step for step in self._recent}
+        steps = {one.number: one for *_, one in self._slowest}
+        steps |= {one.number: one for one in self._recent}
         return [steps[number] for number in sorted(steps)]
 
-    def _is_done(self, segment: Segment) -> bool:
-        last = next((e for e in reversed(segment.entries) if e[0] == ACTED and e[2]), None)
-        return last is None or self._clock.time_of(last[2]) is not None
-
     def _take(self, segment: Segment) -> None:
-        held = self.held_by_kind()
-        number = self.spent[SegmentKind.STEP].count + 1
-        step = Step(segment.kind, number, *segment[1:3], segment.allocated_nbytes, held)
-        self._clock.start(segment.entries)
-        _Reader(step, self).read(segment.entries)
-        self._add_up(step)
-        self.last = step
-        if step.kind is SegmentKind.STEP:
-            self._keep(step)
+        spent = self.spent[segment.kind]
+        spent.add(segment.end_s - segment.start_s)
+        self._clock = self._clock.moved_to(segment.entries)
+        missed = self._add_up(segment)
+        self.missed.update(missed)
+        self.last = kept = Kept(self.spent[SegmentKind.STEP].count, segment, self._clock, missed)
+        if segment.kind is SegmentKind.STEP:
+            self._keep(kept)
 
-    def _add_up(self, step: Step) -> None:
-        self.spent[step.kind].add(step.duration_s)
-        self.missed.update(step.missed)
-        acted, exposed = self.acted, self.exposed
-        for act in step.acts:
-            key = act.unit, act.op
-            acted[key] += 1
-            if act.op is Op.WAIT or act.op is Op.FINISH_REDUCE:
-                one = exposed.get(key)
-                if one is None:
-                    one = exposed[key] = Sum()
-                one.add(act.took_s)
+    def _add_up(self, segment: Segment) -> list[Missed]:
+        """Add to the sums, and return the guesses that missed.
 
-    def _keep(self, step: Step) -> None:
-        self._recent.append(step)
-        while len(self._recent) > 1 and sum(one.size for one in self._recent) > MOST_KEPT:
+        A guess is a gather that began while another unit was entered; it missed if the unit is
+        resharded before it is entered itself. (Before that it is waited for: a buffer cannot be
+        freed while a collective writes into it.)
+        """
+        units, entered = self.units, NO_UNIT
+        guessed: dict[int, int] = {}  # unit -> the one that was entered then
+        began: list[tuple[Any, ...]] = []  # actions that have begun
+        missed = []
+        for entry in segment.entries:
+            what = entry[0]
+            if what == ACTS:
+                began.append(entry)
+                action = entry[2]
+                op = action.op
+                if op is _UNSHARD:
+                    unit = entry[3] + action.unit
+                    units[unit].num_gathers += 1
+                    if unit != entered:
+                        guessed[unit] = entered
+                elif guessed and (op is _RESHARD or op is _TO_SECONDARY):
+                    unit = entry[3] + action.unit
+                    if unit in guessed:
+                        missed.append(Missed(unit, guessed.pop(unit), entered))
+            elif what == ACTED:
+                if began:  # otherwise it began in a segment that was cut
+                    self._waited(began.pop(), entry)
+            elif what == HEARD:
+                trigger = entry[2]
+                entered = NO_UNIT
+                if type(trigger) in _ENTERS:
+                    entered = entry[3] + trigger.unit
+                    guessed.pop(entered, None)
+        return missed
+
+    def _waited(self, began: tuple[Any, ...], ended: tuple[Any, ...]) -> None:
+        """Add how long computation waited in an action, if it is one that makes it wait."""
+        action = began[2]
+        op = action.op
+        if op is _WAIT:
+            total = self.units[began[3] + action.unit].gather
+        elif op is _FINISH:
+            total = self.units[began[3] + action.unit].reduction
+        else:
+            return
+        took_s = None if began[4] is None else lane_time(self._clock, began[4], ended[2])[1]
+        total.add(ended[1] - began[1] if took_s is None else took_s)
+
+    def _keep(self, kept: Kept) -> None:
+        self._recent.append(kept)
+        sizes = [len(one.segment.entries) for one in self._recent]
+        while len(sizes) > 1 and sum(sizes) > MOST_KEPT:
             self._recent.popleft()
-        heapq.heappush(self._slowest, (step.duration_s, step.number, step))
+            del sizes[0]
+        duration_s = kept.segment.end_s - kept.segment.start_s
+        heapq.heappush(self._slowest, (duration_s, kept.number, kept))
         if len(self._slowest) > NUM_SLOWEST:
             heapq.heappop(self._slowest)
 
-    def held_by_kind(self) -> dict[str, int]:
-        """Return the bytes of buffers that are held now, by kind."""
-        held: Counter[str] = Counter()
-        for (_, kind), nbytes in self.held.items():
-            held[kind] += nbytes
-        return dict(held)
 
-    def changed(self, kind: str, nbytes: int, storage: int | None, unit: int) -> int:
-        """Book a change of a buffer, made in an action of ``unit``; return the unit it is of."""
-        if storage is not None:
-            if nbytes > 0:
-                self._owners[storage] = unit
-            else:
-                unit = self._owners.pop(storage, unit)
-        left = self.held[unit, kind] = self.held[unit, kind] + nbytes
-        if left == 0:
-            del self.held[unit, kind]
-        return unit
-
-    def lane_times(self, begun: Any, ended: Any) -> tuple[float | None, float | None]:
-        """Return when a lane got to an action, and how long it took."""
-        start_s, end_s = self._clock.time_of(begun), self._clock.time_of(ended)
-        if start_s is None or end_s is None:
-            return None, None
-        return start_s, end_s - start_s
-
-
-class _Reader:
-    """Puts the entries of one segment together."""
-
-    def __init__(self, step: Step, history: History) -> None:
-        self._step = step
-        self._history = history
-        self._open: list[tuple[Any, ...]] = []  # actions that have begun
-        self._guessed: dict[int, int] = {}  # unit -> the one that was entered then
-        self._trigger: Any = None
-        self._entered = NO_UNIT
-
-    def read(self, entries: Iterable[tuple[Any, ...]]) -> None:
-        """Put ``entries`` into the step, in the order in which actions began."""
-        read = (self._heard, self._acts, self._acted, self._held)
-        for entry in entries:
-            read[entry[0]](entry)
-        self._step.acts.sort(key=_start)
-
-    def _heard(self, entry: tuple[Any, ...]) -> None:
-        _, at_s, trigger, base = entry
-        self._trigger = trigger
-        self._step.heard.append((at_s, trigger, base))
-        if type(trigger) in _ENTERS:
-            self._entered = base + trigger.unit
-            self._guessed.pop(self._entered, None)
-        else:
-            self._entered = NO_UNIT
-
-    def _acts(self, entry: tuple[Any, ...]) -> None:
-        self._open.append(entry)
-        _, _, action, base, _ = entry
-        if action.unit is None:
-            return
-        unit = base + action.unit
-        if action.op is Op.UNSHARD:
-            if unit != self._entered:
-                self._guessed[unit] = self._entered
-        elif action.op in _ENDS_GATHER and unit in self._guessed:
-            self._step.missed.append(Missed(unit, self._guessed.pop(unit), self._entered))
-
-    def _acted(self, entry: tuple[Any, ...]) -> None:
-        if not self._open:
-            return  # it began in a segment that was cut
-        _, at_s, action, base, begun = self._open.pop()
-        unit = NO_UNIT if action.unit is None else base + action.unit
-        lane = (None, None) if begun is None else self._history.lane_times(begun, entry[2])
-        self._step.acts.append(Act(action.op, unit, at_s, entry[1] - at_s, *lane))
-
-    def _held(self, entry: tuple[Any, ...]) -> None:
-        _, at_s, kind, nbytes, storage = entry
-        action, base = self._open[-1][2:4] if self._open else (None, 0)
-        unit = NO_UNIT if action is None or action.unit is None else base + action.unit
-        unit = self._history.changed(kind.value, nbytes, storage, unit)
-        self._step.changes.append(Change(at_s, kind.value, nbytes, unit))
-
-
-def _start(act: Act) -> float:
-    return act.start_s
+def lane_time(clock: Clock, began: Any, ended: Any) -> tuple[float | None, float | None]:
+    """Return when a lane got to an action, and how long it took; None if that is not known."""
+    start_s, end_s = clock.time_of(began), clock.time_of(ended)
+    if start_s is None or end_s is None:
+        return None, None
+    return start_s, end_s - start_s

@@ -83,7 +83,7 @@ def units(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
                 "name": unit["name"],
                 "unsharded_nbytes": unit["unsharded_nbytes"],
                 "shard_nbytes": unit["shard_nbytes"],
-                "gathers": ranks[0]["totals"][number]["acted"].get("unshard", 0),
+                "gathers": ranks[0]["totals"][number]["gathers"],
                 "missed": missed[number],
                 "gather_s": gather[0],
                 "reduction_s": reduction[0],
@@ -96,7 +96,7 @@ def units(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
 
 def _exposed(ranks: Sequence[Rank], unit: int, kind: str) -> tuple[float, float]:
     """Return seconds a step, the mean over ranks, and the longest of all."""
-    of = [(rank, one) for rank in ranks if (one := rank["totals"][unit][kind]) is not None]
+    of = [(rank, rank["totals"][unit][kind]) for rank in ranks]
     a_step = [one["total_s"] / max(1, rank["spent"]["step"]["count"]) for rank, one in of]
     return sum(a_step) / len(ranks), max((one["most_s"] for _, one in of), default=0.0)
 

@@ -92,7 +92,7 @@ class Tape:
         del entries[:after]  # the list itself is known to all taps
         if self.is_cut:
             kind, self.is_cut = SegmentKind.PART, False
-        self._done(Segment(kind, self._since_s, end_s, taken))
+        self._done(Segment(kind, self._since_s, end_s, taken, {}))
         self._since_s = end_s
 
     def _begin_forward(self) -> None:
@@ -133,6 +133,7 @@ class Tap:
         self.engine = engine
         self._base = base
         self._tape = tape
+        self._entries = tape.entries
         self._append = tape.entries.append
         self._before = _Before(engine.recorder, engine.meter.watch)
         runs_behind = engine.units[-1].device.type != "cpu"  # else the host's clock tells all
@@ -165,7 +166,7 @@ class Tap:
         trigger, at_s = event.trigger, _now()
         if type(trigger) in _MAY_END:
             self._tape.heard(trigger, self.engine.scheduler.depth, at_s)
-        if len(self._tape.entries) >= MOST_ENTRIES:
+        if len(self._entries) >= MOST_ENTRIES:
             self._tape.cut(at_s)
         self._append((HEARD, at_s, trigger, self._base))
         if self._before.recorder is not None:

@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +23,8 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 from fullshard.plan import rankfile, report
 from fullshard.plan.describe import history_as_json, resting, step_as_json, unit_as_json
-from fullshard.plan.shortage import held_when_it_failed
-from fullshard.plan.steps import Clock, History, Segment
+from fullshard.plan.reading import held_when_it_failed
+from fullshard.plan.steps import HELD, Clock, History, Segment
 from fullshard.plan.tape import Tap, Tape
 
 __all__ = ["Trace", "trace"]
@@ -130,11 +131,8 @@ class _Run:
         self.tape = Tape(self._done)
         self.taps: list[Tap] = []
         self.units = [unit for engine in engines for unit in engine.units]
-        held: dict[str, int] = {}
         for engine in engines:
             self.taps.append(Tap(engine, sum(len(t.engine.units) for t in self.taps), self.tape))
-            for kind, nbytes in engine.meter.held_nbytes.items():
-                held[kind.value] = held.get(kind.value, 0) + nbytes
         for number, tap in enumerate(self.taps):
             try:
                 tap.attach()
@@ -145,7 +143,7 @@ class _Run:
         self._synchronize()
         stamp = engines[0].lanes.stamp(Lane.COMPUTE) if self.device.type != "cpu" else None
         self.start_s, self.wall_ns = time.perf_counter(), time.time_ns()
-        self.history = History(keep, Clock(self.start_s, stamp), held)
+        self.history = History(keep, len(self.units), Clock(self.start_s, stamp))
 
     def end(self, error: BaseException | None) -> dict[str, Any]:
         """Stop listening, and return what the rank's file says."""
@@ -173,16 +171,21 @@ class _Run:
                 for number, engine in enumerate(self.engines)
                 for unit in engine.units
             ],
-            **history_as_json(self.history, self.start_s, len(self.units)),
+            **history_as_json(self.history, self.start_s),
             "unfinished": self._unfinished(error),
             "shortage": self._shortage(error),
         }
 
     def _done(self, segment: Segment) -> None:
+        held: Counter[str] = Counter()
+        for engine in self.engines:
+            held.update({kind.value: n for kind, n in engine.meter.held_nbytes.items()})
+        for _, _, kind, nbytes, _ in (e for e in self.tape.entries if e[0] == HELD):
+            held[kind.value] -= nbytes  # of the next segment already
+        allocated = None
         if self.device.type == "cuda":
-            nbytes = torch.cuda.memory_allocated(self.device)
-            segment = segment._replace(allocated_nbytes=nbytes)
-        self.history.add(segment)
+            allocated = torch.cuda.memory_allocated(self.device)
+        self.history.add(segment._replace(held=dict(held), allocated_nbytes=allocated))
 
     def _synchronize(self) -> None:
         if self._is_async:
@@ -196,8 +199,10 @@ class _Run:
     def _shortage(self, error: BaseException | None) -> dict[str, Any] | None:
         if not isinstance(error, torch.OutOfMemoryError):
             return None
-        where, held = held_when_it_failed(self.history)
-        found = [[unit, kind, nbytes] for (unit, kind), nbytes in held.items() if nbytes]
+        last = self.history.last
+        assert last is not None  # the end of the tape
+        where, held = held_when_it_failed(self.history.kept, last)
+        found = [[unit, kind, nbytes] for (unit, kind), nbytes in held.items()]
         for number, unit in enumerate(self.units):
             found += [[number, kind, nbytes] for kind, nbytes in resting(unit).items() if nbytes]
         text = str(error)
