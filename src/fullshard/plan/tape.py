@@ -71,7 +71,7 @@ class Tape:
                 self._begin_forward()
         elif kind is ForwardExit:
             if depth == 0 and trigger.task == NO_TASK:  # type: ignore[union-attr]
-                self._end_forward(trigger.follows, at_s)  # type: ignore[union-attr]
+                self._end_forward(trigger, at_s)  # type: ignore[arg-type]
         elif kind is WeightsChanged:
             self._changed_s = at_s
         else:  # of an optimizer that steps in backward, the end is the end of the backward
@@ -103,10 +103,10 @@ class Tape:
             self._trains = self._has_grads = False
             self._changed_s = None
 
-    def _end_forward(self, follows: Follows, at_s: float) -> None:
-        if follows >= Follows.BACKWARD:
+    def _end_forward(self, trigger: ForwardExit, at_s: float) -> None:
+        if trigger.follows >= Follows.BACKWARD:
             self._trains = True
-        elif not self._trains and not self._has_grads:
+        elif not (trigger.failed or self._trains or self._has_grads):
             self.close(SegmentKind.EVALUATION, at_s)
 
     def end(self) -> None:
