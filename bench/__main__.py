@@ -30,6 +30,7 @@ from bench import (
     schedule,
     step,
     stream,
+    trace,
     transport,
     weights,
 )
@@ -45,6 +46,7 @@ BENCHES: dict[str, ModuleType] = {
     "padding": padding,
     "memory": memory,
     "schedule": schedule,
+    "trace": trace,
     "transport": transport,
     "checkpoint": checkpoint,
     "weights": weights,

@@ -230,3 +230,12 @@ def test_on_a_device_actions_are_stamped_on_their_lanes() -> None:
     codes = [HEARD, ACTS, ACTS, ACTED, HELD, ACTED, ACTS, ACTED]
     assert [entry[0] for entry in tape.entries] == codes
     assert (engine.recorder, engine.observer, engine.meter.watch) == (None, None, None)
+
+
+def test_guesses_that_an_exception_ended_were_not_wrong() -> None:
+    history = History(5, 2, NO_CLOCK)
+    began = [heard(when.ForwardEnter(0)), acted(Op.UNSHARD, 1, 0.0, 0.0)]
+    dropped = [acted(Op.WAIT, 1, 0.0, 0.0), acted(Op.RESHARD, 1, 0.0, 0.0)]
+    for trigger in (when.ForwardExit(0, failed=True), when.TaskDied(0)):
+        history.add(segment(*began, heard(trigger), *dropped))
+    assert not history.missed

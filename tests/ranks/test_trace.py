@@ -238,9 +238,10 @@ def runs_out(folder: str) -> None:
     assert (found["where"], found["tried_nbytes"]) == ("layers.2", 1024)
     assert found["allocated_nbytes"] == 1 << 20
     nbytes = (DIM + 1) * DIM * 4
-    whole = {unit: one["unsharded"] for unit, one in found["held"].items() if "unsharded" in one}
-    # The one that ran, the root, and the one that was gathered ahead.
-    assert whole == dict.fromkeys(("layers.2", "layers.3", "(root)"), nbytes)
+    for unit in ("layers.2", "(root)"):  # the one that ran, and what encloses it
+        assert found["held"][unit] == {"parameters": nbytes // 2, "unsharded": nbytes}
+    ahead = {"parameters": nbytes // 2, "gather_output": nbytes}
+    assert found["held"]["layers.3"] == ahead
     assert found["held"]["layers.0"] == {"parameters": nbytes // 2}
     ways = [(way["what"].partition("(")[0], way["suffices"]) for way in found["ways"]]
     assert ways[0] == ("set_prefetch_budget", True)

@@ -26,6 +26,8 @@ Rank = Mapping[str, Any]
 LEAST_SHARE = 0.01
 """The share of a step below which exposed communication is not worth a change."""
 LEAST_S = 50e-6
+NEARLY = 0.95
+"""The share of a wait that counts as all of it."""
 NUM_NAMED = 3
 """How many units are named one by one."""
 STRAGGLES = 0.05
@@ -50,8 +52,8 @@ class _Exposed(NamedTuple):
 
     unit: int
     exposed_s: float
-    gain_s: float
-    """How much earlier it would begin with one more unit ahead, or one more reduction."""
+    hidden_s: float
+    """How much of that one more unit ahead, or one more reduction in flight, would hide at most."""
 
 
 def findings(ranks: Sequence[Rank]) -> list[Finding]:
@@ -95,14 +97,14 @@ def _exposed_gather(rank: Rank, one: _Exposed) -> Finding:
     nbytes, name = unit["unsharded_nbytes"], unit["name"]
     budget = rank["engines"][unit["engine"]]["prefetch_budget"]
     said = f"{name}: gather exposed {duration(one.exposed_s)} a step"
-    if one.gain_s <= 0:
+    if one.hidden_s <= 0:
         text = f"{said}; nothing runs before it that could hide it"
         change = f"let less be in {name}, or let its gather begin earlier by unshard(async_op=True)"
         return Finding("gather", name, text, change, one.exposed_s)
     holds = "one unit ahead" if budget is None else f"{size(budget)}, {budget // max(1, nbytes)}"
     holds = f"{holds} such units" if budget is not None else holds
-    hides = one.gain_s >= one.exposed_s
-    would = "hide it" if hides else f"hide {duration(one.gain_s)} of it at most"
+    hides = one.hidden_s >= NEARLY * one.exposed_s
+    would = "hide it" if hides else f"hide {duration(one.hidden_s)} of it at most"
     text = f"{said}, the budget holds {holds}; one more would {would} and cost {size(nbytes)}"
     change = f"set_prefetch_budget({3 * nbytes if budget is None else budget + nbytes})"
     return Finding("gather", name, text, change, one.exposed_s)
@@ -120,7 +122,7 @@ def _exposed_reduction(rank: Rank, one: _Exposed) -> Finding:
     nbytes, name = unit["reduction_nbytes"], unit["name"]
     budget = rank["engines"][unit["engine"]]["reduction_budget"]
     said = f"{name}: reduction exposed {duration(one.exposed_s)} a step"
-    if one.gain_s <= 0:
+    if one.hidden_s <= 0:
         text = f"{said}; backward is over by then, so nothing is left to hide it"
         change = f"let less be in {name}, whose reduction is among the last"
         return Finding("reduction", name, text, change, one.exposed_s)
@@ -141,8 +143,9 @@ def missed_guesses(rank: Rank) -> list[Finding]:
         Finding(
             "guess",
             name(unit),
-            f"{name(unit)} was gathered in vain {count} times: expected after {name(guessed_in)}, "
-            f"but {name(came)} came; {size(count * units[unit]['unsharded_nbytes'])} in all",
+            f"{name(unit)} was gathered in vain {_times(count)}: expected after "
+            f"{name(guessed_in)}, but {name(came)} came; "
+            f"{size(count * units[unit]['unsharded_nbytes'])} in all",
             "where the order of units changes from step to step, name those that follow with "
             "set_modules_to_forward_prefetch, or put units that are skipped together into one",
             0.0,
@@ -196,6 +199,10 @@ def unequal_units(units: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return found
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 def _counts(rank: Rank, one: _Exposed) -> bool:
     return one.exposed_s >= max(LEAST_S, LEAST_SHARE * mean_step_s(rank))
 
@@ -206,9 +213,9 @@ def _mean(steps: Iterable[Iterable[_Exposed]]) -> list[_Exposed]:
     count = 0
     for step in steps:
         count += 1
-        for unit, exposed_s, gain_s in step:
+        for unit, exposed_s, hidden_s in step:
             sums[unit][0] += exposed_s
-            sums[unit][1] += gain_s
+            sums[unit][1] += hidden_s
     found = [_Exposed(unit, *(one / count for one in both)) for unit, both in sums.items()]
     return sorted(found, key=lambda one: -one.exposed_s)
 
@@ -224,8 +231,9 @@ def _gathers(step: Mapping[str, Any]) -> list[_Exposed]:
             begun[unit] = at_s
         elif op == "wait" and unit in begun:
             index = bisect_right(starts, begun.pop(unit)) - 1
-            gain_s = starts[index] - starts[index - 1] if index > 0 else 0.0
-            found.append(_Exposed(unit, took_s(action), gain_s))
+            earlier_s = starts[index] - starts[index - 1] if index > 0 else 0.0
+            exposed_s = took_s(action)
+            found.append(_Exposed(unit, exposed_s, min(exposed_s, earlier_s)))
     return found
 
 
@@ -234,7 +242,7 @@ def _reductions(step: Mapping[str, Any]) -> list[_Exposed]:
     ends = [at_s + took for what, _, at_s, took in step["work"] if what == "backward"]
     last_s = max(ends, default=0.0)
     return [
-        _Exposed(action[1], took_s(action), max(0.0, last_s - action[2]))
+        _Exposed(action[1], took_s(action), min(took_s(action), max(0.0, last_s - action[2])))
         for action in step["actions"]
         if action[0] == "finish_reduce"
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from fullshard.plan.text import size
 __all__ = ["Way", "ways"]
 
 NUM_WAYS = 3
+
+_GATHERED = ("unsharded", "gather_output", "all_gather_input")
 
 
 class Way(NamedTuple):
@@ -41,7 +44,7 @@ def ways(rank: Mapping[str, Any]) -> list[Way]:
 def _in_order_of_cost(
     rank: Mapping[str, Any], shortage: Mapping[str, Any], units: list[dict[str, Any]]
 ) -> list[tuple[str, int, str]]:
-    whole = _by_unit(shortage, "unsharded")
+    whole = _by_unit(shortage, *_GATHERED)
     in_use = {shortage["where"]} | {n for n, unit in enumerate(units) if unit["encloses"]}
     kept = {n for n in whole if units[n]["after_forward"] == "keep"} - in_use
     ahead = whole.keys() - kept - in_use
@@ -84,8 +87,12 @@ def _in_order_of_cost(
     ]
 
 
-def _by_unit(shortage: Mapping[str, Any], kind: str) -> dict[int, int]:
-    return {unit: n for unit, of, n in shortage["held"] if of == kind and unit != NO_UNIT}
+def _by_unit(shortage: Mapping[str, Any], *kinds: str) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for unit, kind, nbytes in shortage["held"]:
+        if kind in kinds and unit != NO_UNIT:
+            found[unit] += nbytes
+    return found
 
 
 def _others(rank: Mapping[str, Any], shortage: Mapping[str, Any]) -> int:

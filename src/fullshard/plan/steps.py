@@ -13,7 +13,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from fullshard.schedule import Op
-from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, UserUnshard, UserWait
+from fullshard.schedule.triggers import (
+    BackwardEnter,
+    ForwardEnter,
+    ForwardExit,
+    TaskDied,
+    UserUnshard,
+    UserWait,
+)
 
 HEARD, ACTS, ACTED, HELD = range(4)
 """First elements of entries, which are tuples with their time next:
@@ -184,12 +191,12 @@ class History:
         return [steps[number] for number in sorted(steps)]
 
     def _take(self, segment: Segment) -> None:
-        spent = self.spent[segment.kind]
-        spent.add(segment.end_s - segment.start_s)
+        self.spent[segment.kind].add(segment.end_s - segment.start_s)
         self._clock = self._clock.moved_to(segment.entries)
         missed = self._add_up(segment)
         self.missed.update(missed)
-        self.last = kept = Kept(self.spent[SegmentKind.STEP].count, segment, self._clock, missed)
+        number = self.spent[SegmentKind.STEP].count + (segment.kind is not SegmentKind.STEP)
+        self.last = kept = Kept(number, segment, self._clock, missed)
         if segment.kind is SegmentKind.STEP:
             self._keep(kept)
 
@@ -228,6 +235,8 @@ class History:
                 if type(trigger) in _ENTERS:
                     entered = entry[3] + trigger.unit
                     guessed.pop(entered, None)
+                elif guessed and _failed(trigger):
+                    guessed.clear()
         return missed
 
     def _waited(self, began: tuple[Any, ...], ended: tuple[Any, ...]) -> None:
@@ -253,6 +262,12 @@ class History:
         heapq.heappush(self._slowest, (duration_s, kept.number, kept))
         if len(self._slowest) > NUM_SLOWEST:
             heapq.heappop(self._slowest)
+
+
+def _failed(trigger: Any) -> bool:
+    """Return whether a trigger tells of an exception; guesses that it ends were not wrong."""
+    kind = type(trigger)
+    return kind is TaskDied or (kind is ForwardExit and trigger.failed)
 
 
 def lane_time(clock: Clock, began: Any, ended: Any) -> tuple[float | None, float | None]:

@@ -211,10 +211,14 @@ def _compared(rank: Rank, number: int | None) -> dict[str, Any] | None:
     if not plan or step is None:
         return None
     names = [unit["name"] for unit in rank["units"]]
+    fails = rank["shortage"] is not None  # then a step is only the beginning of what was planned
     recorded = [op if unit < 0 else f"{op} {unit}" for op, unit, *_ in step["actions"]]
+    planned = plan.get("actions") or recorded
     return {
         "step_s": plan.get("step_s"),
-        "difference": first_difference(recorded, plan.get("actions") or recorded, names),
+        "difference": first_difference(
+            recorded, planned[: len(recorded)] if fails else planned, names
+        ),
         "missed": [names[unit] for unit, *_ in step["missed"]],
     }
 
