@@ -25,7 +25,7 @@ from bench.step import WORLD, one_step
 
 __all__ = ["figures", "report"]
 
-WARM_UP, ROUNDS, STEPS = 4, 40, 5
+WARM_UP, ROUNDS, STEPS = 2, 20, 5
 BOUND = 1.02
 """Largest share of the step without a trace that is aimed at."""
 

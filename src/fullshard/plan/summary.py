@@ -118,7 +118,8 @@ def step_of(rank: Rank, number: int | None) -> Mapping[str, Any] | None:
 def memory(rank: Rank, number: int | None) -> dict[str, Any] | None:
     """Return the bytes of buffers by kind over the time of a step, and what the plan predicts.
 
-    The plan's times are stretched to the length of the step. Its ``same`` are the bytes of the
+    The plan's times are stretched to the length of the step, or if that was not finished to the
+    mean of those before it. Its ``same`` are the bytes of the
     kinds that are recorded, its ``all`` those of all kinds.
     """
     step = step_of(rank, number)
@@ -142,7 +143,7 @@ def memory(rank: Rank, number: int | None) -> dict[str, Any] | None:
         "kinds": kinds,
         "points": [[at_s, *(one.get(kind, 0) for kind in kinds)] for at_s, one in points],
         "most": {"at_s": most[0], "nbytes": sum(most[1].values())},
-        "planned": _planned(rank["plan"], kinds, step["duration_s"]),
+        "planned": _planned(rank, kinds, step["duration_s"]),
     }
 
 
@@ -156,21 +157,21 @@ def thinned(points: list[tuple[float, dict[str, int]]]) -> list[tuple[float, dic
     return [points[0], *largest, points[-1]]
 
 
-def _planned(
-    plan: Mapping[str, Any] | None, kinds: Iterable[str], duration_s: float
-) -> dict[str, Any] | None:
+def _planned(rank: Rank, kinds: Iterable[str], duration_s: float) -> dict[str, Any] | None:
+    plan = rank["plan"]
     if not plan or not plan.get("memory"):
         return None
     moments, same = plan["memory"], set(kinds)
-    length_s = plan.get("step_s") or moments[-1]["at_s"] or 1.0
-    points = [(min(1.0, one["at_s"] / length_s) * duration_s, one["held"]) for one in moments]
+    planned_s = plan.get("step_s") or moments[-1]["at_s"] or 1.0
+    whole_s = duration_s if rank["shortage"] is None else mean_step_s(rank) or planned_s
+    points = [(one["at_s"] / planned_s * whole_s, one["held"]) for one in moments]
     return {
         "hardware": plan.get("hardware"),
         "step_s": plan.get("step_s"),
         "peak": plan.get("peak"),
         "points": [
             [at_s, sum(n for kind, n in held.items() if kind in same), sum(held.values())]
-            for at_s, held in thinned(points)
+            for at_s, held in thinned([one for one in points if one[0] <= duration_s * 1.001])
         ],
     }
 
@@ -206,19 +207,18 @@ def _rows(rank: Rank, step: Mapping[str, Any], shift_s: float) -> dict[str, list
 
 
 def _compared(rank: Rank, number: int | None) -> dict[str, Any] | None:
-    """Return where the actions of a step are others than the plan's, and which guesses missed."""
+    """Return where the actions of a step are others than the plan's, and which guesses missed.
+
+    A step that ended in an error has others for that reason, and is not compared.
+    """
     plan, step = rank["plan"], step_of(rank, number)
-    if not plan or step is None:
+    if not plan or step is None or rank["shortage"] is not None:
         return None
     names = [unit["name"] for unit in rank["units"]]
-    fails = rank["shortage"] is not None  # then a step is only the beginning of what was planned
     recorded = [op if unit < 0 else f"{op} {unit}" for op, unit, *_ in step["actions"]]
-    planned = plan.get("actions") or recorded
     return {
         "step_s": plan.get("step_s"),
-        "difference": first_difference(
-            recorded, planned[: len(recorded)] if fails else planned, names
-        ),
+        "difference": first_difference(recorded, plan.get("actions") or recorded, names),
         "missed": [names[unit] for unit, *_ in step["missed"]],
     }
 
