@@ -176,6 +176,13 @@ def test_a_summary_of_many_ranks_and_long_steps_is_small() -> None:
     assert len(json.dumps(found)) < 2_000_000
 
 
+def test_ranks_with_other_units_do_not_count_in_the_table() -> None:
+    stage = rank_file(1, waited_s=0.5, units=[unit("blocks.9")])
+    stage |= {"totals": stage["totals"][:1]}
+    rows = summarize([rank_file(0, waited_s=0.02), stage])["units"]
+    assert (rows[0]["name"], rows[0]["exposed_s"]) == ("blocks.0", 0.02)
+
+
 def test_a_trace_without_a_step_has_a_report() -> None:
     rank = rank_file(world=1)
     rank |= {"steps": []}

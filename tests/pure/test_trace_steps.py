@@ -141,8 +141,8 @@ class Heard:
 
     def __init__(self) -> None:
         self.segments: list[tuple[Kinds, float]] = []
-        self.tape = Tape(lambda one: self.segments.append((one.kind, one.end_s)))
-        self.tape._since_s = self.at_s = 0.0
+        self.tape = Tape(lambda one: self.segments.append((one.kind, one.end_s)), 0.0)
+        self.at_s = 0.0
 
     def forward(self, follows: Follows = Follows.BACKWARD) -> Heard:
         return self.hear(when.ForwardEnter(0), 1).hear(when.ForwardExit(0, follows=follows), 0)
@@ -215,7 +215,7 @@ def test_on_a_device_actions_are_stamped_on_their_lanes() -> None:
         meter=SimpleNamespace(watch=None),
         scheduler=SimpleNamespace(depth=0),
     )
-    tape = Tape(lambda one: None)
+    tape = Tape(lambda one: None, 0.0)
     tap = Tap(engine, 0, tape)
     tap.attach()
     tap.record(Event(when.GradsReady(0, 0), ()))

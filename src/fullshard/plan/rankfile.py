@@ -10,7 +10,7 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["CLOCKS", "VERSION", "read_all", "write", "write_text"]
+__all__ = ["CLOCKS", "VERSION", "path_of", "read_all", "write", "write_text"]
 
 VERSION = 1
 
@@ -20,9 +20,14 @@ CLOCKS = (
 )
 
 
+def path_of(folder: Path, rank: int) -> Path:
+    """Return the path of the file of ``rank``."""
+    return folder / f"rank-{rank:05}.json"
+
+
 def write(folder: Path, rank: int, found: Mapping[str, Any]) -> Path:
     """Write the file of ``rank`` into ``folder`` and return its path."""
-    path = folder / f"rank-{rank:05}.json"
+    path = path_of(folder, rank)
     write_text(path, json.dumps({"version": VERSION, **found}, separators=(",", ":")))
     return path
 

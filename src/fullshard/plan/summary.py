@@ -71,7 +71,11 @@ def _steps(rank: Rank) -> dict[str, Any]:
 
 
 def units(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
-    """Return a row for each unit, those with the most exposed time first; means over ranks."""
+    """Return a row for each unit of the first rank, those with the most exposed time first.
+
+    Seconds are means over the ranks that have the same units; stages of a pipeline have others.
+    """
+    ranks = [one for one in ranks if _names(one) == _names(ranks[0])]
     rows = []
     missed: Counter[int] = Counter()
     for unit, *_, count in ranks[0]["missed"]:
@@ -92,6 +96,10 @@ def units(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
             }
         )
     return sorted(rows, key=lambda row: -row["exposed_s"])
+
+
+def _names(rank: Rank) -> list[str]:
+    return [unit["name"] for unit in rank["units"]]
 
 
 def _exposed(ranks: Sequence[Rank], unit: int, kind: str) -> tuple[float, float]:
@@ -214,7 +222,7 @@ def _compared(rank: Rank, number: int | None) -> dict[str, Any] | None:
     plan, step = rank["plan"], step_of(rank, number)
     if not plan or step is None or rank["shortage"] is not None:
         return None
-    names = [unit["name"] for unit in rank["units"]]
+    names = _names(rank)
     recorded = [op if unit < 0 else f"{op} {unit}" for op, unit, *_ in step["actions"]]
     return {
         "step_s": plan.get("step_s"),
@@ -243,7 +251,7 @@ def _named(action: str | None, names: Sequence[str]) -> str:
 
 
 def _shortage(rank: Rank) -> dict[str, Any]:
-    shortage, names = rank["shortage"], [unit["name"] for unit in rank["units"]]
+    shortage, names = rank["shortage"], _names(rank)
     held: dict[str, Counter[str]] = {}
     for unit, kind, nbytes in shortage["held"]:
         held.setdefault(names[unit] if unit >= 0 else "(no unit)", Counter())[kind] += nbytes

@@ -54,11 +54,11 @@ class Tape:
     gradient can flow back are evaluation, each a segment of its own.
     """
 
-    def __init__(self, done: Callable[[Segment], None]) -> None:
+    def __init__(self, done: Callable[[Segment], None], start_s: float) -> None:
         self.entries: list[tuple[Any, ...]] = []
         self.is_cut = False
         self._done = done
-        self._since_s = _now()
+        self._since_s = start_s
         self._trains = False  # a forward was run from which a gradient may flow
         self._has_grads = False  # a backward has ended
         self._changed_s: float | None = None  # when weights changed last

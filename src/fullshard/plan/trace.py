@@ -80,8 +80,9 @@ class Trace:
                 f"trace: {type(self._model).__name__} has no unit; expected a model that was given "
                 "to fully_shard, shard_blocks or FullyShardedDataParallel before"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._run = _Run(engines, self._keep)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rankfile.path_of(self.folder, _place()[0]).unlink(missing_ok=True)  # of another run
 
     def stop(self) -> Path:
         """End the recording, write this rank's file, and return its path.
@@ -127,33 +128,36 @@ class _Run:
     def __init__(self, engines: list[Engine], keep: int) -> None:
         self.engines = engines
         self.device = engines[0].units[-1].device
-        self._is_async = self.device.type not in ("cpu", "meta")
-        self.tape = Tape(self._done)
-        self.taps: list[Tap] = []
-        self.units = [unit for engine in engines for unit in engine.units]
-        for engine in engines:
-            self.taps.append(Tap(engine, sum(len(t.engine.units) for t in self.taps), self.tape))
-        for number, tap in enumerate(self.taps):
-            try:
-                tap.attach()
-            except ProtocolError:
-                for attached in self.taps[:number]:
-                    attached.detach()
-                raise
         self._synchronize()
-        stamp = engines[0].lanes.stamp(Lane.COMPUTE) if self.device.type != "cpu" else None
+        lanes = engines[0].lanes
+        stamp = None if self.device.type == "cpu" else lanes.stamp(Lane.COMPUTE)
         self.start_s, self.wall_ns = time.perf_counter(), time.time_ns()
+        self.tape = Tape(self._done, self.start_s)
+        self.units = [unit for engine in engines for unit in engine.units]
         self.history = History(keep, len(self.units), Clock(self.start_s, stamp))
+        self.taps: list[Tap] = []
+        try:
+            for engine in engines:
+                base = sum(len(tap.engine.units) for tap in self.taps)
+                tap = Tap(engine, base, self.tape)
+                tap.attach()
+                self.taps.append(tap)
+        except ProtocolError:
+            self._detach()
+            raise
+
+    def _detach(self) -> None:
+        for tap in self.taps:
+            tap.detach()
 
     def end(self, error: BaseException | None) -> dict[str, Any]:
         """Stop listening, and return what the rank's file says."""
-        for tap in self.taps:
-            tap.detach()
+        self._detach()
         if error is None:  # a device that failed could not be waited for
             self._synchronize()
         self.tape.end()
         self.history.end()
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world = _place()
         policies = [engine.scheduler.policy for engine in self.engines]
         return {
             "rank": rank,
@@ -188,7 +192,7 @@ class _Run:
         self.history.add(segment._replace(held=dict(held), allocated_nbytes=allocated))
 
     def _synchronize(self) -> None:
-        if self._is_async:
+        if self.device.type not in ("cpu", "meta"):
             torch.get_device_module(self.device).synchronize(self.device)
 
     def _unfinished(self, error: BaseException | None) -> dict[str, Any] | None:
@@ -213,6 +217,11 @@ class _Run:
             "allocated_nbytes": _size_in(text, r"([\d.]+) (\w+) is allocated by PyTorch"),
             "held": found,
         }
+
+
+def _place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _size_in(text: str, pattern: str) -> int | None:
