@@ -80,8 +80,8 @@ class Trace:
                 f"trace: {type(self._model).__name__} has no unit; expected a model that was given "
                 "to fully_shard, shard_blocks or FullyShardedDataParallel before"
             )
-        self._run = _Run(engines, self._keep)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._run = _Run(engines, self._keep)
         rankfile.path_of(self.folder, _place()[0]).unlink(missing_ok=True)  # of another run
 
     def stop(self) -> Path:
