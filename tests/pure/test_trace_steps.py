@@ -208,6 +208,7 @@ def test_on_a_device_actions_are_stamped_on_their_lanes() -> None:
     stamped: list[str] = []
     lanes = SimpleNamespace(stamp=lambda lane: stamped.append(lane) or Reading(0.0))
     engine: Any = SimpleNamespace(
+        is_dry=False,
         units=[SimpleNamespace(device=SimpleNamespace(type="cuda"))],
         lanes=lanes,
         recorder=None,

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import FullyShardedDataParallel, fully_shard
+from fullshard import FullyShardedDataParallel, _torch, fully_shard
+from fullshard.comm import dry_world
+from fullshard.device import DryLanes
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
@@ -64,7 +67,8 @@ def engine(model: nn.Module) -> Any:
 
 
 def recorded(folder: Path | str) -> Any:
-    return json.loads((Path(folder) / f"rank-{dist.get_rank():05}.json").read_text())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return json.loads((Path(folder) / f"rank-{rank:05}.json").read_text())
 
 
 def actions(found: Any) -> list[str]:
@@ -183,6 +187,38 @@ def test_a_model_that_does_the_same_in_each_step_misses_nothing(
     pool: RankPool, tmp_path: Path
 ) -> None:
     pool.run(2, never_misses, str(tmp_path))
+
+
+def runs_behind(folder: str) -> None:
+    """On lanes with clocks of their own, on which each gather takes a second."""
+    lanes = DryLanes(duration_s=lambda exchange: 1.0, note=lambda span: None)
+    with dry_world(2, 0, carry=lanes.carry, adds_wide=False):
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(*(nn.Linear(DIM, DIM, device="meta") for _ in range(3)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        engine(model).run_dry(lanes)
+        optimizer = sgd(model)
+        with fullshard.trace(model, folder):
+            for _ in range(3):
+                _torch.run_backward(model(torch.ones(2, DIM, device="meta")).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    found = recorded(folder)
+    for step in found["steps"]:
+        of_lanes = {row[0] for row in step["actions"] if row[5] is not None}
+        assert of_lanes == {"unshard", "wait", "reduce_scatter", "finish_reduce"}
+    # No computation takes time here, so communication is waited for in full: in each step two
+    # gathers of a layer, and the last of the reductions, which overlap with gathers otherwise.
+    gathers = [one["gather"]["total_s"] for one in found["totals"]]
+    assert gathers == [pytest.approx(3 * 2.0)] * 3 + [0.0]
+    reductions = [one["reduction"]["total_s"] for one in found["totals"]]
+    assert reductions == [pytest.approx(3 * 1.0), 0.0, 0.0, 0.0]
+
+
+def test_times_are_those_of_lanes_where_they_have_clocks(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(1, runs_behind, str(tmp_path), process_group=False)
 
 
 class _Boom(Exception):

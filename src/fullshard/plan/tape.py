@@ -27,7 +27,7 @@ from fullshard.schedule.triggers import (
     WeightsChanged,
 )
 
-__all__ = ["MOST_ENTRIES", "Tap", "Tape"]
+__all__ = ["MOST_ENTRIES", "Tap", "Tape", "stamp_of"]
 
 MOST_ENTRIES = 100_000
 """Entries after which a step is cut, so that a loop that never steps fills no memory."""
@@ -116,6 +116,12 @@ class Tape:
         self.close(SegmentKind.PART, _now())
 
 
+def stamp_of(engine: Engine) -> Callable[[Lane], Stamp] | None:
+    """Return what stamps lanes that have clocks of their own; None where the host's tells all."""
+    runs_with_host = engine.units[-1].device.type == "cpu" and not engine.is_dry
+    return None if runs_with_host else engine.lanes.stamp
+
+
 _MAY_END = frozenset({ForwardEnter, ForwardExit, WeightsChanged, TaskEnd})
 
 
@@ -136,8 +142,7 @@ class Tap:
         self._entries = tape.entries
         self._append = tape.entries.append
         self._before = _Before(engine.recorder, engine.meter.watch)
-        runs_behind = engine.units[-1].device.type != "cpu"  # else the host's clock tells all
-        self._stamp: Callable[[Lane], Stamp] | None = engine.lanes.stamp if runs_behind else None
+        self._stamp = stamp_of(engine)
         self._lanes: list[Lane | None] = []  # of the actions under way
 
     def attach(self) -> None:

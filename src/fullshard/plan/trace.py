@@ -25,7 +25,7 @@ from fullshard.plan import rankfile, report
 from fullshard.plan.describe import history_as_json, resting, step_as_json, unit_as_json
 from fullshard.plan.reading import held_when_it_failed
 from fullshard.plan.steps import HELD, Clock, History, Segment
-from fullshard.plan.tape import Tap, Tape
+from fullshard.plan.tape import Tap, Tape, stamp_of
 
 __all__ = ["Trace", "trace"]
 
@@ -129,8 +129,8 @@ class _Run:
         self.engines = engines
         self.device = engines[0].units[-1].device
         self._synchronize()
-        lanes = engines[0].lanes
-        stamp = None if self.device.type == "cpu" else lanes.stamp(Lane.COMPUTE)
+        stamps = stamp_of(engines[0])
+        stamp = None if stamps is None else stamps(Lane.COMPUTE)
         self.start_s, self.wall_ns = time.perf_counter(), time.time_ns()
         self.tape = Tape(self._done, self.start_s)
         self.units = [unit for engine in engines for unit in engine.units]
