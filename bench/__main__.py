@@ -31,6 +31,7 @@ from bench import (
     schedule,
     step,
     stream,
+    trace,
     transport,
     weights,
 )
@@ -47,6 +48,7 @@ BENCHES: dict[str, ModuleType] = {
     "memory": memory,
     "plan": plan,
     "schedule": schedule,
+    "trace": trace,
     "transport": transport,
     "checkpoint": checkpoint,
     "weights": weights,

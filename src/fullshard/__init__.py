@@ -44,6 +44,7 @@ from fullshard.frontend import (
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.plan import plan
 from fullshard.tensors import RaggedTensor
+from fullshard.trace import Trace, trace
 
 __all__ = [
     "AllGather",
@@ -79,6 +80,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Trace",
     "UnshardHandle",
     "checkpoint",
     "errors",
@@ -90,6 +92,7 @@ __all__ = [
     "shard_blocks",
     "share_comm_ctx",
     "stream_params",
+    "trace",
     "unshard_params",
     "wrap",
 ]

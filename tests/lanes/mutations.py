@@ -38,6 +38,10 @@ EXEMPT = {
     ("CpuLanes.wait", "pending.wait()"): "on a CPU",
     ("StreamLanes._timing", "before.record(stream)"): "takes the time",
     ("StreamLanes._timing", "after.record(stream)"): "takes the time",
+    (
+        "StreamLanes.stamp",
+        "event.record(self._current() if lane is Lane.COMPUTE else self._stream(lane))",
+    ): "takes the time",
     ("StreamLanes.waited_s", "after.synchronize()"): "takes the time",
     ("_Pulse.end", "self._thread.join(2 * _PULSE_S)"): "a thread that nothing is written by",
     ("Engine.trigger", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",

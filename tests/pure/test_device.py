@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fullshard.comm import Alone, Done, Label, Pending
 from fullshard.comm.native import Native
-from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter, make_lanes
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec, offload
 from fullshard.layout import ParamSpec, PerParameter, Ragged
@@ -190,6 +190,25 @@ def test_counting_waits_keeps_no_more_events_than_the_device_is_behind(
     assert len(lanes._waits) <= 3  # type: ignore[attr-defined]
     cuda.done = next(cuda._numbers)
     assert lanes.waited_s() == 100
+
+
+def test_stamps_are_read_once_the_device_is_there(cuda: FakeAccelerator) -> None:
+    lanes = lanes_of(cuda)
+    early, late = lanes.stamp(Lane.GATHER), lanes.stamp(Lane.COMPUTE)
+    assert cuda.notes == ["gather records 0", "compute records 1"]
+    assert late.seconds_since(early) is None
+    cuda.done = 0
+    assert late.seconds_since(early) is None
+    cuda.done = 1
+    assert late.seconds_since(early) == 1.0
+    assert not any(note.startswith("host waits") for note in cuda.notes)
+
+
+def test_stamps_of_a_cpu_are_the_time() -> None:
+    lanes = make_lanes(torch.device("cpu"))
+    early = lanes.stamp(Lane.GATHER)
+    took_s = lanes.stamp(Lane.COMPUTE).seconds_since(early)
+    assert took_s is not None and 0 <= took_s < 10
 
 
 def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) -> None:

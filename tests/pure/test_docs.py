@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NAMES = (
     *("quickstart", "concepts", "layouts", "meshes", "units", "communication", "full_parameters"),
-    *("compat", "frameworks", "differences", "migrating", "finetuning", "doctor"),
+    *("compat", "frameworks", "differences", "migrating", "finetuning", "doctor", "tracing"),
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]

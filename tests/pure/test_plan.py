@@ -244,7 +244,7 @@ def test_means_of_whole_values_take_twice_as_long(world: int, nbytes: int) -> No
 @given(st.floats(1e-9, 1e6), st.integers(0, 10**15))
 def test_figures_have_three_digits(seconds: float, nbytes: int) -> None:
     for text, scales, value in (
-        (in_seconds(seconds), {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}, seconds),
+        (in_seconds(seconds), {"s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}, seconds),
         (in_bytes(nbytes), {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}, nbytes),
     ):
         number, unit = text.split()

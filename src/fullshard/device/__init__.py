@@ -5,4 +5,4 @@ from __future__ import annotations
 from fullshard.device.dry import DryLanes, Span
 from fullshard.device.host import HostReader, host_tensor
 from fullshard.device.storage import Buffer, Kind, StorageMeter
-from fullshard.device.streams import Lane, Lanes, Mark, make_lanes
+from fullshard.device.streams import Lane, Lanes, Mark, Stamp, make_lanes

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fullshard.comm import Collectives, Done, Exchange, Pending
-from fullshard.device.streams import Lane, Mark
+from fullshard.device.streams import Lane, Mark, Reading, Stamp
 
 
 class Span(NamedTuple):
@@ -178,6 +178,10 @@ class DryLanes:
     def mark(self) -> Mark:
         """See ``Lanes``."""
         return _Reached(self._at_s[self._lane])
+
+    def stamp(self, lane: Lane) -> Stamp:
+        """Return when the lane is through with its work."""
+        return Reading(max(self.now_s, self._at_s[lane]))
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
         """Return ones: of tensors without memory nothing can be read."""

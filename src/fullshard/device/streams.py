@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,6 +45,37 @@ class Mark(Protocol):
 
     def synchronize(self) -> object:
         """Block the host until the work before it is done."""
+
+
+class Stamp(Protocol):
+    """The time at which a lane reached a point in its work."""
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """Return the seconds from another stamp to this one; None while one is not reached yet.
+
+        Never blocks.
+        """
+
+
+class Reading(NamedTuple):
+    """A stamp of a lane whose clock can be read at once."""
+
+    at_s: float
+
+    def seconds_since(self, earlier: Reading) -> float:
+        """Return the difference, which is always known."""
+        return self.at_s - earlier.at_s
+
+
+class _EventStamp(NamedTuple):
+    event: Any
+
+    def seconds_since(self, earlier: _EventStamp) -> float | None:
+        """Return the time between the two events once the device has passed both."""
+        if not (self.event.query() and earlier.event.query()):
+            return None
+        seconds: float = earlier.event.elapsed_time(self.event) / 1e3
+        return seconds
 
 
 class Lanes(Protocol):
@@ -82,6 +113,9 @@ class Lanes(Protocol):
 
     def mark(self) -> Mark:
         """Return a mark behind all work issued so far on the current lane."""
+
+    def stamp(self, lane: Lane) -> Stamp:
+        """Return a stamp behind all work issued so far on ``lane``; COMPUTE: the current stream."""
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
         """Return the numbers in each of ``values`` (1-D), which the current lane has written.
@@ -141,6 +175,10 @@ class CpuLanes:
     def mark(self) -> Mark:
         """Return a mark that has already been reached."""
         return _Past()
+
+    def stamp(self, lane: Lane) -> Stamp:
+        """Return the host's time."""
+        return Reading(time.perf_counter())
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
         """Return the numbers, which are on the host already."""
@@ -240,6 +278,12 @@ class StreamLanes:
         event: Mark = self._accelerator.Event()
         event.record(self._current())  # type: ignore[attr-defined]
         return event
+
+    def stamp(self, lane: Lane) -> Stamp:
+        """Return an event with a time, recorded on the lane's stream."""
+        event = self._accelerator.Event(enable_timing=True)
+        event.record(self._current() if lane is Lane.COMPUTE else self._stream(lane))
+        return _EventStamp(event)
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
         """Copy all values that are on the device to the host in one blocking copy."""

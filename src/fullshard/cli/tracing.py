@@ -1,0 +1,72 @@
+"""``fullshard trace``: make the report of a trace from the files of its ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fullshard.plan import in_bytes, in_seconds
+from fullshard.trace import combine
+
+__all__ = ["trace_command"]
+
+NUM_UNITS = 20
+
+
+def trace_command(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a trace, or of a run with a folder trace."),
+    ],
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, for programs.")
+    ] = False,
+) -> None:
+    """Combine what all ranks recorded into report.html, summary.json and trace.json."""
+    combined = combine(run)
+    if as_json:
+        print(json.dumps(combined.summary, indent=1))
+        return
+    # Without a terminal lines are as long as they need to be.
+    console = Console()
+    console = console if console.is_terminal else Console(width=1000)
+    _print(combined.summary, console)
+    print(f"report: {combined.page}")
+    print(f"for Perfetto: {combined.trace}")
+
+
+def _print(summary: dict[str, Any], console: Console) -> None:
+    steps = summary["steps"]
+    mean = f", {in_seconds(steps['mean_s'])} in the mean" if steps["count"] else ""
+    print(f"{summary['world']} rank(s), {steps['count']} complete step(s){mean}")
+    if summary["missing_ranks"]:
+        print(f"without a file: ranks {', '.join(map(str, summary['missing_ranks']))}")
+    if summary["shortage"] is not None:
+        _print_shortage(summary["shortage"], console)
+    found = Table("found", "to change", box=None, pad_edge=False)
+    for one in summary["findings"]:
+        found.add_row(one["text"], one["change"])
+    if summary["findings"]:
+        console.print(found)
+    units = Table("unit", "whole", "exposed", "gathers", "reductions", box=None, pad_edge=False)
+    for one in summary["units"][:NUM_UNITS]:
+        times = (in_seconds(one[f"{kind}_s"]) for kind in ("exposed", "gather", "reduction"))
+        units.add_row(one["name"], in_bytes(one["unsharded_nbytes"]), *times)
+    console.print(units)
+    left_out = len(summary["units"]) - NUM_UNITS
+    if left_out > 0:
+        print(f"and {left_out} more units")
+
+
+def _print_shortage(shortage: dict[str, Any], console: Console) -> None:
+    print(f"out of memory on rank {shortage['rank']}: {shortage['message']}")
+    ways = Table("way below", "saves", "costs", box=None, pad_edge=False)
+    for way in shortage["ways"]:
+        ways.add_row(way["what"], in_bytes(way["saves_nbytes"]), way["costs"])
+    console.print(ways)

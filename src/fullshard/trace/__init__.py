@@ -1,0 +1,11 @@
+"""What the engines of a model did, beside the training: recorded, and made into reports.
+
+``trace`` records through the seams of the engine (``tape``), keeps some steps whole and sums of all
+(``steps``), and writes one file for each rank. Reports are made of these files later, by code that
+imports no torch: ``summary`` says what was found, ``chrome`` and ``report`` show it.
+"""
+
+from __future__ import annotations
+
+from fullshard.trace.report import Combined, combine
+from fullshard.trace.trace import Trace, trace

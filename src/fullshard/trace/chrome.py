@@ -1,0 +1,73 @@
+"""Traces in the format of Chrome and Perfetto: one process a rank, one thread a lane."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fullshard.trace.spans import LANES, spans
+
+__all__ = ["chrome_events", "chrome_text"]
+
+_ACTIONS = len(LANES)  # the thread of all actions, as the host carries them out
+
+
+def chrome_text(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Return the parts of a trace file; the whole of it need never be in memory."""
+    yield '{"displayTimeUnit":"ms","traceEvents":[\n'
+    for number, event in enumerate(one for rank in ranks for one in chrome_events(rank)):
+        yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
+    yield "\n]}\n"
+
+
+def chrome_events(rank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return the events of one rank, all its steps that were kept whole."""
+    pid = rank["rank"]
+    yield _name("process_name", pid, 0, f"rank {pid} ({rank['host']}, {rank['device']})")
+    for tid, lane in enumerate((*LANES, "actions")):
+        yield _name("thread_name", pid, tid, lane)
+    ids = itertools.count()
+    for step in rank["steps"]:
+        yield from _of_step(step, rank, ids)
+
+
+def _of_step(
+    step: Mapping[str, Any], rank: Mapping[str, Any], ids: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    pid, names = rank["rank"], [unit["name"] for unit in rank["units"]]
+    at_s = rank["shift_s"] + step["start_s"]
+    yield {"ph": "i", "s": "p", "name": f"step {step['number']}", "pid": pid, "tid": 0} | {
+        "ts": _us(at_s)
+    }
+    for span in spans(step):
+        tid = LANES.index(span.lane)
+        shown = {"name": f"{span.what} {names[span.unit]}", "cat": span.lane}
+        start, end = _us(at_s + span.start_s), _us(at_s + span.start_s + span.took_s)
+        if span.lane in ("model", "exposed"):
+            yield {"ph": "X", **shown, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
+            continue
+        where = {"pid": pid, "tid": tid, "id": f"{pid}.{next(ids)}"}  # they may overlap
+        yield {"ph": "b", **shown, **where, "ts": start}
+        yield {"ph": "e", **shown, **where, "ts": end}
+    for op, unit, start_s, host_s, *_ in step["actions"]:
+        name = op if unit < 0 else f"{op} {names[unit]}"
+        yield {"ph": "X", "cat": "action", "name": name, "pid": pid, "tid": _ACTIONS} | {
+            "ts": _us(at_s + start_s),
+            "dur": _us(host_s),
+        }
+    held = dict(step["held"])
+    for start_s, kind, nbytes, _ in step["buffers"]:
+        held[kind] = held.get(kind, 0) + nbytes
+        yield {"ph": "C", "name": "buffers", "pid": pid, "ts": _us(at_s + start_s)} | {
+            "args": dict(held)
+        }
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)

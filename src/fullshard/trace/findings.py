@@ -1,0 +1,258 @@
+"""What a trace says in plain words, and what to change: pure functions on what rank files hold."""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fullshard.plan.text import in_bytes, in_seconds
+
+__all__ = [
+    "Finding",
+    "exposed_gathers",
+    "exposed_reductions",
+    "findings",
+    "missed_guesses",
+    "stragglers",
+    "unequal_units",
+]
+
+Rank = Mapping[str, Any]
+"""What the file of a rank holds."""
+
+LEAST_SHARE = 0.01
+"""The share of a step below which exposed communication is not worth a change."""
+LEAST_S = 50e-6
+NEARLY = 0.95
+"""The share of a wait that counts as all of it."""
+NUM_NAMED = 3
+"""How many units are named one by one."""
+STRAGGLES = 0.05
+"""The share of a step by which waits differ where one rank holds up the others."""
+LARGE, SMALL = 4.0, 1 / 8
+"""Sizes of units that are unlike the median's."""
+
+
+class Finding(NamedTuple):
+    """Something that costs time or memory."""
+
+    kind: str
+    unit: str | None
+    text: str
+    change: str
+    cost_s: float
+    """Seconds a step; 0: not known."""
+
+
+class _Exposed(NamedTuple):
+    """What one unit costs in a step."""
+
+    unit: int
+    exposed_s: float
+    hidden_s: float
+    """How much of that one more unit ahead, or one more reduction in flight, would hide at most."""
+
+
+def findings(ranks: Sequence[Rank]) -> list[Finding]:
+    """Return all that is found, what costs most first."""
+    found = [
+        *exposed_gathers(ranks[0]),
+        *exposed_reductions(ranks[0]),
+        *missed_guesses(ranks[0]),
+        *stragglers(ranks),
+        *unequal_units(ranks[0]["units"]),
+    ]
+    return sorted(found, key=lambda one: -one.cost_s)
+
+
+def mean_step_s(rank: Rank) -> float:
+    """Return the mean duration of all steps; 0 without any."""
+    spent = rank["spent"]["step"]
+    return float(spent["total_s"] / spent["count"]) if spent["count"] else 0.0
+
+
+def waited_s(rank: Rank) -> float:
+    """Return the seconds a step that computation waited for communication."""
+    exposed = (one[kind] for one in rank["totals"] for kind in ("gather", "reduction"))
+    return float(sum(one["total_s"] for one in exposed) / max(1, rank["spent"]["step"]["count"]))
+
+
+def took_s(action: Sequence[Any]) -> float:
+    """Return the seconds of an action of a rank file: those of its lane if they are known."""
+    return float(action[3] if action[5] is None else action[5])
+
+
+def exposed_gathers(rank: Rank) -> list[Finding]:
+    """Return the units whose gathers computation waits for."""
+    found = [one for one in _mean(map(_gathers, rank["steps"])) if _counts(rank, one)]
+    told = [_exposed_gather(rank, one) for one in found[:NUM_NAMED]]
+    return told + _the_rest("gather", "gathers", found[NUM_NAMED:], rank)
+
+
+def _exposed_gather(rank: Rank, one: _Exposed) -> Finding:
+    unit = rank["units"][one.unit]
+    nbytes, name = unit["unsharded_nbytes"], unit["name"]
+    budget = rank["engines"][unit["engine"]]["prefetch_budget"]
+    said = f"{name}: gather exposed {in_seconds(one.exposed_s)} a step"
+    if one.hidden_s <= 0:
+        text = f"{said}; nothing runs before it that could hide it"
+        change = f"let less be in {name}, or let its gather begin earlier by unshard(async_op=True)"
+        return Finding("gather", name, text, change, one.exposed_s)
+    holds = (
+        "one unit ahead" if budget is None else f"{in_bytes(budget)}, {budget // max(1, nbytes)}"
+    )
+    holds = f"{holds} such units" if budget is not None else holds
+    hides = one.hidden_s >= NEARLY * one.exposed_s
+    would = "hide it" if hides else f"hide {in_seconds(one.hidden_s)} of it at most"
+    text = f"{said}, the budget holds {holds}; one more would {would} and cost {in_bytes(nbytes)}"
+    change = f"set_prefetch_budget({3 * nbytes if budget is None else budget + nbytes})"
+    return Finding("gather", name, text, change, one.exposed_s)
+
+
+def exposed_reductions(rank: Rank) -> list[Finding]:
+    """Return the units whose reductions computation waits for."""
+    found = [one for one in _mean(map(_reductions, rank["steps"])) if _counts(rank, one)]
+    told = [_exposed_reduction(rank, one) for one in found[:NUM_NAMED]]
+    return told + _the_rest("reduction", "reductions", found[NUM_NAMED:], rank)
+
+
+def _exposed_reduction(rank: Rank, one: _Exposed) -> Finding:
+    unit = rank["units"][one.unit]
+    nbytes, name = unit["reduction_nbytes"], unit["name"]
+    budget = rank["engines"][unit["engine"]]["reduction_budget"]
+    said = f"{name}: reduction exposed {in_seconds(one.exposed_s)} a step"
+    if one.hidden_s <= 0:
+        text = f"{said}; backward is over by then, so nothing is left to hide it"
+        change = f"let less be in {name}, whose reduction is among the last"
+        return Finding("reduction", name, text, change, one.exposed_s)
+    holds = "one reduction" if budget is None else in_bytes(budget)
+    text = f"{said}, the budget holds {holds}; one more in flight would cost {in_bytes(nbytes)}"
+    change = f"set_reduction_budget({2 * nbytes if budget is None else budget + nbytes})"
+    return Finding("reduction", name, text, change, one.exposed_s)
+
+
+def missed_guesses(rank: Rank) -> list[Finding]:
+    """Return the guesses of the prefetcher that never came, the most frequent first."""
+    units = rank["units"]
+
+    def name(number: int) -> str:
+        return "the end of the pass" if number < 0 else str(units[number]["name"])
+
+    return [
+        Finding(
+            "guess",
+            name(unit),
+            f"{name(unit)} was gathered in vain {_times(count)}: expected after "
+            f"{name(guessed_in)}, but {name(came)} came; "
+            f"{in_bytes(count * units[unit]['unsharded_nbytes'])} in all",
+            "where the order of units changes from step to step, name those that follow with "
+            "set_modules_to_forward_prefetch, or put units that are skipped together into one",
+            0.0,
+        )
+        for unit, guessed_in, came, count in sorted(rank["missed"], key=lambda one: -one[3])
+    ][: 2 * NUM_NAMED]
+
+
+def stragglers(ranks: Sequence[Rank]) -> list[Finding]:
+    """Return the rank that the others wait for, if there is one: the one that waits least."""
+    waited = sorted((waited_s(rank), rank["rank"], rank["host"]) for rank in ranks)
+    step_s = max(map(mean_step_s, ranks))
+    if len(ranks) < 2 or step_s == 0.0:
+        return []
+    least_s, number, host = waited[0]
+    others_s = statistics.median(one[0] for one in waited[1:])
+    if others_s - least_s < STRAGGLES * step_s:
+        return []
+    return [
+        Finding(
+            "straggler",
+            None,
+            f"rank {number} ({host}) waits {in_seconds(least_s)} a step, the others "
+            f"{in_seconds(others_s)}: they wait for it",
+            f"look for what slows rank {number}: its input, its processor, or its device",
+            others_s - least_s,
+        )
+    ]
+
+
+def unequal_units(units: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return units that are far larger or smaller than the median of those that enclose none."""
+    leaves = [one for one in units if not one["encloses"] and one["unsharded_nbytes"]]
+    if len(leaves) < 4:
+        return []
+    median = statistics.median(one["unsharded_nbytes"] for one in leaves)
+    large = [one for one in leaves if one["unsharded_nbytes"] > LARGE * median]
+    small = [one for one in leaves if one["unsharded_nbytes"] < SMALL * median]
+    found = []
+    for some, far, change in (
+        (large, "far larger", "split it, so that its gather hides behind its neighbours"),
+        (small, "far smaller", "put it into one unit with a neighbour: fewer, larger messages"),
+    ):
+        if some:
+            sizes = ", ".join(
+                f"{one['name']} ({in_bytes(one['unsharded_nbytes'])})" for one in some[:5]
+            )
+            more = f" and {len(some) - 5} more" if len(some) > 5 else ""
+            text = f"{far} than the median unit ({in_bytes(median)}): {sizes}{more}"
+            found.append(Finding("size", some[0]["name"], text, change, 0.0))
+    return found
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _counts(rank: Rank, one: _Exposed) -> bool:
+    return one.exposed_s >= max(LEAST_S, LEAST_SHARE * mean_step_s(rank))
+
+
+def _mean(steps: Iterable[Iterable[_Exposed]]) -> list[_Exposed]:
+    """Return the mean over steps for each unit, the most exposed first."""
+    sums: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    count = 0
+    for step in steps:
+        count += 1
+        for unit, exposed_s, hidden_s in step:
+            sums[unit][0] += exposed_s
+            sums[unit][1] += hidden_s
+    found = [_Exposed(unit, *(one / count for one in both)) for unit, both in sums.items()]
+    return sorted(found, key=lambda one: -one.exposed_s)
+
+
+def _gathers(step: Mapping[str, Any]) -> list[_Exposed]:
+    """Return what was waited for gathers, and how much earlier each could have begun."""
+    starts = sorted(at_s for _, _, at_s, _ in step["work"])
+    begun: dict[int, float] = {}
+    found = []
+    for action in step["actions"]:
+        op, unit, at_s = action[:3]
+        if op == "unshard":
+            begun[unit] = at_s
+        elif op == "wait" and unit in begun:
+            index = bisect_right(starts, begun.pop(unit)) - 1
+            earlier_s = starts[index] - starts[index - 1] if index > 0 else 0.0
+            exposed_s = took_s(action)
+            found.append(_Exposed(unit, exposed_s, min(exposed_s, earlier_s)))
+    return found
+
+
+def _reductions(step: Mapping[str, Any]) -> list[_Exposed]:
+    """Return what was waited for reductions, and the backward that was still to come then."""
+    ends = [at_s + took for what, _, at_s, took in step["work"] if what == "backward"]
+    last_s = max(ends, default=0.0)
+    return [
+        _Exposed(action[1], took_s(action), min(took_s(action), max(0.0, last_s - action[2])))
+        for action in step["actions"]
+        if action[0] == "finish_reduce"
+    ]
+
+
+def _the_rest(kind: str, what: str, rest: Sequence[_Exposed], rank: Rank) -> list[Finding]:
+    if not rest:
+        return []
+    total_s = sum(one.exposed_s for one in rest)
+    text = f"{what} of {len(rest)} more units are exposed, {in_seconds(total_s)} a step together"
+    return [Finding(kind, None, text, "see the table of units", rest[0].exposed_s)]

@@ -1,0 +1,76 @@
+"""The file that each rank of a trace leaves behind: how it is written, read, and aligned."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+__all__ = ["CLOCKS", "VERSION", "path_of", "read_all", "write", "write_text"]
+
+VERSION = 1
+
+CLOCKS = (
+    "Ranks are aligned by the wall clocks of their hosts: to microseconds on one host, between "
+    "hosts as well as those clocks agree, with NTP some milliseconds. Durations do not depend on it"
+)
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Return the path of the file of ``rank``."""
+    return folder / f"rank-{rank:05}.json"
+
+
+def write(folder: Path, rank: int, found: Mapping[str, Any]) -> Path:
+    """Write the file of ``rank`` into ``folder`` and return its path."""
+    path = path_of(folder, rank)
+    write_text(path, json.dumps({"version": VERSION, **found}, separators=(",", ":")))
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of which a reader sees all or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_all(folder: str | Path) -> list[dict[str, Any]]:
+    """Return what the rank files in ``folder``, or in its folder ``trace``, hold, by rank.
+
+    Each gets ``shift_s``: seconds from the first rank's start to its own. Files of ranks that the
+    trace of rank 0 had not, left by another run, are passed over.
+
+    Raises:
+        ConfigError: there are none, or one cannot be read.
+    """
+    root = Path(folder)
+    paths = sorted(root.glob("rank-*.json")) or sorted((root / "trace").glob("rank-*.json"))
+    if not paths:
+        raise ConfigError(
+            f"{root}: found no rank-00000.json there or in {root / 'trace'}; expected the folder "
+            "that was given to fullshard.trace(model, folder), after its stop()"
+        )
+    ranks = [_read(path) for path in paths]
+    ranks = [one for one in ranks if one["rank"] < ranks[0]["world"]]
+    first_ns = min(one["started"]["wall_ns"] for one in ranks)
+    for one in ranks:
+        one["shift_s"] = (one["started"]["wall_ns"] - first_ns) / 1e9
+    return ranks
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({error}); trace again") from error
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise ConfigError(
+            f"{path}: expected a rank's trace of version {VERSION}, as this fullshard writes; "
+            "trace again, or read it with the version that wrote it"
+        )
+    return found

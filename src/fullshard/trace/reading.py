@@ -1,0 +1,192 @@
+"""Puts together what a tape says of one step: actions with their times, work, changes of buffers.
+
+Runs when a trace is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fullshard.schedule.triggers import (
+    NO_TASK,
+    BackwardEnter,
+    ForwardEnter,
+    ForwardExit,
+    TaskDied,
+    TaskEnd,
+)
+from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, NO_UNIT, Kept, Segment, lane_time
+
+__all__ = ["Act", "Change", "Failed", "Step", "Work", "held_when_it_failed", "read"]
+
+
+class Act(NamedTuple):
+    """An action: its unit, by number in the tree, and when it was carried out."""
+
+    op: str
+    unit: int
+    start_s: float
+    host_s: float
+    """Seconds of the host."""
+    lane_start_s: float | None = None
+    """When its lane of a device got there; None: not known, or no work of a lane."""
+    lane_s: float | None = None
+
+
+class Work(NamedTuple):
+    """A forward, a recompute or a backward of a unit, as the host issued it."""
+
+    what: str
+    unit: int
+    start_s: float
+    took_s: float
+
+
+class Change(NamedTuple):
+    """A buffer that grew or shrank."""
+
+    at_s: float
+    kind: str
+    nbytes: int
+    unit: int
+
+
+@dataclass
+class Step:
+    """What happened in a segment."""
+
+    held: dict[str, int]
+    """Bytes of buffers by kind when it began."""
+    acts: list[Act] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+
+class Failed(NamedTuple):
+    """What was held when an exception came, by unit and kind, and the unit that ran last."""
+
+    unit: int
+    held: dict[tuple[int, str], int]
+
+
+def read(kept: Kept) -> Step:
+    """Return what happened in a step, in the order in which it began."""
+    segment = kept.segment
+    changes = [change for change, _ in _changes(segment.entries)]
+    held = Counter(segment.held)
+    for change in changes:
+        held[change.kind] -= change.nbytes
+    acts = sorted(_acts(kept), key=lambda act: act.start_s)
+    works = sorted(_works(segment.entries), key=lambda work: work.start_s)
+    return Step(dict(held), acts, works, changes)
+
+
+def _acts(kept: Kept) -> Iterator[Act]:
+    began: list[tuple[Any, ...]] = []
+    for entry in kept.segment.entries:
+        if entry[0] == ACTS:
+            began.append(entry)
+        elif entry[0] == ACTED and began:
+            _, at_s, action, base, stamp = began.pop()
+            lane = lane_time(kept.clock, stamp, entry[2])
+            yield Act(action.op.value, _unit(action, base), at_s, entry[1] - at_s, *lane)
+
+
+def _works(entries: Iterable[tuple[Any, ...]]) -> Iterator[Work]:
+    """Return what the model computed; the backward of a unit lasts until that of another begins."""
+    forwards: list[Work] = []
+    backward: Work | None = None
+    for entry in entries:
+        if entry[0] != HEARD:
+            continue
+        _, at_s, trigger, base = entry
+        kind = type(trigger)
+        if kind is ForwardEnter:
+            what = "forward" if trigger.task == NO_TASK else "recompute"
+            forwards.append(Work(what, base + trigger.unit, at_s, 0.0))
+        elif kind is ForwardExit:
+            yield from _left(forwards, base + trigger.unit, at_s)
+        elif kind in (BackwardEnter, TaskEnd, TaskDied):
+            if backward is not None:
+                yield backward._replace(took_s=at_s - backward.start_s)
+            enters = kind is BackwardEnter
+            backward = Work("backward", base + trigger.unit, at_s, 0.0) if enters else None
+
+
+def _left(forwards: list[Work], unit: int, at_s: float) -> Iterator[Work]:
+    """Close the forward of ``unit``, and those inside of it that an exception ended."""
+    if not any(one.unit == unit for one in forwards):
+        return
+    while forwards:
+        one = forwards.pop()
+        yield one._replace(took_s=at_s - one.start_s)
+        if one.unit == unit:
+            return
+
+
+def _changes(entries: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Change, int | None]]:
+    """Return changes of buffers, in actions of which units, and the ids of their storages."""
+    began: list[int] = []
+    for entry in entries:
+        if entry[0] == ACTS:
+            began.append(_unit(entry[2], entry[3]))
+        elif entry[0] == ACTED and began:
+            began.pop()
+        elif entry[0] == HELD:
+            _, at_s, kind, nbytes, storage = entry
+            yield Change(at_s, kind.value, nbytes, began[-1] if began else NO_UNIT), storage
+
+
+def held_when_it_failed(steps: Iterable[Kept], last: Kept) -> Failed:
+    """Return what was held before the exception in ``last``, which nothing had freed by then.
+
+    The exception has passed through forwards and backwards before a trace sees it, and those have
+    freed what they held. So only what comes before the first trigger that told of it counts. Which
+    unit a buffer is of is known if it was made in ``steps`` or in ``last``.
+    """
+    unit, failed_s = _failure(last.segment)
+    held: Counter[tuple[int, str]] = Counter()
+    owners: dict[int, int] = {}
+    in_all = Counter(last.segment.held)
+    for one in (*(step for step in steps if step is not last), last):
+        for change, storage in _changes(one.segment.entries):
+            if change.at_s >= failed_s:
+                in_all[change.kind] -= change.nbytes
+                continue
+            owner = change.unit
+            if storage is not None:
+                owner = _owner(owners, storage, change)
+            held[owner, change.kind] += change.nbytes
+    known: Counter[str] = Counter()
+    for (owner, kind), nbytes in held.items():
+        known[kind] += nbytes if owner != NO_UNIT else 0
+    found = {key: nbytes for key, nbytes in held.items() if nbytes > 0 and key[0] != NO_UNIT}
+    rest = {(NO_UNIT, kind): nbytes - known[kind] for kind, nbytes in in_all.items()}
+    return Failed(unit, found | {key: nbytes for key, nbytes in rest.items() if nbytes > 0})
+
+
+def _owner(owners: dict[int, int], storage: int, change: Change) -> int:
+    if change.nbytes > 0:
+        owners[storage] = change.unit
+        return change.unit
+    return owners.pop(storage, NO_UNIT)
+
+
+def _failure(segment: Segment) -> tuple[int, float]:
+    """Return the unit that ran last before the exception, and when the first trigger told of it."""
+    unit = NO_UNIT
+    for entry in segment.entries:
+        if entry[0] == HEARD:
+            _, at_s, trigger, base = entry
+            if isinstance(trigger, TaskDied) or getattr(trigger, "failed", False):
+                return unit, at_s
+            if isinstance(trigger, (ForwardEnter, BackwardEnter)):
+                unit = base + trigger.unit
+    return unit, segment.end_s
+
+
+def _unit(action: Any, base: int) -> int:
+    return NO_UNIT if action.unit is None else base + int(action.unit)

@@ -1,0 +1,56 @@
+"""Reports of traces: ``trace.json`` for Perfetto, ``summary.json``, and ``report.html`` to read."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.trace import rankfile
+from fullshard.trace.chrome import chrome_text
+from fullshard.trace.summary import summarize
+
+__all__ = ["Combined", "combine", "page"]
+
+_DATA = "{{data}}"
+
+
+class Combined(NamedTuple):
+    """What was written, and the summary that is in it."""
+
+    summary: dict[str, Any]
+    page: Path
+    trace: Path
+
+
+def combine(folder: str | Path) -> Combined:
+    """Combine the files of all ranks in ``folder``, or in its folder ``trace``, into a report.
+
+    Writes ``trace.json`` (for Perfetto or chrome://tracing), ``summary.json`` and ``report.html``
+    beside them; the page loads nothing, and all its figures are those of the summary.
+
+    Raises:
+        ConfigError: there are no such files, or one cannot be read.
+    """
+    ranks = rankfile.read_all(folder)
+    root = Path(folder)
+    if not any(root.glob("rank-*.json")):
+        root = root / "trace"
+    summary = summarize(ranks)
+    rankfile.write_text(root / "summary.json", json.dumps(summary, indent=1) + "\n")
+    rankfile.write_text(root / "report.html", page(summary))
+    trace = root / "trace.json"
+    temporary = trace.with_name(f".trace.json.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(chrome_text(ranks))
+    temporary.replace(trace)
+    return Combined(summary, root / "report.html", trace)
+
+
+def page(summary: dict[str, Any]) -> str:
+    """Return the report as one HTML file."""
+    template = resources.files("fullshard.trace").joinpath("report.html").read_text("utf-8")
+    # Inside of a script element only "<" could be taken for something else than JSON.
+    return template.replace(_DATA, json.dumps(summary).replace("<", "\\u003c"))

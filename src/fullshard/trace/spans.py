@@ -1,0 +1,51 @@
+"""What was under way when, from the actions of a step: for lanes in a report, and for Chrome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["LANES", "Span", "spans"]
+
+LANES = ("model", "exposed", "gathers", "reductions")
+"""What the model computes, what it waits for, and communication from its start to its end."""
+
+_STARTS = {"unshard": "gathers", "reduce_scatter": "reductions"}
+_ENDS = {"wait": "gathers", "finish_reduce": "reductions", "keep_partial": "reductions"}
+
+
+class Span(NamedTuple):
+    """A stretch of time, in seconds since the step began."""
+
+    lane: str
+    what: str
+    unit: int
+    start_s: float
+    took_s: float
+
+
+def spans(step: Mapping[str, Any]) -> list[Span]:
+    """Return all spans of a step of a rank file; of a lane of a device if its times are known.
+
+    A gather lasts until its result is waited for: it may have been complete earlier.
+    """
+    found = [Span("model", what, unit, at_s, took) for what, unit, at_s, took in step["work"]]
+    begun: dict[tuple[str, int], float] = {}
+    for action in step["actions"]:
+        op, unit = action[0], action[1]
+        start_s, took_s = _when(action)
+        if op in _STARTS:
+            begun[_STARTS[op], unit] = start_s
+        elif op in _ENDS:
+            at_s = begun.pop((_ENDS[op], unit), None)
+            if at_s is not None:
+                end_s = start_s + took_s
+                found.append(Span(_ENDS[op], op, unit, at_s, max(0.0, end_s - at_s)))
+            if op != "keep_partial":
+                found.append(Span("exposed", op, unit, start_s, took_s))
+    return found
+
+
+def _when(action: Sequence[Any]) -> tuple[float, float]:
+    _, _, at_s, host_s, lane_start_s, lane_s = action
+    return (at_s, host_s) if lane_start_s is None else (lane_start_s, lane_s)

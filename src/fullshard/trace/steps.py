@@ -1,0 +1,278 @@
+"""What is kept of the steps of a trace: the last and the slowest whole, sums of all.
+
+This runs once a step, beside the training; entries are put together only when a trace is over
+(``plan/reading.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from fullshard.schedule import Op
+from fullshard.schedule.triggers import (
+    BackwardEnter,
+    ForwardEnter,
+    ForwardExit,
+    TaskDied,
+    UserUnshard,
+    UserWait,
+)
+
+HEARD, ACTS, ACTED, HELD = range(4)
+"""First elements of entries, which are tuples with their time next:
+
+    HEARD   trigger, number of its engine's unit 0
+    ACTS    action that begins, number of its engine's unit 0, stamp of its lane or None
+    ACTED   stamp of the lane of the innermost action, which ends
+    HELD    kind of a buffer, bytes that it holds more, id of its storage or None
+"""
+
+MOST_KEPT = 100_000
+"""Entries of all steps that are kept whole; beyond these the oldest are only summed."""
+
+NUM_SLOWEST = 3
+"""Steps that are kept whole because none of those before them took longer."""
+
+_BEHIND = 4  # segments whose device times are waited for
+
+NO_UNIT = -1
+
+_ENTERS = frozenset({ForwardEnter, BackwardEnter, UserWait, UserUnshard})
+
+# Looking up an enum member takes longer than the work that needs the member.
+_UNSHARD, _WAIT, _FINISH = Op.UNSHARD, Op.WAIT, Op.FINISH_REDUCE
+_RESHARD, _TO_SECONDARY = Op.RESHARD, Op.RESHARD_TO_SECONDARY
+
+
+class SegmentKind(enum.StrEnum):
+    """What the entries between two ends of steps are."""
+
+    STEP = "step"
+    EVALUATION = "evaluation"
+    PART = "part"
+    """A part of a step that is not kept whole, or was not finished."""
+
+
+class Segment(NamedTuple):
+    """The entries between two moments, as the tape has them."""
+
+    kind: SegmentKind
+    start_s: float
+    end_s: float
+    entries: list[tuple[Any, ...]]
+    held: dict[str, int]
+    """Bytes of buffers by kind when it was over."""
+    allocated_nbytes: int | None = None
+    """Bytes that tensors held on the device then."""
+
+
+class Missed(NamedTuple):
+    """A gather ahead of its time for a unit that never came."""
+
+    unit: int
+    guessed_in: int
+    """The unit that was entered when the guess was made."""
+    came: int
+    """The unit that came in its stead; NO_UNIT: the pass ended."""
+
+
+class Sum:
+    """The count, sum and maximum of durations."""
+
+    __slots__ = ("count", "most_s", "total_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total_s = self.most_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count ``seconds``."""
+        self.count += 1
+        self.total_s += seconds
+        if seconds > self.most_s:
+            self.most_s = seconds
+
+    def as_json(self) -> dict[str, float]:
+        """Return a dict for JSON."""
+        return {"count": self.count, "total_s": self.total_s, "most_s": self.most_s}
+
+
+class Clock(NamedTuple):
+    """The host's time at which a lane reached a stamp.
+
+    Each segment measures from its own first stamp, because a device tells differences in 32 bits:
+    after an hour they would be good to a quarter of a millisecond only.
+    """
+
+    at_s: float
+    stamp: Any
+
+    def time_of(self, stamp: Any) -> float | None:
+        """Return the time of ``stamp``; None if there is none, or its lane is not there yet."""
+        if stamp is None or self.stamp is None:
+            return None
+        since: float | None = stamp.seconds_since(self.stamp)
+        return None if since is None else self.at_s + since
+
+    def moved_to(self, entries: Iterable[tuple[Any, ...]]) -> Clock:
+        """Return a clock that measures from the first stamp of ``entries``."""
+        first = next((e[4] for e in entries if e[0] == ACTS and e[4] is not None), None)
+        at_s = self.time_of(first)
+        return self if at_s is None else Clock(at_s, first)
+
+    def is_past(self, segment: Segment) -> bool:
+        """Return whether the device has done all work of ``segment``."""
+        stamps = (e[2] for e in reversed(segment.entries) if e[0] == ACTED)
+        last = next((stamp for stamp in stamps if stamp is not None), None)
+        return last is None or self.time_of(last) is not None
+
+
+class Kept(NamedTuple):
+    """A segment that is kept whole."""
+
+    number: int
+    segment: Segment
+    clock: Clock
+    missed: list[Missed]
+
+
+class UnitSums:
+    """Sums over all steps of one unit."""
+
+    def __init__(self) -> None:
+        self.num_gathers = 0
+        self.gather = Sum()
+        """What computation waited for its gathers."""
+        self.reduction = Sum()
+        """The same for its reductions."""
+
+
+class History:
+    """The steps of a trace, in memory that does not grow with their number.
+
+    Attributes:
+        units: sums of each unit.
+        missed: how often each guess was wrong.
+        spent: durations by kind of segment.
+        last: the segment that was taken in last, whatever it was.
+    """
+
+    def __init__(self, keep: int, num_units: int, clock: Clock) -> None:
+        self.units = [UnitSums() for _ in range(num_units)]
+        self.missed: Counter[Missed] = Counter()
+        self.spent = {kind: Sum() for kind in SegmentKind}
+        self.last: Kept | None = None
+        self._clock = clock
+        self._recent: deque[Kept] = deque(maxlen=keep)
+        self._slowest: list[tuple[float, int, Kept]] = []
+        self._waiting: deque[Segment] = deque()
+
+    def add(self, segment: Segment) -> None:
+        """Take in a segment, later if a device has not done its work yet."""
+        waiting = self._waiting
+        waiting.append(segment)
+        while waiting and (len(waiting) > _BEHIND or self._clock.is_past(waiting[0])):
+            self._take(waiting.popleft())
+
+    def end(self) -> None:
+        """Take in all that is left."""
+        while self._waiting:
+            self._take(self._waiting.popleft())
+
+    @property
+    def kept(self) -> list[Kept]:
+        """The steps that are kept whole, in order."""
+        steps = {one.number: one for *_, one in self._slowest}
+        steps |= {one.number: one for one in self._recent}
+        return [steps[number] for number in sorted(steps)]
+
+    def _take(self, segment: Segment) -> None:
+        self.spent[segment.kind].add(segment.end_s - segment.start_s)
+        self._clock = self._clock.moved_to(segment.entries)
+        missed = self._add_up(segment)
+        self.missed.update(missed)
+        number = self.spent[SegmentKind.STEP].count + (segment.kind is not SegmentKind.STEP)
+        self.last = kept = Kept(number, segment, self._clock, missed)
+        if segment.kind is SegmentKind.STEP:
+            self._keep(kept)
+
+    def _add_up(self, segment: Segment) -> list[Missed]:
+        """Add to the sums, and return the guesses that missed.
+
+        A guess is a gather that began while another unit was entered; it missed if the unit is
+        resharded before it is entered itself. (Before that it is waited for: a buffer cannot be
+        freed while a collective writes into it.)
+        """
+        units, entered = self.units, NO_UNIT
+        guessed: dict[int, int] = {}  # unit -> the one that was entered then
+        began: list[tuple[Any, ...]] = []  # actions that have begun
+        missed = []
+        for entry in segment.entries:
+            what = entry[0]
+            if what == ACTS:
+                began.append(entry)
+                action = entry[2]
+                op = action.op
+                if op is _UNSHARD:
+                    unit = entry[3] + action.unit
+                    units[unit].num_gathers += 1
+                    if unit != entered:
+                        guessed[unit] = entered
+                elif guessed and (op is _RESHARD or op is _TO_SECONDARY):
+                    unit = entry[3] + action.unit
+                    if unit in guessed:
+                        missed.append(Missed(unit, guessed.pop(unit), entered))
+            elif what == ACTED:
+                if began:  # otherwise it began in a segment that was cut
+                    self._waited(began.pop(), entry)
+            elif what == HEARD:
+                trigger = entry[2]
+                entered = NO_UNIT
+                if type(trigger) in _ENTERS:
+                    entered = entry[3] + trigger.unit
+                    guessed.pop(entered, None)
+                elif guessed and _failed(trigger):
+                    guessed.clear()
+        return missed
+
+    def _waited(self, began: tuple[Any, ...], ended: tuple[Any, ...]) -> None:
+        """Add how long computation waited in an action, if it is one that makes it wait."""
+        action = began[2]
+        op = action.op
+        if op is _WAIT:
+            total = self.units[began[3] + action.unit].gather
+        elif op is _FINISH:
+            total = self.units[began[3] + action.unit].reduction
+        else:
+            return
+        took_s = None if began[4] is None else lane_time(self._clock, began[4], ended[2])[1]
+        total.add(ended[1] - began[1] if took_s is None else took_s)
+
+    def _keep(self, kept: Kept) -> None:
+        self._recent.append(kept)
+        sizes = [len(one.segment.entries) for one in self._recent]
+        while len(sizes) > 1 and sum(sizes) > MOST_KEPT:
+            self._recent.popleft()
+            del sizes[0]
+        duration_s = kept.segment.end_s - kept.segment.start_s
+        heapq.heappush(self._slowest, (duration_s, kept.number, kept))
+        if len(self._slowest) > NUM_SLOWEST:
+            heapq.heappop(self._slowest)
+
+
+def _failed(trigger: Any) -> bool:
+    """Return whether a trigger tells of an exception; guesses that it ends were not wrong."""
+    kind = type(trigger)
+    return kind is TaskDied or (kind is ForwardExit and trigger.failed)
+
+
+def lane_time(clock: Clock, began: Any, ended: Any) -> tuple[float | None, float | None]:
+    """Return when a lane got to an action, and how long it took; None if that is not known."""
+    start_s, end_s = clock.time_of(began), clock.time_of(ended)
+    if start_s is None or end_s is None:
+        return None, None
+    return start_s, end_s - start_s

@@ -1,0 +1,205 @@
+"""What a trace hears of engines while they run: a list of tuples, and little else.
+
+Everything here runs beside every action of a step, so nothing is looked up, formatted or added up
+that could be later (``plan/steps.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fullshard.device import Kind, Lane, Stamp
+from fullshard.engine import Engine
+from fullshard.errors import ProtocolError
+from fullshard.schedule import Action, Event, Op
+from fullshard.schedule.triggers import (
+    NO_TASK,
+    Follows,
+    ForwardEnter,
+    ForwardExit,
+    TaskEnd,
+    Trigger,
+    WeightsChanged,
+)
+from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, Segment, SegmentKind
+
+__all__ = ["MOST_ENTRIES", "Tap", "Tape", "stamp_of"]
+
+MOST_ENTRIES = 100_000
+"""Entries after which a step is cut, so that a loop that never steps fills no memory."""
+
+_LANES = {
+    Op.UNSHARD: Lane.GATHER,
+    Op.WAIT: Lane.COMPUTE,
+    Op.REDUCE_SCATTER: Lane.REDUCE,
+    Op.ALL_REDUCE: Lane.REDUCE,
+    Op.KEEP_PARTIAL: Lane.REDUCE,
+    Op.FINISH_REDUCE: Lane.COMPUTE,
+}
+"""The lanes on which actions take a device's time; the others only make lanes wait."""
+
+_now = time.perf_counter
+
+
+class Tape:
+    """The entries of the step under way, from all engines of a tree, and where the step ends.
+
+    A step ends with the last change of weights after a backward; that is known when the next
+    forward begins. So gradients may be accumulated over any number of backwards, and any number of
+    optimizers may step after them. Before its first forward that trains, forwards from which no
+    gradient can flow back are evaluation, each a segment of its own.
+    """
+
+    def __init__(self, done: Callable[[Segment], None], start_s: float) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+        self.is_cut = False
+        self._done = done
+        self._since_s = start_s
+        self._trains = False  # a forward was run from which a gradient may flow
+        self._has_grads = False  # a backward has ended
+        self._changed_s: float | None = None  # when weights changed last
+
+    def heard(self, trigger: Trigger, depth: int, at_s: float) -> None:
+        """Take note of a trigger that may end a segment; ``depth`` counts forwards that run."""
+        kind = type(trigger)
+        if kind is ForwardEnter:
+            if depth == 1 and trigger.task == NO_TASK:  # type: ignore[union-attr]
+                self._begin_forward()
+        elif kind is ForwardExit:
+            if depth == 0 and trigger.task == NO_TASK:  # type: ignore[union-attr]
+                self._end_forward(trigger, at_s)  # type: ignore[arg-type]
+        elif kind is WeightsChanged:
+            self._changed_s = at_s
+        else:  # of an optimizer that steps in backward, the end is the end of the backward
+            self._has_grads = True
+            self._changed_s = None if self._changed_s is None else at_s
+
+    def cut(self, at_s: float) -> None:
+        """End a segment in the middle of a step that has become too long to be kept."""
+        self.close(SegmentKind.PART, at_s)
+        self.is_cut = True
+
+    def close(self, kind: SegmentKind, end_s: float) -> None:
+        """Hand over the entries up to ``end_s`` as a segment."""
+        entries, after = self.entries, len(self.entries)
+        while after and entries[after - 1][1] > end_s:
+            after -= 1
+        taken = entries[:after]
+        del entries[:after]  # the list itself is known to all taps
+        if self.is_cut:
+            kind, self.is_cut = SegmentKind.PART, False
+        self._done(Segment(kind, self._since_s, end_s, taken, {}))
+        self._since_s = end_s
+
+    def _begin_forward(self) -> None:
+        if not self._has_grads:
+            self._changed_s = None  # of what was loaded or written before
+        elif self._changed_s is not None:
+            self.close(SegmentKind.STEP, self._changed_s)
+            self._trains = self._has_grads = False
+            self._changed_s = None
+
+    def _end_forward(self, trigger: ForwardExit, at_s: float) -> None:
+        if trigger.follows >= Follows.BACKWARD:
+            self._trains = True
+        elif not (trigger.failed or self._trains or self._has_grads):
+            self.close(SegmentKind.EVALUATION, at_s)
+
+    def end(self) -> None:
+        """Hand over what is left: the last step, if it is complete."""
+        if self._has_grads and self._changed_s is not None:
+            self.close(SegmentKind.STEP, self._changed_s)
+        self.close(SegmentKind.PART, _now())
+
+
+def stamp_of(engine: Engine) -> Callable[[Lane], Stamp] | None:
+    """Return what stamps lanes that have clocks of their own; None where the host's tells all."""
+    runs_with_host = engine.units[-1].device.type == "cpu" and not engine.is_dry
+    return None if runs_with_host else engine.lanes.stamp
+
+
+_MAY_END = frozenset({ForwardEnter, ForwardExit, WeightsChanged, TaskEnd})
+
+
+class _Before(NamedTuple):
+    """What an engine had before it was traced."""
+
+    recorder: Any
+    watch: Any
+
+
+class Tap:
+    """The recorder, observer and watch of one engine, whose unit 0 is number ``base`` of a tree."""
+
+    def __init__(self, engine: Engine, base: int, tape: Tape) -> None:
+        self.engine = engine
+        self._base = base
+        self._tape = tape
+        self._entries = tape.entries
+        self._append = tape.entries.append
+        self._before = _Before(engine.recorder, engine.meter.watch)
+        self._stamp = stamp_of(engine)
+        self._lanes: list[Lane | None] = []  # of the actions under way
+
+    def attach(self) -> None:
+        """Listen; recorder and watch that were there go on to be told.
+
+        Raises:
+            ProtocolError: the engine has an observer, such as another trace; nothing was changed.
+        """
+        engine = self.engine
+        if engine.observer is not None:
+            what = "another trace" if isinstance(engine.observer, Tap) else repr(engine.observer)
+            raise ProtocolError(
+                f"trace: units of this model are observed by {what} already; expected a model "
+                "that nothing observes: stop the other trace first, or trace the root once"
+            )
+        engine.recorder = engine.observer = self
+        engine.meter.watch = self.resized
+
+    def detach(self) -> None:
+        """Put back what was there before."""
+        self.engine.recorder, self.engine.meter.watch = self._before
+        self.engine.observer = None
+
+    def record(self, event: Event) -> None:
+        """See ``Recorder``."""
+        trigger, at_s = event.trigger, _now()
+        if type(trigger) in _MAY_END:
+            self._tape.heard(trigger, self.engine.scheduler.depth, at_s)
+        if len(self._entries) >= MOST_ENTRIES:
+            self._tape.cut(at_s)
+        self._append((HEARD, at_s, trigger, self._base))
+        if self._before.recorder is not None:
+            self._before.recorder.record(event)
+
+    def acting(self, action: Action) -> Tap:
+        """See ``Observer``; a context is left in the order in which they are entered."""
+        stamp = None
+        if self._stamp is not None:
+            lane = _LANES.get(action.op)
+            self._lanes.append(lane)
+            stamp = None if lane is None else self._stamp(lane)
+        self._append((ACTS, _now(), action, self._base, stamp))
+        return self
+
+    def __enter__(self) -> None:
+        """Do nothing: the action has been noted."""
+
+    def __exit__(self, *_: object) -> None:
+        """Take note that the innermost action has ended."""
+        if self._stamp is None:
+            self._append((ACTED, _now(), None))
+            return
+        lane = self._lanes.pop()
+        self._append((ACTED, _now(), None if lane is None else self._stamp(lane)))
+
+    def resized(self, kind: Kind, nbytes: int, storage: torch.UntypedStorage | None) -> None:
+        """See ``StorageMeter.watch``."""
+        self._append((HELD, _now(), kind, nbytes, None if storage is None else id(storage)))
+        if self._before.watch is not None:
+            self._before.watch(kind, nbytes, storage)

@@ -1,0 +1,164 @@
+"""What a trace says in plain words, from rank files made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fullshard.trace.findings import (
+    exposed_gathers,
+    exposed_reductions,
+    findings,
+    missed_guesses,
+    stragglers,
+    unequal_units,
+)
+from fullshard.trace.shortage import ways
+from fullshard.trace.summary import first_difference
+from tests.pure.trace_files import MB, action, rank_file, step, unit
+
+BUDGET = "set_prefetch_budget({})"
+
+
+def gathered(exposed_s: float, budget: int | None = None) -> Any:
+    """Blocks 0 and 1 run 10 ms each; block 2 is gathered when 1 begins, and waited for."""
+    work = [["forward", 0, 0.0, 0.01], ["forward", 1, 0.01, 0.01], ["forward", 2, 0.02, 0.01]]
+    actions = [action("unshard", 2, 0.01), action("wait", 2, 0.02, exposed_s)]
+    engines = [{"prefetch_budget": budget, "reduction_budget": None}]
+    return rank_file(steps=[step(work=work, actions=actions)] * 2, engines=engines)
+
+
+def test_an_exposed_gather_names_what_the_budget_holds_and_what_more_costs() -> None:
+    (found,) = exposed_gathers(gathered(0.0012))
+    assert found.text == (
+        "blocks.2: gather exposed 1.2 ms a step, the budget holds one unit ahead; one more would "
+        "hide it and cost 32 MB"
+    )
+    assert found.change == BUDGET.format(96 * MB)
+    assert found.cost_s == pytest.approx(0.0012)
+
+
+def test_a_budget_of_bytes_grows_by_the_unit() -> None:
+    (found,) = exposed_gathers(gathered(0.0012, 70 * MB))
+    assert "the budget holds 70 MB, 2 such units;" in found.text
+    assert found.change == BUDGET.format(102 * MB)
+
+
+def test_what_would_not_be_hidden_is_not_promised() -> None:
+    (found,) = exposed_gathers(gathered(0.015))
+    assert "one more would hide 10 ms of it at most" in found.text
+
+
+def test_the_first_gather_of_a_step_has_nothing_to_hide_behind() -> None:
+    actions = [action("unshard", 0, 0.0), action("wait", 0, 0.001, 0.02)]
+    (found,) = exposed_gathers(rank_file(steps=[step(work=[], actions=actions)]))
+    assert "nothing runs before it that could hide it" in found.text
+
+
+def test_a_short_wait_is_no_finding() -> None:
+    assert exposed_gathers(gathered(0.0009)) == []
+
+
+def test_many_exposed_units_are_told_in_one_line() -> None:
+    actions = [action("unshard", n, 0.0) for n in range(8)]
+    actions += [action("wait", n, 0.01, 0.002) for n in range(8)]
+    units = [unit(f"blocks.{n}") for n in range(8)]
+    told = exposed_gathers(rank_file(steps=[step(actions=actions)], units=units))
+    assert len(told) == 4
+    assert told[-1].text == "gathers of 5 more units are exposed, 10 ms a step together"
+
+
+def reduced(at_s: float) -> Any:
+    work = [["backward", 2, 0.0, 0.03], ["backward", 1, 0.03, 0.03]]
+    return rank_file(steps=[step(work=work, actions=[action("finish_reduce", 2, at_s, 0.002)])])
+
+
+def test_an_exposed_reduction_names_the_budget() -> None:
+    (found,) = exposed_reductions(reduced(0.03))
+    assert found.text == (
+        "blocks.2: reduction exposed 2 ms a step, the budget holds one reduction; one more in "
+        "flight would cost 32 MB"
+    )
+    assert found.change == f"set_reduction_budget({64 * MB})"
+
+
+def test_a_reduction_after_backward_has_nothing_to_hide_behind() -> None:
+    (found,) = exposed_reductions(reduced(0.07))
+    assert "backward is over by then" in found.text
+
+
+def test_missed_guesses_name_what_was_predicted_and_what_came() -> None:
+    found = missed_guesses(rank_file(missed=[[1, 0, 2, 3], [2, 1, -1, 5]]))
+    assert [one.unit for one in found] == ["blocks.2", "blocks.1"]
+    assert found[0].text == (
+        "blocks.2 was gathered in vain 5 times: expected after blocks.1, but the end of the pass "
+        "came; 160 MB in all"
+    )
+    assert "but blocks.2 came" in found[1].text
+
+
+def test_who_waits_least_is_whom_the_others_wait_for() -> None:
+    ranks = [rank_file(rank, waited_s=0.001 if rank == 2 else 0.02) for rank in range(4)]
+    (found,) = stragglers(ranks)
+    assert found.text == "rank 2 (here) waits 1 ms a step, the others 20 ms: they wait for it"
+    assert stragglers([rank_file(rank, waited_s=0.02) for rank in range(4)]) == []
+    assert stragglers(ranks[:1]) == []
+
+
+def test_units_of_unlike_sizes() -> None:
+    units = [unit(f"blocks.{n}") for n in range(6)]
+    assert unequal_units(units) == []
+    large, small = unequal_units([*units, unit("head", 200 * MB), unit("norm", MB)])
+    assert large.text == "far larger than the median unit (32 MB): head (200 MB)"
+    assert small.text == "far smaller than the median unit (32 MB): norm (1 MB)"
+    assert unequal_units([*units, unit("(root)", MB)]) == []
+
+
+def test_what_costs_most_comes_first() -> None:
+    one = gathered(0.0012)
+    other = rank_file(1, waited_s=0.05)
+    assert [found.kind for found in findings([one, other])] == ["straggler", "gather"]
+
+
+def test_the_first_difference_from_the_plan() -> None:
+    names = ["blocks.0", "blocks.1"]
+    assert first_difference(["fence", "unshard 0"], ["fence", "unshard 0"], names) is None
+    assert first_difference(["fence", "unshard 1"], ["fence", "unshard 0"], names) == {
+        "index": 1,
+        "recorded": "unshard blocks.1",
+        "planned": "unshard blocks.0",
+    }
+    assert first_difference(["fence"], ["fence", "unshard 0"], names) == {
+        "index": 1,
+        "recorded": "nothing more",
+        "planned": "unshard blocks.0",
+    }
+
+
+def short(tried: int | None, **other: Any) -> Any:
+    held = [[0, "unsharded", 32 * MB], [1, "unsharded", 32 * MB], [2, "reduce_input", 32 * MB]]
+    held += [[1, "reduce_input", 20 * MB], [0, "parameters", 16 * MB]]
+    shortage = {"message": "out", "where": 0, "tried_nbytes": tried, "held": held}
+    return rank_file(shortage={"allocated_nbytes": None, **shortage, **other})
+
+
+def test_the_cheapest_ways_below_come_first() -> None:
+    first, second, third = ways(short(None))
+    assert (first.what.split("(")[0], first.saves_nbytes) == ("set_prefetch_budget", 32 * MB)
+    assert (second.what.split("(")[0], second.saves_nbytes) == ("set_reduction_budget", 20 * MB)
+    assert third.what == "4 shards instead of 2" and third.saves_nbytes == 8 * MB
+    assert {way.suffices for way in (first, second, third)} == {None}
+
+
+def test_ways_that_suffice_come_before_cheaper_ones_that_do_not() -> None:
+    found = ways(short(25 * MB, allocated_nbytes=300 * MB))
+    assert [way.suffices for way in found] == [True, True, False]
+    assert found[1].what.startswith("activation checkpoints")
+    assert found[1].saves_nbytes == (300 - 132) * MB
+
+
+def test_units_that_stay_whole_can_be_resharded() -> None:
+    one = short(None)
+    one["units"][1]["after_forward"] = "keep"
+    assert ways(one)[1].what == "reshard_after_forward=True for the 1 units that stay whole"
