@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -851,7 +852,8 @@ def own_part(
     if flat.is_meta:
         with no_dispatch():
             part = flat.new_empty(shape)
-        part.untyped_storage().start = start  # type: ignore[attr-defined]
+        storage: Any = part.untyped_storage()
+        storage.kept_alive, storage.start = flat, flat.storage_offset() + start
         return part
     length = prod(shape)
     if stride is not None and length:
@@ -871,17 +873,36 @@ def keep_alive(tensor: Tensor, other: Tensor) -> None:
     tensor.untyped_storage().kept_alive = other  # type: ignore[attr-defined]
 
 
-def set_parts_on_meta(flat: Tensor, parts: dict[int, tuple[int, int]]) -> None:
+def announce_on_meta(flat: Tensor, parts: dict[int, tuple[int, int]]) -> None:
     """Remember number and length of each part of ``flat``, by its first element."""
-    flat.untyped_storage().parts = parts  # type: ignore[attr-defined]
+    storage: Any = flat.untyped_storage()
+    storage.announced = weakref.ref(flat), parts
 
 
-def part_on_meta(tensor: Tensor) -> tuple[Tensor | None, int, dict[int, tuple[int, int]]]:
-    """Return of which tensor ``tensor`` is an ``own_part``, from where, and what is known of it."""
-    storage: Any = tensor.untyped_storage()
-    flat: Tensor | None = getattr(storage, "kept_alive", None)
-    parts = {} if flat is None else getattr(flat.untyped_storage(), "parts", {})
-    return flat, getattr(storage, "start", 0), parts
+def part_on_meta(tensor: Tensor) -> tuple[Tensor | None, int, tuple[int, int]]:
+    """Return what was announced of the ``own_part`` ``tensor``: the flat tensor, start and part."""
+    whole = whole_on_meta(tensor)
+    storage: Any = None if whole is None else whole.untyped_storage()
+    announced = getattr(storage, "announced", None)
+    start: int = getattr(tensor.untyped_storage(), "start", 0)
+    if announced is None:
+        return None, start, (0, 0)
+    reference, parts = announced
+    return reference(), start, parts.get(start, (0, 0))
+
+
+def whole_on_meta(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that ``tensor`` is an ``own_part`` of on the meta device, or None."""
+    whole: Tensor | None = getattr(tensor.untyped_storage(), "kept_alive", None)
+    return whole if tensor.is_meta else None
+
+
+def is_at(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether both tensors begin at the same place in memory, on the meta device as well."""
+    if not tensor.is_meta:
+        return tensor.data_ptr() == other.data_ptr()
+    storages = tensor.untyped_storage()._cdata, other.untyped_storage()._cdata
+    return len(set(storages)) == 1 and tensor.storage_offset() == other.storage_offset()
 
 
 def run_backward(loss: Tensor) -> None:

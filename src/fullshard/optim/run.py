@@ -187,7 +187,7 @@ class Run:
             values[key] = shown.copy_(value)  # new each step; users keep the old tensor
             return
         grad = self.tensor.grad
-        if grad is not None and grad.numel() and value.data_ptr() == grad.data_ptr():
+        if grad is not None and grad.numel() and _torch.is_at(value, grad):
             values[key] = value = value.clone()  # state is the gradient itself, only lent
         if self.parts is not None and (key not in self._flats or shown is not None):
             announce_flat(value, ((part.offset, part.numel) for part in self.parts))

@@ -101,8 +101,8 @@ class Ledger(TorchDispatchMode):
     def book(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Book the memory that plain ``tensors`` are in under ``kind`` from now on."""
         for given in tensors:
-            flat, _, _ = _torch.part_on_meta(given)
-            tensor = given if flat is None else flat
+            whole = _torch.whole_on_meta(given)
+            tensor = given if whole is None else whole
             if tensor.is_meta or self._hardware.device == "cpu":
                 self._enter(tensor.untyped_storage(), kind, move=True)
 

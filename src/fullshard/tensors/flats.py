@@ -60,7 +60,7 @@ def announce_flat(flat: Tensor, parts: Iterable[tuple[int, int]]) -> None:
     filled = sorted((start, length) for start, length in parts if length)
     numbered = {start: (number, length) for number, (start, length) in enumerate(filled)}
     if flat.is_meta:  # without addresses; a part knows where it is (``_torch.own_part``)
-        _torch.set_parts_on_meta(flat, numbered)
+        _torch.announce_on_meta(flat, numbered)
         return
     device, address = flat.device, flat.data_ptr()
     if (device, address) not in _flats:
@@ -89,8 +89,7 @@ def flat_part_of(tensor: Tensor) -> FlatPart | None:
 
 
 def _part_on_meta(tensor: Tensor) -> FlatPart | None:
-    flat, start, parts = _torch.part_on_meta(tensor)
-    number, length = parts.get(start, (0, 0))
+    flat, start, (number, length) = _torch.part_on_meta(tensor)
     if flat is None or flat.dtype != tensor.dtype or length == 0 or length != tensor.numel():
         return None
     return FlatPart(flat, number, start, start + length)
