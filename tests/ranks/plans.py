@@ -266,8 +266,6 @@ def real(case: Case) -> Found:
             optimizer.zero_grad()
     shards = sum(bucket.shards.nbytes for unit in engine.units for bucket in unit.buckets)
     state = nbytes_of(one for state in optimizer.state.values() for one in state.values())
-    if isinstance(optimizer, fullshard.optim.ShardedOptimizer):  # shows no padding of its two
-        state += 2 * (shards - sum(own(param).nbytes for param in model.parameters()))
     return Found(
         untold(transcript),
         Counter(exchange(one, call) for one in recordings for call in one.calls if one.world > 1),
@@ -324,10 +322,6 @@ def gradients_of(engine: Engine, model: nn.Module) -> int:
     inputs = [buffer for one in reducers for buffer in one._sets.now.inputs.values()]
     ones = [ones for buffer in inputs for ones in buffer._ones.values()]
     return nbytes_of([*(param.grad for param in model.parameters()), *kept, *ones])
-
-
-def own(param: Tensor) -> Tensor:
-    return local_part(param.detach())
 
 
 def nbytes_of(tensors: Iterable[Any]) -> int:
