@@ -82,6 +82,10 @@ class DryLanes:
         self._note(Span(self._lane, start_s, end_s, what))
         self._keep_up(end_s)
 
+    def take_host(self, seconds: float) -> None:
+        """Let the host be busy with something else than issuing operations."""
+        self.now_s += seconds
+
     def carry(self, exchange: Exchange) -> Pending:
         """Start a collective behind the work of the current lane."""
         if len(exchange.ranks) == 1:

@@ -11,6 +11,7 @@ from fullshard.doctor.facts import Facts, by_host
 from fullshard.doctor.findings import Finding, Level, findings_of
 from fullshard.doctor.links import Timing, fit_of, median_timings
 from fullshard.doctor.speed import Speed
+from fullshard.doctor.tiny import with_action_s
 from fullshard.doctor.wires import SHARED_MEMORY, Wire, reason
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import CPU, PRESETS, Hardware, Link
@@ -177,8 +178,9 @@ def hardware_from(report: Report, date: str) -> Hardware:
     on_cpu = report.device == "cpu" or gpu is None
     shared = any(SHARED_MEMORY in dim.carriers() for dim in report.dims)
     wires = [group.wire for dim in report.dims for group in dim.groups]
+    steps = [speed.tiny_step_s for speed in report.speeds if speed.tiny_step_s is not None]
     assumed = "" if on_cpu else "; granule, fixed and communicator bytes are those of a preset"
-    return replace(
+    found = replace(
         CPU if on_cpu else PRESETS["h100"],
         name=f"cpu, {threads} thread(s) a rank" if gpu is None or on_cpu else gpu.name,
         memory_nbytes=_memory(report, hosts, on_cpu=on_cpu),
@@ -195,6 +197,7 @@ def hardware_from(report: Report, date: str) -> Hardware:
         source=f"measured on {date} by fullshard doctor, torch {ranks[0].versions['torch']}; "
         f"{len(ranks)} rank(s) on {len(hosts)} host(s){assumed}",
     )
+    return with_action_s(found, report.shape, statistics.median(steps)) if steps else found
 
 
 def _memory(report: Report, hosts: Mapping[str, Sequence[Facts]], *, on_cpu: bool) -> int:

@@ -36,6 +36,8 @@ class Speed(NamedTuple):
     """Bytes a second that adding two tensors reads and writes."""
     op_s: float
     """Seconds of the host for each small operation of a forward and backward."""
+    tiny_step_s: float | None = None
+    """Seconds of a step of tiny units (``tiny``); None: not measured."""
 
 
 def speed_here(device: torch.device) -> Speed:

@@ -17,6 +17,7 @@ from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.links import Timing, median_timings, time_wire
 from fullshard.doctor.report import Dim, Group, Report
 from fullshard.doctor.speed import Speed, speed_here
+from fullshard.doctor.tiny import tiny_step_s
 from fullshard.doctor.wires import Wire, default_shape, wire_of
 
 
@@ -118,6 +119,8 @@ def measure(
         timings.append([] if wire.world == 1 else time_wire(wire, device, sizes=sizes))
     board.meet("speed")
     speed = speed_here(device)
+    board.meet("steps")
+    speed = speed._replace(tiny_step_s=tiny_step_s(mesh, device))
     told = board.gather("measured", [wires, timings, speed])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     dims = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -200,8 +200,9 @@ class Engine:
                     if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
                         self.lanes.join(Lane.COMPUTE, Lane.GATHER)
                 else:
+                    act = self._actor
                     for action in actions:
-                        self._act(action)
+                        act(action)
                     self._settle()
 
     def _act_to_the_end(self, actions: Sequence[Action]) -> None:
@@ -211,12 +212,13 @@ class Engine:
         that need other ranks are skipped, once those ranks may be gone.
         """
         failure: Exception | None = None
+        act = self._actor
         for action in actions:
             apart = failure is not None and not isinstance(failure, ProtocolError)
             if apart and action.op not in BY_ITSELF:
                 continue
             try:
-                self._act(action)
+                act(action)
             except Exception as error:
                 failure = failure or error
         if failure is None or isinstance(failure, ProtocolError):
@@ -230,14 +232,17 @@ class Engine:
             asking, self._asking = self._asking, []
             settle(dict.fromkeys(asking), self.lanes)
 
-    def _act(self, action: Action) -> None:
-        if self.observer is None:
-            self._carry_out(action)
-            return
-        with self.observer.acting(action):
-            self._carry_out(action)
+    @property
+    def _actor(self) -> Callable[[Action], None]:
+        """What carries out an action, under the eyes of an observer if there is one."""
+        return self._act if self.observer is None else self._act_observed
 
-    def _carry_out(self, action: Action) -> None:
+    def _act_observed(self, action: Action) -> None:
+        assert self.observer is not None
+        with self.observer.acting(action):
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
         if action.unit is None:
             self._fence()
             return

@@ -144,6 +144,7 @@ class _Witness:
         run = self._run
         unit = "" if action.unit is None else self._engine.units[action.unit].name or ROOT
         before, run.acting = run.acting, (unit, action.op)
+        run.lanes.take_host(run.job.hardware.action_s)
         kind = _MADE_BY.get(action.op, run.ledger.kind)
         try:
             with run.ledger.booking(kind):

@@ -44,6 +44,8 @@ class Hardware:
     links: tuple[Link, ...] = ()
     op_s: float = 0.0
     """Seconds of the host for each operation; a device other than the CPU works meanwhile."""
+    action_s: float = 0.0
+    """Seconds of the host for each action of the engine, beside those of its operations."""
     device: str = "cuda"
     """The type of the device; unless it is "cpu", it runs behind the host, on streams."""
     in_background: bool = True
