@@ -42,9 +42,11 @@ def test_a_dry_run_equals_a_real_one(pool: RankPool, name: str) -> None:
         assert planned.buffers == found.buffers
         assert planned.parameters == found.parameters
         assert planned.gradients == found.gradients
-        # State of runs is in one piece, whose padding the views that users see do not show.
-        padding = 256 if "runs" in name else 0
-        assert 0 <= planned.optimizer_state - found.optimizer_state <= padding
+        if "runs" in name:  # in one piece, whose padding the views that users see do not show
+            assert planned.optimizer_state <= 2 * found.parameters + 256
+            assert planned.optimizer_state >= found.optimizer_state
+        else:
+            assert planned.optimizer_state == found.optimizer_state
         assert planned.peak == pytest.approx(found.peak, rel=UNSEEN.get(name, 0.002))
 
 
