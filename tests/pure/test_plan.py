@@ -19,6 +19,8 @@ import fullshard
 from fullshard import MixedPrecisionPolicy
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.plan import CPU, PRESETS, Hardware, Link, Plan, hardware_of, plan
+from fullshard.plan.found import activations
+from fullshard.plan.ledger import Moment
 from fullshard.plan.text import in_bytes, in_seconds, table
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -174,6 +176,24 @@ def test_a_failing_model_leaves_no_world_behind() -> None:
         plan(Fails(), batch=torch.ones(2, 64), world_size=2)
     assert not torch.distributed.is_initialized()
     assert of_layers().fits
+
+
+def test_units_own_the_activations_that_they_leave() -> None:
+    def at(doing: str, unit: str, nbytes: int) -> Moment:
+        return Moment(0.0, {"activations": nbytes}, doing, unit)
+
+    left = activations(
+        [
+            at("forward", "(root)", 0),
+            at("forward", "a", 10),  # the root made 10
+            at("after the forward", "a", 25),
+            at("forward", "b", 20),  # 5 of a's were freed after it
+            at("after the forward", "b", 50),
+            at("after the forward", "(root)", 52),
+            at("backward", "(root)", 90),
+        ]
+    )
+    assert left == {"(root)": 12, "a": 10, "b": 30}
 
 
 def test_it_says_when_memory_is_not_enough() -> None:

@@ -214,7 +214,7 @@ _COLUMNS = (
 
 def _alike(units: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
     """Yield neighbours of equal sizes together."""
-    for _, alike in groupby(units, key=lambda unit: unit[1:6]):
+    for _, alike in groupby(units, key=lambda unit: unit[1:5]):
         yield list(alike)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,28 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.device import Lane, Span
-from fullshard.engine import Unit
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.frontend import Choice, num_blocks, shard_blocks
 from fullshard.frontend.ownership import units_below
 from fullshard.plan.adamw import PlainAdamW
-from fullshard.plan.dry_run import (
-    AFTER_FORWARD,
-    BACKWARD,
-    FORWARD,
-    ROOT,
-    Job,
-    Loss,
-    Optimizer,
-    Recorded,
-    Shard,
-    Step,
-    dry_run,
-)
+from fullshard.plan.dry_run import Job, Loss, Optimizer, Shard, dry_run
+from fullshard.plan.found import plan_from
 from fullshard.plan.hardware import Hardware, hardware_of
-from fullshard.plan.ledger import ACTIVATIONS, Moment
-from fullshard.plan.plan import Plan, PlannedUnit, Traffic
+from fullshard.plan.plan import Plan
 from fullshard.plan.search import Search
 from fullshard.plan.values import Unknown
 
@@ -122,7 +107,7 @@ def plan(
 
 def _plan(job: Job) -> Plan:
     with _explaining_values():
-        return _of(job, dry_run(job))
+        return plan_from(job, dry_run(job))
 
 
 def _search(
@@ -259,104 +244,3 @@ def _explaining_values() -> Iterator[None]:
             "read, choose a form of the model whose operations do not depend on values (experts by "
             "grouped_mm, not in a loop over those that were hit), or leave that part out of loss="
         ) from error
-
-
-def _of(job: Job, found: Recorded) -> Plan:
-    step = found.steps[-1]
-    most = max((one.most for one in found.steps if one.most), key=lambda moment: moment.nbytes)
-    groups = {carried.exchange.ranks for one in found.steps for carried in one.carried}
-    hardware = job.hardware
-    return Plan(
-        hardware=hardware,
-        mesh=dict(job.mesh),
-        rank=job.rank,
-        units=_units(found.units, step),
-        peak=most._replace(at_s=most.at_s - _start_of(most, found.steps)),
-        rest=step.rest,
-        reserved={
-            "framework": hardware.fixed_nbytes,
-            "communicators": hardware.communicator_nbytes * len(groups),
-        },
-        traffic=_traffic(step, found.dims),
-        step_s=step.end_s - step.start_s,
-        busy_s=sum(s.end_s - s.start_s for s, _ in step.spans if s.lane == Lane.COMPUTE),
-        flops=step.flops,
-        memory=tuple(m._replace(at_s=m.at_s - step.start_s) for m in step.moments),
-        spans=tuple((_since(span, step.start_s), unit) for span, unit in step.spans),
-        actions=tuple(str(action) for action in step.transcript.actions()),
-    )
-
-
-def _start_of(moment: Moment, steps: Sequence[Step]) -> float:
-    return max(step.start_s for step in steps if step.start_s <= moment.at_s)
-
-
-def _since(span: Span, start_s: float) -> Span:
-    return span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
-
-
-def _units(units: Sequence[Unit], step: Step) -> tuple[PlannedUnit, ...]:
-    waits: defaultdict[tuple[str, bool], float] = defaultdict(float)
-    for span, name in step.spans:
-        if span.lane == "wait":
-            waits[name, span.what in _OF_GATHERS] += span.end_s - span.start_s
-    kept = activations(step.moments)
-    return tuple(
-        _unit(unit)._replace(
-            activation_nbytes=kept[unit.name or ROOT],
-            gather_wait_s=waits[unit.name or ROOT, True],
-            reduce_wait_s=waits[unit.name or ROOT, False],
-        )
-        for unit in units
-    )
-
-
-_OF_GATHERS = ("all_gather", Lane.GATHER, Lane.BUS)
-
-
-def activations(moments: Iterable[Moment]) -> Counter[str]:
-    """Return the bytes that the first forward of each unit leaves for backward, by name.
-
-    What an inner unit leaves is not counted for those around it.
-    """
-    found: Counter[str] = Counter()
-    running: list[str] = []
-    last, left = 0, ""
-    for moment in moments:
-        if moment.doing == BACKWARD:
-            break
-        more = moment.held.get(ACTIVATIONS, 0) - last
-        last += more
-        if running:  # what is freed after a unit was left, its forward still held
-            found[left if more < 0 and left else running[-1]] += more
-        if moment.doing == FORWARD and moment.unit:
-            running.append(moment.unit)
-            left = ""
-        elif moment.doing == AFTER_FORWARD and moment.unit in running:
-            running.remove(moment.unit)
-            left = moment.unit
-    return found
-
-
-def _unit(unit: Unit) -> PlannedUnit:
-    layouts = [bucket.spec.layout for bucket in unit.buckets]
-    numel = sum(param.numel for layout in layouts for param in layout.params)
-    gathered = sum(layout.shard_numel * layout.world for layout in layouts)
-    return PlannedUnit(
-        name=unit.name,
-        numel=numel,
-        shard_nbytes=sum(bucket.shards.nbytes for bucket in unit.buckets),
-        unsharded_nbytes=unit.nbytes,
-        padding=gathered / numel - 1 if numel else 0.0,
-    )
-
-
-def _traffic(step: Step, dims: Mapping[tuple[int, ...], str]) -> tuple[Traffic, ...]:
-    counts: Counter[tuple[str, str]] = Counter()
-    nbytes: Counter[tuple[str, str]] = Counter()
-    for carried in step.carried:
-        exchange = carried.exchange
-        dim = dims.get(exchange.ranks) or f"{len(exchange.ranks)} neighbours"
-        counts[dim, exchange.what] += 1
-        nbytes[dim, exchange.what] += exchange.received_nbytes
-    return tuple(Traffic(*key, counts[key], nbytes[key]) for key in counts)

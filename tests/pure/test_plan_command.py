@@ -1,0 +1,75 @@
+"""``fullshard plan``: what it prints, how it ends, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.cli import main
+
+TINY = ["2m", "--hardware", "cpu", "--seq", "16"]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def with_its_batch() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 4), torch.empty(2, 4)
+
+
+def test_it_tells_memory_wires_and_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *TINY, "--world-size", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "rank 0 of replicate 1 x shard 4 on cpu" in told
+    assert "fits" in told and "all_gather" in told and "blocks.0 to blocks.3 (4)" in told
+
+
+def test_json_has_the_same_and_a_picture_is_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "memory.svg"
+    mesh = ["--mesh", "replicate=2,shard=2", "--json", "--picture", str(picture)]
+    assert main(["plan", *TINY, *mesh]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["mesh"] == {"replicate": 2, "shard": 2}
+    assert told["rest"]["parameters"] == 2_557_632 * 4 // 2
+    assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+def test_a_function_gives_the_model_and_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{__name__}:with_its_batch"
+    assert main(["plan", name, "--world-size", "2", "--dtype", "fp32", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["units"][0]["numel"] == 20
+    assert told["flops"] == 2 * 2 * 2 * 4 * 4  # forward, and backward to the weight
+
+
+def test_a_budget_that_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *TINY, "--world-size", "2", "--budget", "1MB"]) == 1
+    assert "nothing fits: the least is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["2m"], "either --world-size N or --mesh"),
+        (["2m", "--world-size", "2", "--mesh", "shard=2"], "either --world-size N or --mesh"),
+        (["2m", "--mesh", "shard"], "expected dims with sizes"),
+        (["2m", "--mesh", "tp=2"], "have the dims replicate and shard"),
+        (["3m", "--world-size", "2"], "--model is 3m"),
+        (["2m", "--world-size", "2", "--hardware", "abacus"], "expected one of"),
+        (["2m", "--world-size", "2", "--budget", "much"], "expected bytes such as 80GB"),
+        (["2m", "--mesh", "shard=2", "--budget", "1GB"], "--budget chooses"),
+        (["no.such:thing", "--world-size", "2"], "no such function"),
+        ([f"{__name__}:TINY", "--world-size", "2"], "is a list, expected a function"),
+        ([f"{__name__}:linear", "--world-size", "2", "--checkpoint-activations"], "build them in"),
+    ],
+)
+def test_refusals(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err
