@@ -270,15 +270,17 @@ class _World:
 
     def __init__(self) -> None:
         self.default_pg: dist.ProcessGroup | None = None
-        self.pg_map: dict[Any, Any] = {}
-        self.pg_names: dict[Any, Any] = {}
-        self.pg_group_ranks: dict[Any, Any] = {}
-        self.pg_backend_config: dict[Any, Any] = {}
-        self.pg_to_tag: dict[Any, Any] = {}
         self.tags_to_pg: dict[Any, Any] = {}
-        self.pg_coalesce_state: dict[Any, Any] = {}
         self.comms: list[Any] = []
         self.group_count = 0
+
+    def __getattr__(self, name: str) -> dict[Any, Any]:
+        """Return what is kept by group, which differs between versions: a new, empty dict."""
+        if not name.startswith("pg_"):
+            raise AttributeError(name)
+        kept: dict[Any, Any] = {}
+        setattr(self, name, kept)
+        return kept
 
 
 def _group_of_nobody(common: Any, options: Any) -> Any:
