@@ -277,7 +277,7 @@ class _World:
     def __getattr__(self, name: str) -> dict[Any, Any]:
         """Return what is kept by group, which differs between versions: a new, empty dict."""
         if not name.startswith("pg_"):
-            raise AttributeError(name)
+            object.__getattribute__(self, name)  # raises as for any other object
         kept: dict[Any, Any] = {}
         setattr(self, name, kept)
         return kept
