@@ -223,9 +223,29 @@ def test_refusals(options: dict[str, Any], error: type[Exception], says: str) ->
         of_layers(**options)
 
 
-def test_a_model_that_is_none_or_sharded_is_refused() -> None:
+def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="expected an nn"):
         plan(torch.ones(2), batch=None, world_size=2)  # type: ignore[arg-type]
+
+
+def test_parameters_of_the_model_cannot_be_ignored_in_its_copy() -> None:
+    model = Layers()
+    with pytest.raises(ConfigError, match="a copy of it is planned"):
+        plan(model, batch=torch.ones(2, 64), world_size=2, ignored_params={model.layers[0].weight})
+
+
+def test_a_sharded_model_is_refused() -> None:
+    model = Layers()
+    seen: list[nn.Module] = []
+
+    def shard(copied: nn.Module, mesh: Any) -> None:
+        fullshard.fully_shard(copied, mesh=mesh)
+        seen.append(copied)
+
+    of_layers(shard=shard)
+    with pytest.raises(ConfigError, match="is sharded already"):
+        plan(seen[0], batch=torch.ones(2, 64), world_size=2)
+    assert type(model) is Layers
 
 
 def test_hardware_goes_through_a_file(tmp_path: Path) -> None:

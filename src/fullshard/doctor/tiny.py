@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -67,8 +67,8 @@ def with_action_s(hardware: Hardware, shape: Mapping[str, int], step_s: float) -
 class _Nothing:
     """An optimizer that steps nothing."""
 
-    def __init__(self, params: object) -> None:
-        self._params = list(params)  # type: ignore[call-overload]
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self._params = list(params)
         self.state: dict[object, object] = {}
 
     def step(self) -> None:

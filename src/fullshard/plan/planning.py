@@ -80,6 +80,11 @@ def plan(
         ArgumentTypeError, ConfigError: an argument does not fit; or as ``shard_blocks`` raises.
         UnsupportedError: the model reads the values of tensors, which a dry run does not have.
     """
+    if options.get("ignored_params"):
+        raise ConfigError(
+            "plan(ignored_params=...): names parameters of the model, and a copy of it is planned; "
+            "give shard=, a function that finds those of the copy that it is given"
+        )
     checked = _checked_mesh(world_size, mesh, rank)
     machine = hardware_of(hardware)
     given = partial(
