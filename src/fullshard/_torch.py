@@ -180,6 +180,14 @@ def has_peers(group: dist.ProcessGroup, device_type: str) -> bool:
     return not is_of_python(group) and backend_name(group, device_type) != "fake"
 
 
+def has_processes(group: dist.ProcessGroup) -> bool:
+    """Return whether each rank of ``group`` is a process: no thread, and not only pretended."""
+    if is_of_python(group):
+        return False
+    names = {backend_name(group, kind) for kind in device_types(group)}
+    return names.isdisjoint({"fake", _NOWHERE})
+
+
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
     """Return the device types on which ``group`` can communicate."""
     if is_of_python(group):

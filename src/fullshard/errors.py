@@ -13,8 +13,9 @@
     |   |-- AssertedProtocolError ... that PyTorch checks by an assertion (also AssertionError)
     |   `-- BusyError           ... during a loan, a forward or a backward (also ValueError)
     |-- CheckpointError         a checkpoint is damaged, or not written (also RuntimeError)
-    |-- FailedRankError         a rank failed by an error of another tree (also RuntimeError)
-    |-- LostRankError           another process is gone, or silent        (also RuntimeError)
+    |-- PeerError               a rank failed, so the others cannot go on (also RuntimeError)
+    |   |-- FailedRankError       ... by an error of another tree, told on all ranks
+    |   `-- LostRankError         ... since its process is gone, or silent
     |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
@@ -40,6 +41,7 @@ __all__ = [
     "LostRankError",
     "NonFiniteError",
     "NotBuiltError",
+    "PeerError",
     "ProtocolError",
     "RaggedOperationError",
     "UnsupportedError",
@@ -116,11 +118,19 @@ class CheckpointError(FullshardError, RuntimeError):
     """A checkpoint that is damaged, or could not be written or read; nothing was changed."""
 
 
-class FailedRankError(FullshardError, RuntimeError):
+class PeerError(FullshardError, RuntimeError):
+    """Another rank failed in a step, which therefore ends on this rank, too.
+
+    If processes live on, so does the model: gradients are dropped and parameters are sharded. All
+    ranks may go on with the next step.
+    """
+
+
+class FailedRankError(PeerError):
     """A rank failed by an error that is not of fullshard; told on all ranks."""
 
 
-class LostRankError(FullshardError, RuntimeError):
+class LostRankError(PeerError):
     """A peer process, which exchanges parameters or gradients with us, that ended or hangs."""
 
 

@@ -24,7 +24,7 @@ WORLD = 2
 STEPS = 12
 _END_S = 60.0  # a job must end by itself so soon after one of its ranks was killed
 _DISK_S = 600.0
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.2
 
 
 class Failed(AssertionError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.ledger import Era, ledger_of, now
 from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
 from fullshard.comm.pairs import Pairs
@@ -61,7 +63,14 @@ class _Ways(NamedTuple):
 
 
 _Choice = tuple[Transport, str, bool]
-_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Choice, _Ways]]
+
+
+class _OfEra(NamedTuple):
+    era: Era
+    ways: dict[_Choice, _Ways]
+
+
+_ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]
 _ways = weakref.WeakKeyDictionary()
 
 
@@ -72,8 +81,11 @@ def ways_of(
     device_type: str = "cpu",
     averages: bool = False,
 ) -> _Ways:
-    """Return the ways of ``group``; the first call per choice with SHARED is a collective."""
-    ways = _ways.setdefault(group, {})
+    """Return the ways of ``group``; the first per choice and era with SHARED is a collective."""
+    found = _ways.get(group)
+    if found is None or found.era is not now():
+        found = _ways[group] = _OfEra(now(), {})
+    ways = found.ways
     choice = (transport, device_type, averages)
     if choice not in ways:
         native = Native(device_type, averages=averages)
@@ -142,6 +154,7 @@ class C10d:
         self._transport = transport or default_transport(group, device_type)
         self._averages = _torch.has_average(group, device_type)
         self._label = Label()
+        self._ledger = ledger_of(group)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -176,6 +189,7 @@ class C10d:
         """See ``Collectives.over``."""
         new = copy.copy(self)
         new._reference = weakref.ref(group)
+        new._ledger = ledger_of(group)
         return new
 
     def labelled(self, label: Label) -> C10d:
@@ -186,27 +200,48 @@ class C10d:
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``."""
-        group = self.group
         if outputs[0].is_complex():
             outputs, sources = list(map(as_real, outputs)), list(map(as_real, sources))
-        return self._ways(group).gathers.all_gather(group, outputs, sources, self._label.text)
+        nbytes = sum(source.nbytes for source in sources)
+        return self._issue(
+            "gather", nbytes, partial(self._all_gather, self.group, outputs, sources)
+        )
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
-        group = self.group
-        way = self._ways(group).reduces
         output, source = as_real(output), as_real(source)
-        return way.reduce_scatter_mean(group, output, source, self._label.text)
+        start = partial(self._reduce_scatter_mean, self.group, output, source)
+        return self._issue("reduction", source.nbytes, start)
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
-        group = self.group
-        way = self._ways(group).reduces
-        return way.all_reduce_mean(group, as_real(values), self._label.text)
+        values = as_real(values)
+        return self._issue(
+            "mean", values.nbytes, partial(self._all_reduce_mean, self.group, values)
+        )
 
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``; sends bytes, since gloo does not carry every dtype."""
-        return _torch.broadcast(self.group, values.view(-1).view(torch.uint8), source)
+        sent = values.view(-1).view(torch.uint8)
+        start = partial(_torch.broadcast, self.group, sent, source)
+        return self._issue("broadcast", sent.nbytes, start)
+
+    def _issue(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
+        return self._ledger.issue(kind, self._label.text, nbytes, start)
+
+    def _all_gather(
+        self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Pending:
+        return self._ways(group).gathers.all_gather(group, outputs, sources, self._label.text)
+
+    def _reduce_scatter_mean(
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor
+    ) -> Pending:
+        way = self._ways(group).reduces
+        return way.reduce_scatter_mean(group, output, source, self._label.text)
+
+    def _all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
+        return self._ways(group).reduces.all_reduce_mean(group, values, self._label.text)
 
     def _ways(self, group: dist.ProcessGroup) -> _Ways:
         return ways_of(

@@ -3,10 +3,10 @@
 Ranks that compute and ranks that write files may be at different places for a long time, and any
 of them may fail or die. Here all ranks learn what the first one decided, and who failed why.
 
-From the first council on, a thread of each process tells the others through the store that the
-process lives. Ranks whose processes end are named within ``FULLSHARD_PATIENCE_S``; those that live
-and do not come to a decision, as they hang or do something else, after the timeout of the store,
-which is that of ``init_process_group``.
+From the first council on, each process gives signs of life (``pulse``). Ranks whose processes end
+are named at once if they are of this host, else after six times ``FULLSHARD_PATIENCE_S``; those
+that live and do not come to a decision, as they hang or do something else, after the timeout of the
+store, which is that of ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import base64
 import hashlib
 import itertools
 import json
-import os
 import secrets
-import threading
 import time
 import weakref
 import zlib
@@ -31,13 +29,9 @@ import torch.distributed as dist
 
 from fullshard import _torch, errors
 from fullshard.comm.mesh import all_gather_bytes
+from fullshard.comm.pulse import PATIENCE, PULSE_S, Sign, begin_pulse, last_sign, silence_s
 from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
 
-PATIENCE = "FULLSHARD_PATIENCE_S"
-"""Environment variable: seconds without a sign of life after which a process counts as ended."""
-
-_DEFAULT_PATIENCE_S = 30.0
-_PULSE_S = 1.0
 _POLL_S = 0.005  # at most
 _PIECE_NBYTES = 4 << 20  # stores refuse more than 8 MiB in one message
 
@@ -51,9 +45,9 @@ class Council:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self.rank, self.world, self._store, self._numbers = _members()
+        self.rank, self.world, self._store, self._signs, self._numbers = _members()
         self._number = next(self._numbers)
-        self._patience_s = float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
+        self._silence_s = silence_s()
         self._decisions = 0
 
     def agree(
@@ -165,7 +159,7 @@ class Council:
     def _wait_for(self, keys: Mapping[int, str]) -> None:
         """Wait until all ``keys``, each to be set by a rank, are there."""
         missing = dict(keys)
-        seen: dict[int, _Sign] = {}
+        seen: dict[int, _Seen] = {}
         began = checked = time.monotonic()
         # The first rank waits for the others, and they wait for what it says then.
         limit_s = self.limit_s * (2 if self.rank else 1)
@@ -175,7 +169,7 @@ class Council:
             if not missing:
                 return
             now = time.monotonic()
-            if now - checked > _PULSE_S:
+            if now - checked > PULSE_S:
                 checked = now
                 self._look_for_life(list(missing), seen, now)
             if now - began > limit_s:
@@ -192,19 +186,20 @@ class Council:
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
         return timeout.total_seconds()
 
-    def _look_for_life(self, ranks: Sequence[int], seen: dict[int, _Sign], now: float) -> None:
+    def _look_for_life(self, ranks: Sequence[int], seen: dict[int, _Seen], now: float) -> None:
         lost = []
         for rank in ranks:
-            key = _pulse_key(rank)
-            pulse = self._store.get(key) if self._store.check([key]) else None
-            if rank not in seen or seen[rank].pulse != pulse:
-                seen[rank] = _Sign(pulse, now)
-            elif now - seen[rank].time > self._patience_s:
+            sign = last_sign(self._signs, rank)
+            if rank not in seen or seen[rank].sign != sign:
+                seen[rank] = _Seen(sign, now)
+            elif sign is not None and sign.is_of_the_dead:
+                raise LostRankError(f"the process of rank {rank} ended")
+            elif now - seen[rank].time > self._silence_s:
                 lost.append(rank)
         if lost:
             raise LostRankError(
-                f"rank(s) {_some(lost)} gave no sign of life for {self._patience_s:g} s: their "
-                f"processes ended or were stopped. {PATIENCE} sets the limit"
+                f"rank(s) {_some(lost)} gave no sign of life for {self._silence_s:g} s: their "
+                f"processes ended or were stopped. The limit is 6 times {PATIENCE}"
             )
 
     @contextmanager
@@ -240,37 +235,11 @@ def _described(error: Exception) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}", "kind": kind.__name__}
 
 
-class _Sign(NamedTuple):
-    """The last sign of life of a rank; ``pulse`` is None if it ended before the first one."""
+class _Seen(NamedTuple):
+    """The last sign of life of a rank, and when it was seen first; None before the first one."""
 
-    pulse: bytes | None
+    sign: Sign | None
     time: float
-
-
-class _Pulse:
-    """Tells the other ranks, from a thread of its own, that this process lives."""
-
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store = store
-        self._key = _pulse_key(rank)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fullshard pulse", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """End the thread."""
-        self._ended.set()
-        if threading.current_thread() is not self._thread:  # a finalizer may run in any
-            self._thread.join(2 * _PULSE_S)
-
-    def _run(self) -> None:
-        for number in itertools.count():
-            try:
-                self._store.set(self._key, str(number))
-            except RuntimeError:  # the store is gone; who needs it, says so
-                return
-            if self._ended.wait(_PULSE_S):
-                return
 
 
 class _Members:
@@ -281,26 +250,26 @@ class _Members:
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         prefix = f"fullshard/{bytes(all_gather_bytes(name)[0].tolist()).hex()}"
         # Blocking calls on the default store, in any thread, are not to hold up a council.
-        self.store = dist.PrefixStore(prefix, _torch.own_store())
+        self.signs = _torch.own_store()
+        self.store = dist.PrefixStore(prefix, self.signs)
         self.numbers = itertools.count()
-        pulse = _Pulse(dist.PrefixStore(prefix, _torch.own_store()), group.rank())
-        weakref.finalize(group, pulse.end)
+        begin_pulse()
 
 
 _members_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Members] = weakref.WeakKeyDictionary()
 
 
-def _pulse_key(rank: int) -> str:
-    return f"pulse/{rank}"
+def _members() -> tuple[int, int, dist.Store, dist.Store, Iterator[int]]:
+    """Return this rank, the number of ranks, stores, and the numbers of the next councils.
 
-
-def _members() -> tuple[int, int, dist.Store, Iterator[int]]:
-    """Return this rank, the number of ranks, a store, and the numbers of the next councils."""
+    The first store is of these councils, the second one has the signs of life.
+    """
     if not dist.is_initialized():
-        return 0, 1, dist.HashStore(), itertools.count()
+        store = dist.HashStore()
+        return 0, 1, store, store, itertools.count()
     group = dist.group.WORLD
     assert group is not None
     if group not in _members_of:
         _members_of[group] = _Members(group)
     members = _members_of[group]
-    return group.rank(), group.size(), members.store, members.numbers
+    return group.rank(), group.size(), members.store, members.signs, members.numbers

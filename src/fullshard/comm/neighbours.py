@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fullshard.comm.ledger import Era
 from fullshard.comm.memory import LentMemory
 from fullshard.errors import LostRankError
 
@@ -148,18 +149,21 @@ class Neighbour:
         return LostRankError(f"rank {self.rank} of the process group is gone: {why}")
 
 
-def wait_for(neighbours: Collection[Neighbour], what: str) -> None:
+def wait_for(neighbours: Collection[Neighbour], era: Era, what: str) -> None:
     """Wait for the next notice from any of ``neighbours``; errors say that we wait for ``what``.
 
     Raises:
         LostRankError: if one is gone, or all are silent for the group's time-out.
+        PeerError: the error of the fault that ended ``era``.
     """
     poll = select.poll()
+    poll.register(era.fileno(), select.POLLIN)
     by_fileno = {neighbour.fileno(): neighbour for neighbour in neighbours}
     for fileno in by_fileno:
         poll.register(fileno, select.POLLIN)
     timeout_s = next(iter(neighbours)).timeout_s
     ready = poll.poll(1000 * timeout_s)
+    era.check()
     for fileno, _ in ready:
         by_fileno[fileno].receive()
     if not ready:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.c10d import C10d, Transport
 from fullshard.comm.means import begun
-from fullshard.comm.protocol import Pending, Together, as_real
+from fullshard.comm.protocol import Pending, Together
 
 _AVERAGED = (torch.float32, torch.bfloat16)
 """Dtypes that every backend can average and whose sums do not overflow."""
@@ -28,30 +28,29 @@ class Public(C10d):
         self._averages = True
         self._is_async = device_type == "cpu"  # a device runs them in order on the current stream
 
-    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
-        """See ``Collectives.all_gather``."""
+    def _all_gather(
+        self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Pending:
         gather, _ = _torch.public_collectives()
         works = [
-            gather(output, source, group=self.group, async_op=self._is_async)
-            for output, source in zip(map(as_real, outputs), map(as_real, sources), strict=True)
+            gather(output, source, group=group, async_op=self._is_async)
+            for output, source in zip(outputs, sources, strict=True)
         ]
         return Together([work for work in works if work is not None])
 
-    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
-        """See ``Collectives.reduce_scatter_mean``."""
-        output, source = as_real(output), as_real(source)
+    def _reduce_scatter_mean(
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor
+    ) -> Pending:
         op, after = self._begun(source)
         same = output.dtype == source.dtype
         result = output if same else source.new_empty(output.shape)
         _, reduce = _torch.public_collectives()
-        work = reduce(output=result, input=source, op=op, group=self.group, async_op=self._is_async)
+        work = reduce(output=result, input=source, op=op, group=group, async_op=self._is_async)
         return _Scaled(work, result, after, output)
 
-    def all_reduce_mean(self, values: Tensor) -> Pending:
-        """See ``Collectives.all_reduce_mean``."""
-        values = as_real(values)
+    def _all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
         op, after = self._begun(values)
-        work = dist.all_reduce(values, op, group=self.group, async_op=self._is_async)
+        work = dist.all_reduce(values, op, group=group, async_op=self._is_async)
         return _Scaled(work, values, after, values)
 
     def _begun(self, values: Tensor) -> tuple[dist.ReduceOp.RedOpType, float]:

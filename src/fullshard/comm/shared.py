@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.comm.ledger import now
 from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
 from fullshard.comm.neighbours import Neighbour, Notice, wait_for
@@ -148,6 +149,7 @@ class _Exchange:
         neighbours: Mapping[int, Neighbour],
         over: list[int],
     ) -> None:
+        self._era = now()
         self._notice = notice
         self._subject = subject
         self.laid = laid
@@ -161,6 +163,7 @@ class _Exchange:
         Raises:
             ProtocolError: if a peer runs a different collective.
             LostRankError: if a peer is gone, or silent for longer than the group's time-out.
+            PeerError: the error of the fault that ended the era.
         """
         number, nbytes = self._notice.number, self._notice.nbytes
         missing = dict(self._neighbours)
@@ -181,6 +184,7 @@ class _Exchange:
             if missing:
                 wait_for(
                     missing.values(),
+                    self._era,
                     f"collective {number}, a {_described(self._notice, self._subject)}",
                 )
 

@@ -31,6 +31,9 @@ ON_GRADIENTS: dict[Op, Callable[[Gradients], None]] = {
 BY_ITSELF = frozenset({Op.CONCEAL, Op.RESHARD, Op.DISCARD, Op.FORGET})
 """Actions that communicate nothing."""
 
+STARTS = frozenset({Op.UNSHARD, Op.REDUCE_SCATTER, Op.ALL_REDUCE})
+"""Actions that start to communicate."""
+
 GIVES_GRADIENTS = frozenset({Op.FINISH_REDUCE, Op.KEEP_PARTIAL})
 
 TAKES_GRADIENTS = frozenset({Op.REDUCE_SCATTER, Op.ACCUMULATE, Op.DISCARD, Op.FORGET})

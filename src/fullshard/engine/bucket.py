@@ -291,6 +291,12 @@ class Bucket:
         if self.gradients is not None:
             self.gradients.discard()
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those on the sharded parameters, too."""
+        self.forget_gradients()
+        for param in (*self.sharded_params, *self.stepped_params):
+            param.grad = None
+
     def is_current(self) -> bool:
         """Return whether the sharded parameters still show the local tensors of ``shards``."""
         return all(map(self.spec.form.stands_for, self.sharded_params, self.shards.locals))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from fullshard import _torch
+from fullshard import _torch, watch
 from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.acts import (
     BY_ITSELF,
     GIVES_GRADIENTS,
     ON_GRADIENTS,
     ON_UNITS,
+    STARTS,
     TAKES_GRADIENTS,
 )
 from fullshard.engine.autograd import Backward, Use
@@ -68,6 +70,7 @@ class Engine:
         self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
         self._backward = Backward(self.trigger)
         self._lanes: Lanes | None = None
+        self._step = watch.Step()
         self._uses: dict[int, Use] = {}  # the last use of each unit
         self._told_hidden: set[int] = set()
         self._asking: list[Gradients] = []  # waiting for flags to be read once backward has ended
@@ -76,6 +79,7 @@ class Engine:
             unit.engine = self
             self.scheduler.add(unit.state(policy))
         watch_steps(self)
+        watch.begin()
 
     @classmethod
     def join(cls, engines: Iterable[Engine], unit: Unit, policy: UnitPolicy) -> Engine:
@@ -193,17 +197,28 @@ class Engine:
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
-        if actions:
-            with torch.no_grad(), _torch.outside_of_transforms():
-                if type(trigger) in _ENDS:
-                    self._act_to_the_end(actions)
-                    if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
-                        self.lanes.join(Lane.COMPUTE, Lane.GATHER)
-                else:
-                    act = self._actor
-                    for action in actions:
-                        act(action)
-                    self._settle()
+        if type(trigger) in _ENDS:
+            try:
+                self._act_all(actions, to_the_end=True)
+            finally:
+                if not self.scheduler.in_backward:
+                    self._end_step(failed=type(trigger) is when.TaskDied)
+        elif actions:
+            self._act_all(actions, to_the_end=False)
+
+    def _act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
+        if not actions:
+            return
+        with torch.no_grad(), _torch.outside_of_transforms():
+            if to_the_end:
+                self._act_to_the_end(actions)
+                if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
+                    self.lanes.join(Lane.COMPUTE, Lane.GATHER)
+            else:
+                act = self._actor
+                for action in actions:
+                    act(action)
+                self._settle()
 
     def _act_to_the_end(self, actions: Sequence[Action]) -> None:
         """Carry out all actions even if one fails, then raise the first failure.
@@ -254,6 +269,8 @@ class Engine:
             self._do(action.op, unit)
 
     def _do(self, op: Op, unit: Unit) -> None:
+        if op in STARTS:
+            self._step.check()
         if op is Op.UNSHARD:
             self._unshard(unit)
             return
@@ -329,6 +346,8 @@ class Engine:
         if self.scheduler.idle:
             check_lent_alike(self.units, "a forward")
             self.look_after(self.units)
+            if task == NO_TASK:
+                self._begin_step()
         self.trigger(when.ForwardEnter(unit.key, member, task))
         number = self.scheduler.current_use
         use = self._uses.get(unit.key)
@@ -353,6 +372,27 @@ class Engine:
         if follows is Follows.HIDDEN and task == NO_TASK:
             self._tell_hidden(unit)
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
+        if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:
+            self._end_step(sys.exception(), failed=failed)
+
+    def _begin_step(self) -> None:
+        """Begin a step, or another forward of it, once the last one's failure is known to all."""
+        if self._step.failure:
+            watch.settle(self._step)
+            if self._step.was_dropped:
+                self._drop_gradients()
+        self._step.begin()
+
+    def _end_step(self, error: BaseException | None = None, *, failed: bool) -> None:
+        """End the step; without gradients, if other ranks cannot go on with it either."""
+        self._step.end(error, failed=failed)
+        if self._step.was_dropped:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.drop_gradients()
 
     def look_after(self, units: Iterable[Unit]) -> None:
         """Notice what was done to parameters between steps, and refuse units that cannot run.

@@ -1,0 +1,164 @@
+"""What this process issued on each of its process groups, where it waits, and what ends waits.
+
+When ranks wait for each other in vain, they compare these ledgers to find out who left the order
+(room ``watch``). Until then nobody reads them: a collective costs one tuple and two assignments.
+
+An *era* lasts from one fault to the next. All ranks of a job count the collectives of an era alike.
+When a fault was found, every rank ends its era: whatever was issued in it, and is still waited for,
+raises the error of the fault, and later collectives are counted and connected anew.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from fullshard.comm.protocol import Pending
+
+KEPT = 32
+"""Collectives of each group that a ledger remembers."""
+
+
+Entry = tuple[int, str, str, int]
+"""A collective that this process issued: its number among those of the group in this era, from 0,
+its kind, its label (may be empty), and the bytes that this rank contributes. A plain tuple, which
+the garbage collector soon leaves alone."""
+
+
+class Era:
+    """The time between two faults."""
+
+    def __init__(self) -> None:
+        self.error: Callable[[], Exception] | None = None
+        """Makes the error of the fault that ended the era; None while it lasts."""
+        self._ended, self._end = os.pipe()
+        weakref.finalize(self, _close, self._ended, self._end)
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable once the era has ended."""
+        return self._ended
+
+    def check(self) -> None:
+        """Raise the error of the fault, if the era has ended."""
+        if self.error is not None:
+            raise self.error()
+
+    def end(self, error: Callable[[], Exception]) -> None:
+        """End the era and wake those who wait in it; from any thread, once."""
+        self.error = error
+        os.write(self._end, b".")  # nobody reads it, so all who poll are woken
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class Ledger:
+    """What this process issued on one process group in this era."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name = name
+        self.ranks = ranks
+        """The members, by their ranks in the job."""
+        self.era = now()
+        self.num_issued = 0
+        self.entries: deque[Entry] = deque(maxlen=KEPT)
+        self.waiting: Entry | None = None
+        """What this process waits for at the moment."""
+        self.waiting_since_s = 0.0
+        self.breaks: Callable[[], None] | None = None
+        """Makes waits that see no era raise a ``RuntimeError``, at the cost of their transport."""
+
+    def issue(self, kind: str, label: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
+        """Start a collective and return what waits for it.
+
+        Raises:
+            PeerError: it cannot end, since another rank failed, and so in ``wait``.
+        """
+        if self.era is not _era:
+            self.era, self.num_issued = _era, 0
+            self.entries.clear()
+        entry = (self.num_issued, kind, label, nbytes)
+        self.num_issued += 1
+        self.entries.append(entry)
+        try:
+            return _Awaited(start(), entry, self)
+        except RuntimeError as error:
+            raise self.explained(error, entry) from error
+
+    def explained(self, error: RuntimeError, entry: Entry) -> Exception:
+        """Return what to raise for ``error``, which ``entry`` ended by."""
+        return error if explain is None else explain(error, self, entry)
+
+
+class _Awaited:
+    """A collective whose wait can be seen, and ended, by those who watch."""
+
+    __slots__ = ("_entry", "_era", "_ledger", "_pending")
+
+    def __init__(self, pending: Pending, entry: Entry, ledger: Ledger) -> None:
+        self._pending = pending
+        self._entry = entry
+        self._ledger = ledger
+        self._era = ledger.era
+
+    def wait(self) -> None:
+        """See ``Pending``."""
+        ledger = self._ledger
+        self._era.check()
+        ledger.waiting_since_s = time.monotonic()
+        ledger.waiting = self._entry
+        try:
+            self._pending.wait()
+        except RuntimeError as error:
+            explained = ledger.explained(error, self._entry)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            ledger.waiting = None
+
+
+explain: Callable[[RuntimeError, Ledger, Entry], Exception] | None = None
+"""Finds out why a collective failed, and returns what to raise instead; set by who watches."""
+
+_era = Era()
+_lock = threading.Lock()
+_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
+
+
+def now() -> Era:
+    """Return the era that lasts."""
+    return _era
+
+
+def ledger_of(group: dist.ProcessGroup) -> Ledger:
+    """Return the ledger of ``group``, made at the first call."""
+    with _lock:
+        if group not in _ledgers:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            _ledgers[group] = Ledger(group.group_name, ranks)
+        return _ledgers[group]
+
+
+def ledgers() -> list[Ledger]:
+    """Return the ledgers of all groups that exist."""
+    with _lock:
+        return list(_ledgers.values())
+
+
+def end_era(error: Callable[[], Exception]) -> None:
+    """End the era by a fault, which ``error`` makes the error of, and begin the next."""
+    global _era
+    last, _era = _era, Era()
+    last.end(error)
+    for ledger in ledgers():
+        if ledger.era is last and ledger.waiting is not None and ledger.breaks is not None:
+            ledger.breaks()

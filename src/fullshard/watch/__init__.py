@@ -1,0 +1,12 @@
+"""The watch of each rank over the others: who left the common order of collectives, and why.
+
+Nothing here runs in a step that goes well, but for a thread that reads a counter in the store.
+"""
+
+from __future__ import annotations
+
+from fullshard.watch.last_words import explain, settle
+from fullshard.watch.step import Step
+from fullshard.watch.watcher import begin
+
+__all__ = ["Step", "begin", "explain", "settle"]

@@ -1,0 +1,210 @@
+"""What is wrong, by what all ranks say of themselves: a function without effects."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from fullshard.watch.statement import Absence, Group, Issued, Statement
+
+__all__ = ["Diagnosis", "Kind", "diagnose"]
+
+
+class Kind(enum.Enum):
+    """What a diagnosis says."""
+
+    NOTHING = "nothing"
+    """Nobody waits in vain, as far as can be told."""
+    LATE = "late"
+    """Some ranks have not come to what others wait for; they may still come."""
+    APART = "apart"
+    """Ranks run different collectives, or wait for each other."""
+    FAILED = "failed"
+    """A step or the program of a rank was ended by an exception."""
+    LOST = "lost"
+    """The process of a rank has ended."""
+
+
+class Diagnosis(NamedTuple):
+    """What is wrong."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    """The ranks at fault; of ranks that are apart, those in the minority."""
+    text: str
+
+    @property
+    def is_fault(self) -> bool:
+        """True if the step under way cannot end."""
+        return self.kind in (Kind.APART, Kind.FAILED, Kind.LOST)
+
+
+_NOTHING = Diagnosis(Kind.NOTHING, (), "")
+
+
+class _Wait(NamedTuple):
+    rank: int
+    group: Group
+    issued: Issued | None
+
+    @property
+    def number(self) -> int:
+        assert self.group.waiting is not None
+        return self.group.waiting
+
+    def text(self) -> str:
+        what = "a collective" if self.issued is None else self.issued.text()
+        return (
+            f"rank {self.rank} waits for {what} (collective {self.number} of its group) since "
+            f"{self.group.waited_s:.1f} s"
+        )
+
+
+def diagnose(said: Mapping[int, Statement], absent: Mapping[int, Absence]) -> Diagnosis:
+    """Return what is wrong, by what the ranks ``said``, and why others are ``absent``."""
+    waits = list(_waits(said))
+    return (
+        _lost(said, absent, waits)
+        or _failed(said, waits)
+        or _apart(said)
+        or _late(said, absent, waits)
+        or _NOTHING
+    )
+
+
+def _waits(said: Mapping[int, Statement]) -> Iterator[_Wait]:
+    for rank, statement in said.items():
+        for group in statement.groups:
+            if group.waiting is not None:
+                yield _Wait(rank, group, group.numbered(group.waiting))
+
+
+def _lost(
+    said: Mapping[int, Statement], absent: Mapping[int, Absence], waits: Sequence[_Wait]
+) -> Diagnosis | None:
+    """Find ranks that are gone, if anyone needs them."""
+    gone = {rank: absence.why for rank, absence in absent.items() if absence.is_final}
+    open_ranks = {rank for rank, statement in said.items() if statement.is_open}
+    needed = {rank for wait in waits for rank in wait.group.ranks}
+    needed |= {r for rank in open_ranks for group in said[rank].groups for r in group.ranks}
+    lost = sorted(gone.keys() & needed)
+    if not lost:
+        return None
+    text = "; ".join(f"rank {rank} {gone[rank]}" for rank in lost)
+    return Diagnosis(Kind.LOST, tuple(lost), _with_waits(text, waits))
+
+
+def _failed(said: Mapping[int, Statement], waits: Sequence[_Wait]) -> Diagnosis | None:
+    """Find ranks whose step ended by an exception that not all ranks had at the same place."""
+    failed = [rank for rank, statement in said.items() if statement.failure]
+    if not failed:
+        return None
+    counts = {_counts(statement) for statement in said.values()}
+    others_rest = not waits and all(said[rank].failure or not said[rank].is_open for rank in said)
+    if others_rest and len(counts) == 1:
+        return None
+    text = "; ".join(
+        f"rank {rank} failed{_after(said[rank])}: {said[rank].failure}" for rank in failed
+    )
+    return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, waits))
+
+
+def _apart(said: Mapping[int, Statement]) -> Diagnosis | None:
+    """Find the first collective that is not the same on all ranks of a group."""
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
+    for rank, statement in said.items():
+        for group in statement.groups:
+            groups.setdefault((group.name, group.ranks), {})[rank] = group
+    for (_, ranks), of_rank in groups.items():
+        for number in sorted({one.number for group in of_rank.values() for one in group.recent}):
+            issued = {rank: group.numbered(number) for rank, group in of_rank.items()}
+            alike: dict[Issued, list[int]] = {}
+            for rank, one in issued.items():
+                if one is not None:
+                    alike.setdefault(one, []).append(rank)
+            if len(alike) > 1:
+                return _differ(number, alike, ranks, said)
+    return None
+
+
+def _differ(
+    number: int,
+    alike: Mapping[Issued, list[int]],
+    ranks: Sequence[int],
+    said: Mapping[int, Statement],
+) -> Diagnosis:
+    sides = sorted(alike.items(), key=lambda side: -len(side[1]))
+    whole = len({one.text() for one in alike}) < len(alike)
+    what = ", and ".join(f"{one.text(whole=whole)} on {_some(of)}" for one, of in sides)
+    minority = sorted(rank for _, of in sides[1:] for rank in of)
+    text = (
+        f"ranks do different things: collective {number} of {_group(ranks)} is {what}. They run "
+        "different units or different models, or in another order"
+    )
+    stacks = [f"rank {rank} is at {said[rank].stack}" for rank in minority if said[rank].stack]
+    return Diagnosis(Kind.APART, tuple(minority), "\n".join([text, *stacks[:4]]))
+
+
+def _late(
+    said: Mapping[int, Statement], absent: Mapping[int, Absence], waits: Sequence[_Wait]
+) -> Diagnosis | None:
+    """Find the ranks that others wait for and that wait for nobody themselves."""
+    behind: dict[int, list[_Wait]] = {}
+    for wait in waits:
+        for rank in wait.group.ranks:
+            if rank in absent or (rank in said and _num_issued(said[rank], wait) <= wait.number):
+                behind.setdefault(rank, []).append(wait)
+    if not behind:
+        return None
+    waiting = {wait.rank for wait in waits}
+    roots = sorted(rank for rank in behind if rank not in waiting)
+    if not roots:
+        text = "ranks wait for each other: " + "; ".join(wait.text() for wait in waits[:8])
+        return Diagnosis(Kind.APART, tuple(sorted(waiting)), text)
+    texts = []
+    for rank in roots:
+        if rank in absent:
+            texts.append(f"rank {rank} {absent[rank].why}")
+        else:
+            stack = said[rank].stack
+            place = f", and is at {stack}" if stack else ""
+            texts.append(f"rank {rank} has not come to it{_after(said[rank])}{place}")
+    needs = [wait for rank in roots for wait in behind[rank]]
+    return Diagnosis(Kind.LATE, tuple(roots), _with_waits("; ".join(texts), needs))
+
+
+def _num_issued(statement: Statement, wait: _Wait) -> int:
+    key = (wait.group.name, wait.group.ranks)
+    found = (group.num_issued for group in statement.groups if (group.name, group.ranks) == key)
+    return next(found, 0)
+
+
+def _counts(statement: Statement) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted((group.name, group.num_issued) for group in statement.groups))
+
+
+def _after(statement: Statement) -> str:
+    """Return what the rank did last, over all its groups that it waits for nothing on."""
+    newest = [group.newest for group in statement.groups if group.newest is not None]
+    return (
+        f" after {newest[-1].text()}"
+        if len(newest) == 1
+        else (" after " + " and ".join(one.text() for one in newest[:3]) if newest else "")
+    )
+
+
+def _with_waits(text: str, waits: Sequence[_Wait]) -> str:
+    shown = list(dict.fromkeys(wait.text() for wait in waits))
+    more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return text + (f"; {'; '.join(shown[:4])}{more}" if shown else "")
+
+
+def _group(ranks: Sequence[int]) -> str:
+    return f"the group of {_some(ranks)}"
+
+
+def _some(ranks: Sequence[int]) -> str:
+    """Return words such as "rank 3" or "ranks 0, 1, 2 and 5 more"."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more

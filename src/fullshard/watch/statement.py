@@ -1,0 +1,88 @@
+"""What a rank says of itself when ranks ask each other where they are."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+__all__ = ["Absence", "Group", "Issued", "Statement"]
+
+
+class Issued(NamedTuple):
+    """A collective that the rank issued."""
+
+    number: int
+    """Its number among those of the group since the last fault."""
+    kind: str
+    label: str
+    nbytes: int
+
+    def text(self, *, whole: bool = False) -> str:
+        """Return words such as "the gather of unit blocks.3"; ``whole``: with all that is known."""
+        purpose = self.label if whole else self.label.rpartition(" (")[0] or self.label
+        size = f", {self.nbytes} bytes" if whole else ""
+        return f"the {self.kind}" + (f" of {purpose}" if purpose else "") + size
+
+
+class Group(NamedTuple):
+    """What the rank issued on one process group since the last fault."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """The members, by their ranks in the job."""
+    num_issued: int
+    recent: tuple[Issued, ...]
+    """The last ones, the newest at the end."""
+    waiting: int | None
+    """The number of what the rank waits for."""
+    waited_s: float
+
+    @property
+    def newest(self) -> Issued | None:
+        """The last collective issued."""
+        return self.recent[-1] if self.recent else None
+
+    def numbered(self, number: int) -> Issued | None:
+        """Return the collective ``number``, if it is remembered."""
+        return next((one for one in self.recent if one.number == number), None)
+
+
+class Statement(NamedTuple):
+    """Where a rank is."""
+
+    rank: int
+    groups: tuple[Group, ...]
+    is_open: bool
+    """True in a step: from the beginning of a forward to the end of its backward."""
+    failure: str
+    """The exception that ended its last step or its program; empty if there is none."""
+    stack: str
+    """Where its main thread is, in the user's files."""
+
+    def encoded(self) -> str:
+        """Return the statement as JSON."""
+        return json.dumps(self)
+
+    @classmethod
+    def decoded(cls, text: str) -> Statement:
+        """Return the statement that ``encoded`` made ``text`` of."""
+        rank, groups, is_open, failure, stack = json.loads(text)
+        return cls(
+            rank,
+            tuple(
+                Group(name, tuple(ranks), num, tuple(Issued(*one) for one in recent), *waits)
+                for name, ranks, num, recent, *waits in groups
+            ),
+            is_open,
+            failure,
+            stack,
+        )
+
+
+class Absence(NamedTuple):
+    """Why a rank says nothing."""
+
+    why: str
+    """A clause without its subject, such as "was stopped by a signal"."""
+    is_final: bool
+    """True if the rank will never come back."""

@@ -1,0 +1,63 @@
+"""Where the steps of a model are, as far as other ranks must know."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from dataclasses import dataclass, field
+
+from fullshard.comm.ledger import Era, now
+
+__all__ = ["Step", "described", "steps"]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Step:
+    """The step under way of one engine."""
+
+    is_open: bool = False
+    """True from the beginning of a forward to the end of its backward."""
+    failure: str = ""
+    """The exception that ended the last step, until the next begins; empty if none did."""
+    era: Era = field(default_factory=now)
+    """The era in which the step began."""
+
+    def __post_init__(self) -> None:
+        _steps.add(self)
+
+    def begin(self) -> None:
+        """Begin a step, or another forward of it."""
+        if not self.is_open:
+            self.era = now()
+        self.is_open, self.failure = True, ""
+
+    def check(self) -> None:
+        """Raise the error of the fault that ended this step's era, in the middle of the step."""
+        if self.is_open:
+            self.era.check()
+
+    def end(self, error: BaseException | None = None, *, failed: bool = False) -> None:
+        """End the step; ``failed``: by an exception, which is ``error`` if that is known."""
+        self.is_open = False
+        if failed and not self.was_dropped:
+            self.failure = "an exception in its backward" if error is None else described(error)
+
+    @property
+    def was_dropped(self) -> bool:
+        """True if a fault ended the era of the last step."""
+        return self.era.error is not None
+
+
+def described(error: BaseException) -> str:
+    """Return the last line of a traceback, and where in the user's files it was raised."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    return text + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
+
+
+_steps: weakref.WeakSet[Step] = weakref.WeakSet()
+
+
+def steps() -> list[Step]:
+    """Return the steps of all engines of this process."""
+    return list(_steps)

@@ -1,0 +1,278 @@
+"""The thread of each process that asks where the others are, and answers when they ask.
+
+Ranks talk through the store of the default process group, beside all training groups. A rank that
+waits for longer than its patience, whose wait failed, or that was left by an exception, rings: it
+adds 1 to a counter, which every watcher reads a few times a second. Then all say where they are,
+the last one to do so, or the first to lose patience, judges by what was said, and all take note of
+the same judgement. Answers and judgements are kept by the number of the ring, so that none of an
+earlier job can be mistaken for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from fullshard import _torch
+from fullshard.comm.ledger import Ledger, end_era, ledgers, now
+from fullshard.comm.pulse import PULSE_S, begin_pulse, last_sign, patience_s
+from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError
+from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
+from fullshard.watch.statement import Absence, Group, Issued, Statement
+from fullshard.watch.step import steps
+
+log = logging.getLogger("fullshard")
+
+_TICK_S = 0.25
+_ANSWER_S = 2.0  # how long a rank may take to answer
+_POLL_S = 0.005
+_ASK_S = _ANSWER_S + 2 * PULSE_S + 2.0  # by then there is a judgement, or never
+_RINGS = "fullshard/rings"
+_FRAMES = 3  # of a stack
+
+
+class Watcher:
+    """The watch of one process over one job."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.failure = ""
+        """The exception that ends this program."""
+        self._store = _torch.own_store()
+        self._main = threading.main_thread().ident
+        self._told: tuple[float, int] = (0.0, 0)  # the wait that was asked about, and how often
+        self._wake = threading.Event()
+        self._asks: list[threading.Event] = []
+        self._is_over = False
+        self._store.delete_key(_ended_key(rank))
+        self._heard = self._store.add(_RINGS, 0)
+        self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Ask where all ranks are, and return once all know it, or some seconds later."""
+        if self._is_over or threading.current_thread() is self._thread:
+            return
+        done = threading.Event()
+        self._asks.append(done)
+        self._wake.set()
+        done.wait(_ASK_S)
+
+    def leave(self, how: str) -> None:
+        """Tell how this rank ends; nothing is watched any more."""
+        self._is_over = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:  # a finalizer may run in any
+            self._thread.join(2 * _TICK_S)
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._store.set(_ended_key(self.rank), how)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                self._wake.wait(_TICK_S)
+                self._wake.clear()
+                asks, self._asks = self._asks, []
+                rings = bool(asks) or self._is_impatient()
+                number = self._store.add(_RINGS, int(rings))
+                if number > self._heard and not self._is_over:
+                    self._note(self._judgement(number))
+                for done in asks:
+                    done.set()
+        except RuntimeError as error:  # of the store: who keeps it is gone
+            log.debug("the watch is over: %s", error)
+        finally:
+            self._is_over = True
+            for done in self._asks:
+                done.set()
+
+    def _is_impatient(self) -> bool:
+        """Return whether a wait is too long; asks again later and later about the same one."""
+        waits = [one.waiting_since_s for one in ledgers() if one.waiting is not None]
+        if not waits:
+            return False
+        since_s, times = min(waits), 0
+        if self._told[0] == since_s:
+            times = self._told[1]
+        if time.monotonic() - since_s < patience_s() * 2**times:
+            return False
+        self._told = (since_s, times + 1)
+        return True
+
+    def _judgement(self, number: int) -> Diagnosis:
+        """Take part in round ``number``, or in those that were rung meanwhile."""
+        until_s = time.monotonic() + _ANSWER_S
+        poll_s = _POLL_S * max(1, self.world // 64)
+        self._say(number)
+        while True:
+            newest = self._store.add(_RINGS, 0)
+            if newest > number:
+                number, until_s = newest, time.monotonic() + _ANSWER_S
+                self._say(number)
+            if self._store.check([_judged_key(number)]):
+                self._heard = number
+                kind, ranks, text = json.loads(self._store.get(_judged_key(number)))
+                return Diagnosis(Kind(kind), tuple(ranks), text)
+            if time.monotonic() > until_s:
+                self._judge(number)
+                until_s = time.monotonic() + _ANSWER_S + 2 * PULSE_S  # if the judge fails
+            time.sleep(poll_s)
+
+    def _say(self, number: int) -> None:
+        self._store.set(_said_key(number, self.rank), self._statement().encoded())
+        if self._store.add(f"fullshard/said/{number}", 1) >= self.world - len(self._dead(number)):
+            self._judge(number)
+
+    def _dead(self, number: int) -> list[int]:
+        """Return the ranks of this host that ended and have not answered."""
+        return [
+            rank
+            for rank in range(self.world)
+            if rank != self.rank
+            and not self._store.check([_said_key(number, rank)])
+            and self._is_dead(rank)
+        ]
+
+    def _is_dead(self, rank: int) -> bool:
+        sign = last_sign(self._store, rank)
+        return sign is not None and sign.is_of_the_dead
+
+    def _judge(self, number: int) -> None:
+        """Judge by what was said in round ``number``, unless another rank does."""
+        if self._store.add(f"fullshard/judges/{number}", 1) > 1:
+            return
+        said, silent = {}, []
+        for rank in range(self.world):
+            key = _said_key(number, rank)
+            if self._store.check([key]):
+                said[rank] = Statement.decoded(self._store.get(key).decode())
+            else:
+                silent.append(rank)
+        found = diagnose(said, self._absences(silent))
+        text = json.dumps([found.kind.value, found.ranks, found.text])
+        self._store.set(_judged_key(number), text)
+
+    def _absences(self, silent: list[int]) -> dict[int, Absence]:
+        """Find out why ``silent`` ranks said nothing; those that seem to live get more time."""
+        found, first = {}, {}
+        for rank in silent:
+            first[rank] = sign = last_sign(self._store, rank)
+            if self._store.check([_ended_key(rank)]):
+                found[rank] = Absence(self._store.get(_ended_key(rank)).decode(), is_final=True)
+            elif sign is not None and sign.is_of_the_dead:
+                found[rank] = Absence("ended without a word: killed, or it crashed", is_final=True)
+            elif sign is not None and sign.is_of_the_stopped:
+                found[rank] = Absence("was stopped by a signal", is_final=False)
+        if len(found) < len(silent):
+            time.sleep(1.5 * PULSE_S)
+        for rank in silent:
+            if rank not in found:
+                lives = last_sign(self._store, rank) != first[rank]
+                why = (
+                    "lives, but does not answer"
+                    if lives
+                    else ("gives no sign of life: it ended, was stopped, or cannot be reached")
+                )
+                found[rank] = Absence(why, is_final=False)
+        return found
+
+    def _note(self, found: Diagnosis) -> None:
+        """Tell the user what was found; if it is a fault, end what cannot end."""
+        if found.kind is Kind.NOTHING:
+            return
+        log.error("rank %d of %d: %s", self.rank, self.world, found.text)
+        if found.is_fault:
+            end_era(lambda: error_of(found))
+
+    def _statement(self) -> Statement:
+        failures = [self.failure, *(step.failure for step in steps())]
+        return Statement(
+            self.rank,
+            tuple(_group(ledger) for ledger in ledgers()),
+            any(step.is_open for step in steps()),
+            next((one for one in failures if one), ""),
+            self._stack(),
+        )
+
+    def _stack(self) -> str:
+        """Return where the main thread is: the innermost frames outside of PyTorch and us."""
+        frame = sys._current_frames().get(self._main or 0)
+        if frame is None:
+            return ""
+        frames = [one for one in traceback.extract_stack(frame) if not _is_inner(one.filename)]
+        return ", in ".join(
+            f"{one.name} ({one.filename}:{one.lineno})" for one in reversed(frames[-_FRAMES:])
+        )
+
+
+def _is_inner(filename: str) -> bool:
+    return "/torch/" in filename or "/fullshard/" in filename or filename.startswith("<")
+
+
+def _group(ledger: Ledger) -> Group:
+    current = ledger.era is now()
+    waiting = ledger.waiting
+    return Group(
+        ledger.name,
+        ledger.ranks,
+        ledger.num_issued if current else 0,
+        tuple(Issued(*entry) for entry in tuple(ledger.entries)) if current else (),
+        None if waiting is None or not current else waiting[0],
+        time.monotonic() - ledger.waiting_since_s if waiting is not None else 0.0,
+    )
+
+
+def error_of(found: Diagnosis) -> FullshardError:
+    """Return the error that ends a step because of what was ``found``."""
+    if found.kind is Kind.APART:
+        return ProtocolError(found.text)
+    if found.kind is Kind.LOST:
+        return LostRankError(found.text)
+    return PeerError(found.text)
+
+
+def _said_key(number: int, rank: int) -> str:
+    return f"fullshard/said/{number}/{rank}"
+
+
+def _judged_key(number: int) -> str:
+    return f"fullshard/judged/{number}"
+
+
+def _ended_key(rank: int) -> str:
+    return f"fullshard/ended/{rank}"
+
+
+_watchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Watcher] = weakref.WeakKeyDictionary()
+
+
+def watcher() -> Watcher | None:
+    """Return the watcher of this job, if there is one."""
+    group = dist.group.WORLD
+    return None if group is None else _watchers.get(group)
+
+
+def begin() -> None:
+    """Watch over the job from now on, until its default process group is destroyed."""
+    group = dist.group.WORLD
+    if group is None or group in _watchers or group.size() == 1:
+        return
+    if not _torch.has_processes(group):
+        return
+    begin_pulse()
+    watching = _watchers[group] = Watcher(group.rank(), group.size())
+    weakref.finalize(group, watching.leave, "has destroyed its process group")
+
+
+def all_watchers() -> Iterator[Watcher]:
+    """Yield the watchers of this process."""
+    yield from list(_watchers.values())
