@@ -292,8 +292,10 @@ class Bucket:
             self.gradients.discard()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, those on the sharded parameters, too."""
+        """Forget all gradients, those in a reduction and on the sharded parameters, too."""
         self.forget_gradients()
+        if self.gradients is not None:
+            self.gradients.abandon()
         for param in (*self.sharded_params, *self.stepped_params):
             param.grad = None
 

@@ -27,7 +27,7 @@ from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.reduce import Gradients, settle
 from fullshard.engine.steps import watch_steps
 from fullshard.engine.unit import Unit, check_lent_alike
-from fullshard.errors import BusyError, ProtocolError
+from fullshard.errors import BusyError, PeerError, ProtocolError
 from fullshard.schedule import (
     Action,
     Event,
@@ -201,7 +201,7 @@ class Engine:
             try:
                 self._act_all(actions, to_the_end=True)
             finally:
-                if not self.scheduler.in_backward:
+                if type(trigger) is not when.Reset and not self.scheduler.in_backward:
                     self._end_step(failed=type(trigger) is when.TaskDied)
         elif actions:
             self._act_all(actions, to_the_end=False)
@@ -379,17 +379,23 @@ class Engine:
         """Begin a step, or another forward of it, once the last one's failure is known to all."""
         if self._step.failure:
             watch.settle(self._step)
-            if self._step.was_dropped:
-                self._drop_gradients()
+        if self._step.was_dropped:
+            self._drop_step()
         self._step.begin()
 
     def _end_step(self, error: BaseException | None = None, *, failed: bool) -> None:
         """End the step; without gradients, if other ranks cannot go on with it either."""
         self._step.end(error, failed=failed)
         if self._step.was_dropped:
-            self._drop_gradients()
+            self._drop_step()
 
-    def _drop_gradients(self) -> None:
+    def _drop_step(self) -> None:
+        """Drop all gradients and begin anew, as all ranks do after a fault on one of them."""
+        try:
+            self.trigger(when.Reset())
+        except (PeerError, ProtocolError) as error:  # what was in flight will never end
+            log.debug("after a fault: %s", error)
+        self._asking.clear()
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.drop_gradients()
@@ -456,4 +462,4 @@ class Engine:
         unit.start_unshard()
 
 
-_ENDS = frozenset({when.TaskEnd, when.TaskDied})
+_ENDS = frozenset({when.TaskEnd, when.TaskDied, when.Reset})

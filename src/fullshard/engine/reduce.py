@@ -307,6 +307,12 @@ class Gradients:
         for param in self.params:
             param.grad = None
 
+    def abandon(self) -> None:
+        """Forget a reduction that will never end, because of a fault on another rank."""
+        self._unsure = None
+        if self._in_flight is not None:
+            self._end(self._in_flight)
+
     def _take(self, numbers: Iterable[int]) -> list[Tensor | None]:
         """Take off all gradients, add the pending ones, and return the gradients of ``numbers``.
 

@@ -399,8 +399,10 @@ class Scheduler:
         self._stack.clear()
         self._tasks.clear()
         self._iteration = None
-        self._ahead.give_up(out)
-        self._back.give_up(out)
+        self._learned.clear()  # ranks that were interrupted at other places learned other orders
+        for guesses in (self._ahead, self._back):
+            guesses.give_up(out)
+            guesses.follow(())
         self.reductions.finish(out)
         self.residents.end_late(out)
         self.residents.hidden.clear()

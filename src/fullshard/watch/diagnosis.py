@@ -61,14 +61,19 @@ class _Wait(NamedTuple):
         )
 
 
-def diagnose(said: Mapping[int, Statement], absent: Mapping[int, Absence]) -> Diagnosis:
-    """Return what is wrong, by what the ranks ``said``, and why others are ``absent``."""
+def diagnose(
+    said: Mapping[int, Statement], absent: Mapping[int, Absence], *, patience_s: float
+) -> Diagnosis:
+    """Return what is wrong, by what the ranks ``said``, and why others are ``absent``.
+
+    Who has waited for less than ``patience_s`` may just be early.
+    """
     waits = list(_waits(said))
     return (
         _lost(said, absent, waits)
         or _failed(said, waits)
         or _apart(said)
-        or _late(said, absent, waits)
+        or _late(said, absent, waits, patience_s)
         or _NOTHING
     )
 
@@ -147,9 +152,14 @@ def _differ(
 
 
 def _late(
-    said: Mapping[int, Statement], absent: Mapping[int, Absence], waits: Sequence[_Wait]
+    said: Mapping[int, Statement],
+    absent: Mapping[int, Absence],
+    waits: Sequence[_Wait],
+    patience_s: float,
 ) -> Diagnosis | None:
     """Find the ranks that others wait for and that wait for nobody themselves."""
+    if all(wait.group.waited_s < patience_s for wait in waits):
+        return None
     behind: dict[int, list[_Wait]] = {}
     for wait in waits:
         for rank in wait.group.ranks:

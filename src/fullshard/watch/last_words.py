@@ -7,7 +7,7 @@ import sys
 from types import TracebackType
 
 from fullshard.comm import ledger
-from fullshard.comm.ledger import Entry, Ledger, now
+from fullshard.comm.ledger import Entry, Ledger
 from fullshard.errors import PeerError
 from fullshard.watch.step import Step, described
 from fullshard.watch.watcher import all_watchers, watcher
@@ -36,9 +36,8 @@ def settle(step: Step) -> None:
     Either all ranks failed at the same place, or the others are told, and drop the step, too.
     """
     watching = watcher()
-    if step.failure and step.era is now() and watching is not None:
+    if step.failure and watching is not None:
         watching.ask()
-    step.failure = ""
 
 
 def _excepthook(

@@ -18,7 +18,7 @@ class Step:
     is_open: bool = False
     """True from the beginning of a forward to the end of its backward."""
     failure: str = ""
-    """The exception that ended the last step, until the next begins; empty if none did."""
+    """The exception that ended the last step, until all ranks know or the next step begins."""
     era: Era = field(default_factory=now)
     """The era in which the step began."""
 

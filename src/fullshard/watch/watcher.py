@@ -19,9 +19,12 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.ledger import Ledger, end_era, ledgers, now
 from fullshard.comm.pulse import PULSE_S, begin_pulse, last_sign, patience_s
@@ -37,7 +40,7 @@ _ANSWER_S = 2.0  # how long a rank may take to answer
 _POLL_S = 0.005
 _ASK_S = _ANSWER_S + 2 * PULSE_S + 2.0  # by then there is a judgement, or never
 _RINGS = "fullshard/rings"
-_FRAMES = 3  # of a stack
+_FRAMES = 2  # of a stack
 
 
 class Watcher:
@@ -82,10 +85,12 @@ class Watcher:
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
                 asks, self._asks = self._asks, []
-                rings = bool(asks) or self._is_impatient()
-                number = self._store.add(_RINGS, int(rings))
-                if number > self._heard and not self._is_over:
-                    self._note(self._judgement(number))
+                rung = self._store.add(_RINGS, 0)
+                if rung == self._heard and (asks or self._is_impatient()):
+                    rung = self._store.add(_RINGS, 1)
+                while self._heard < rung and not self._is_over:
+                    self._heard += 1
+                    self._take_part(self._heard)
                 for done in asks:
                     done.set()
         except RuntimeError as error:  # of the store: who keeps it is gone
@@ -108,27 +113,27 @@ class Watcher:
         self._told = (since_s, times + 1)
         return True
 
+    def _take_part(self, number: int) -> None:
+        """Take part in round ``number``; every rank takes part in all, one after the other."""
+        own = self._statement()
+        self._say(number, own)
+        self._note(self._judgement(number))
+        for step in steps():
+            if step.failure == own.failure:
+                step.failure = ""  # all know
+
     def _judgement(self, number: int) -> Diagnosis:
-        """Take part in round ``number``, or in those that were rung meanwhile."""
         until_s = time.monotonic() + _ANSWER_S
-        poll_s = _POLL_S * max(1, self.world // 64)
-        self._say(number)
-        while True:
-            newest = self._store.add(_RINGS, 0)
-            if newest > number:
-                number, until_s = newest, time.monotonic() + _ANSWER_S
-                self._say(number)
-            if self._store.check([_judged_key(number)]):
-                self._heard = number
-                kind, ranks, text = json.loads(self._store.get(_judged_key(number)))
-                return Diagnosis(Kind(kind), tuple(ranks), text)
+        while not self._store.check([_judged_key(number)]):
             if time.monotonic() > until_s:
                 self._judge(number)
-                until_s = time.monotonic() + _ANSWER_S + 2 * PULSE_S  # if the judge fails
-            time.sleep(poll_s)
+                until_s = time.monotonic() + _ANSWER_S + 2 * PULSE_S  # if another judge fails
+            time.sleep(_POLL_S * max(1, self.world // 64))
+        kind, ranks, text = json.loads(self._store.get(_judged_key(number)))
+        return Diagnosis(Kind(kind), tuple(ranks), text)
 
-    def _say(self, number: int) -> None:
-        self._store.set(_said_key(number, self.rank), self._statement().encoded())
+    def _say(self, number: int, own: Statement) -> None:
+        self._store.set(_said_key(number, self.rank), own.encoded())
         if self._store.add(f"fullshard/said/{number}", 1) >= self.world - len(self._dead(number)):
             self._judge(number)
 
@@ -157,7 +162,7 @@ class Watcher:
                 said[rank] = Statement.decoded(self._store.get(key).decode())
             else:
                 silent.append(rank)
-        found = diagnose(said, self._absences(silent))
+        found = diagnose(said, self._absences(silent), patience_s=patience_s())
         text = json.dumps([found.kind.value, found.ranks, found.text])
         self._store.set(_judged_key(number), text)
 
@@ -215,7 +220,13 @@ class Watcher:
 
 
 def _is_inner(filename: str) -> bool:
-    return "/torch/" in filename or "/fullshard/" in filename or filename.startswith("<")
+    return filename.startswith(("<", *_INNER))
+
+
+_INNER = tuple(
+    str(Path(module.__file__ or "").parent) for module in (threading, torch, fullshard.errors)
+)
+"""Folders of Python's own modules, installed ones among them, of PyTorch and of fullshard."""
 
 
 def _group(ledger: Ledger) -> Group:

@@ -1,0 +1,170 @@
+"""A fault on one rank: who is told what, and what the model is worth afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
+from fullshard.errors import PeerError, ProtocolError
+from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_autograd_failures import Fuse, Trouble
+
+WIRES = ["1", "0"]
+LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
+
+
+class Tower(nn.Module):
+    """Blocks, one of which may be left out, and may fail, on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4))
+        self.head = nn.Linear(6, 3, dtype=torch.float64)
+        self.fault = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number == 2 and self.fault == "skip":
+                continue
+            x = torch.tanh(block(x))
+            if number == 1 and self.fault == "forward":
+                raise Trouble("in forward")
+            if number == 1 and self.fault == "backward":
+                x = Fuse.apply(x, Trouble)
+        return self.head(x)
+
+
+def tower(face: str, layout: str) -> Tower | FullyShardedDataParallel:
+    model = Tower()
+    fill(model, scale=0.4)
+    if face == "flat":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FullyShardedDataParallel(block, use_orig_params=True)
+        return FullyShardedDataParallel(model, use_orig_params=True)
+    for block in model.blocks:
+        fully_shard(block, layout=LAYOUTS[layout])
+    return fully_shard(model, layout=LAYOUTS[layout])
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    x = noise(3, 6, seed=10 * number + dist.get_rank())
+    model(x).square().sum().backward()
+    optimizer.step()
+
+
+def left_out(face: str, layout: str, world: int) -> dict[str, Tensor]:
+    """Train as ``faulty`` does, but leave the steps with faults out."""
+    model = tower(face, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in (0, 1, 3, 5):
+        step(model, optimizer, number)
+    return full_parameters(model)
+
+
+def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
+    """Train with a fault on rank 1 in two of the steps; return what was raised here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
+        patch.setenv("FULLSHARD_PATIENCE_S", "1")
+        dist.barrier()
+        model = tower(face, layout)
+        inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        said = []
+        for number in range(6):
+            inner.fault = fault if number in (2, 4) and dist.get_rank() == 1 else ""
+            try:
+                step(model, optimizer, number)
+            except (PeerError, ProtocolError, Trouble) as error:
+                assert all(p.grad is None or error.__class__ is Trouble for p in model.parameters())
+                said.append(f"{type(error).__name__}: {error}")
+        patch.setenv("FULLSHARD_SHARED_MEMORY", "1")
+        expected = left_out(face, layout, dist.get_world_size())
+        found = full_parameters(model)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        return said
+
+
+FACES = [("fully_shard", "rows"), ("fully_shard", "ragged"), ("flat", "")]
+
+
+@pytest.mark.parametrize(("face", "layout"), FACES)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("fault", ["forward", "backward", "skip"])
+def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
+    pool: RankPool, world: int, fault: str, face: str, layout: str
+) -> None:
+    for rank, said in enumerate(pool.run(world, faulty, fault, face, layout, "1")):
+        assert len(said) == 2, said
+        for one in said:
+            if fault == "skip":
+                assert one.startswith("ProtocolError"), one
+                assert "blocks.2 on rank" in one and "on rank 1" in one, one
+            elif rank == 1:
+                assert one.startswith("Trouble"), one
+            else:
+                assert one.startswith("PeerError: rank 1 failed"), one
+                assert fault == "backward" or "Trouble: in forward" in one, one
+                assert f"rank {rank} waits for the gather of unit" in one, one
+
+
+def fail_alike(face: str, layout: str) -> int:
+    """All ranks fail at the same place: nobody is in the way of anybody."""
+    model = tower(face, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    failures = 0
+    for number, fault in enumerate(["", "forward", "backward", "", "forward", ""]):
+        model.fault = fault
+        try:
+            step(model, optimizer, number)
+        except Trouble:
+            failures += 1
+    return failures
+
+
+def test_a_step_that_fails_on_all_ranks_is_their_own(pool: RankPool) -> None:
+    assert pool.run(3, fail_alike, "fully_shard", "rows") == [3, 3, 3]
+
+
+def dawdle(wire: str) -> str:
+    """Rank 1 comes late."""
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(listener)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
+            patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
+            dist.barrier()
+            model = tower("fully_shard", "rows")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for number in range(3):
+                if number == 1 and dist.get_rank() == 1:
+                    _load_slowly()
+                step(model, optimizer, number)
+            return "\n".join(said)
+    finally:
+        logging.getLogger("fullshard").removeHandler(listener)
+
+
+def _load_slowly() -> None:
+    time.sleep(2.0)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_rank_that_is_late_is_told_of_and_waited_for(pool: RankPool, wire: str) -> None:
+    for said in pool.run(2, dawdle, wire):
+        assert "rank 1 has not come to it" in said, said
+        assert "_load_slowly (" in said, said
+        assert "rank 0 waits for the gather of unit (root)" in said, said
