@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.faults.rank import Engine, Job, work
+from tests.faults.rank import GLOO_TIMEOUT_S, Job, work
 from tests.faults.rows import What
 from tests.faults.strike import diary_of
 
 START_S = 60.0
 """So long a job may take until its fault, on a loaded machine."""
-LIMITS_S = {Engine.UNITS: 25.0, Engine.FLAT: 25.0, Engine.TORCH: 50.0}
-"""So long after the fault all ranks must have ended; gloo gives up after 30 s."""
+LIMIT_S = GLOO_TIMEOUT_S + 15.0
+"""So long after the fault all ranks must have ended, some of them by gloo's time-out."""
 _POLL_S = 0.01
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.faults.rank"])
+context.set_forkserver_preload(["tests.faults.rank", "tests.faults.worker"])
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class Ending:
     """How a rank ended.
 
     Attributes:
-        kind: the class of its exception; a signal; "exit N"; "hang"; empty for a normal end.
+        kind: the class of its exception; a signal, one that stopped it too; "exit N"; "hang"; empty
+            for a normal end.
         text: its exception's, or all that it printed where a signal ended it.
         logs: what fullshard told it, each a level and a text.
         after_s: seconds from the fault to its end, or None.
-        told_s: seconds from the fault to what it was told first, or None.
+        told_s: seconds from the fault to the first log, or exception that its loop caught, or None.
         caught: the exceptions that its loop caught.
     """
 
@@ -81,7 +82,10 @@ def run(job: Job, look: Callable[[Path], str] = lambda _: "") -> Result:
     for one in ranks:
         one.start()
     gone_s = _wait(job, ranks, folder)
-    endings = tuple(_ending(folder, rank, one, gone_s) for rank, one in enumerate(ranks))
+    codes = [one.exitcode for one in ranks]
+    endings = tuple(
+        _ending(job, folder, rank, code, gone_s.get(rank)) for rank, code in enumerate(codes)
+    )
     weights = tuple(
         torch.load(path)
         for path in (folder / f"weights-{rank}.pt" for rank in range(job.world))
@@ -96,7 +100,7 @@ def _wait(job: Job, ranks: list[Any], folder: Path) -> dict[int, float]:
     """Wait until all ranks ended that can, end the others; return when each was seen to be gone."""
     start_s, gone_s = time.monotonic(), dict[int, float]()
     stopped = {job.victim} if job.fault.what is What.STOP else set()
-    limit_s = LIMITS_S[job.engine] + (job.fault.stall_s if job.fault.what is What.STALL else 0)
+    limit_s = LIMIT_S + (job.fault.stall_s if job.fault.what is What.STALL else 0)
     deadline_s = start_s + START_S
     is_struck = False
     while time.monotonic() < deadline_s and set(range(job.world)) - gone_s.keys() - stopped:
@@ -129,12 +133,14 @@ def _fault_s(folder: Path) -> float | None:
     return next((note["at_s"] for note in notes if note["what"] == "fault"), None)
 
 
-def _ending(folder: Path, rank: int, process: Any, gone_s: dict[int, float]) -> Ending:
-    """Return how a rank ended, from its diary and its exit code."""
-    notes, code = _notes(diary_of(folder, rank)), process.exitcode
+def _ending(job: Job, folder: Path, rank: int, code: int, gone_s: float | None) -> Ending:
+    """Return how a rank ended, from its diary, its exit code, and when it was seen to be gone."""
+    notes = _notes(diary_of(folder, rank))
     last = next((note for note in notes if note["what"] == "ended"), None)
     printed = (folder / f"printed-{rank}").read_text(errors="replace")
-    if rank not in gone_s:
+    if gone_s is None and rank == job.victim and job.fault.what is What.STOP:
+        kind, text = "SIGSTOP", printed
+    elif gone_s is None:
         raised = f"after {last['kind'] or 'its end'}: {last['text']}\n" if last else ""
         kind, text = "hang", raised + printed
     elif code < 0:
@@ -145,7 +151,9 @@ def _ending(folder: Path, rank: int, process: Any, gone_s: dict[int, float]) -> 
         kind, text = last["kind"], last["text"]
     fault_s = _fault_s(folder)
     logs = [note for note in notes if note["what"] == "log"]
-    end_s = last["at_s"] if last else gone_s.get(rank)
+    caught = [note for note in notes if note["what"] == "caught"]
+    told_s = min((note["at_s"] for note in (*logs, *caught)), default=None)
+    end_s = last["at_s"] if last else gone_s
 
     def since(at_s: float | None) -> float | None:
         return None if at_s is None or fault_s is None else at_s - fault_s
@@ -155,6 +163,6 @@ def _ending(folder: Path, rank: int, process: Any, gone_s: dict[int, float]) -> 
         text,
         tuple((note["level"], note["text"]) for note in logs),
         since(end_s),
-        since(logs[0]["at_s"] if logs else None),
-        tuple((note["kind"], note["text"]) for note in notes if note["what"] == "caught"),
+        since(told_s),
+        tuple((note["kind"], note["text"]) for note in caught),
     )

@@ -248,9 +248,7 @@ def _join_and_train(job: Job, rank: int, root: Path, port: int, diary: Diary) ->
         world_size=job.world,
         timeout=timedelta(seconds=GLOO_TIMEOUT_S),
     )
-    is_victim = rank == job.victim
-    fault = job.fault if is_victim else Fault(What.NOTHING, Phase.END)
-    strike = Strike(fault, job.at_step, diary)
+    strike = Strike(job.fault if rank == job.victim else None, job.at_step, diary)
     watch_gathers(strike)
     diary.note("joined")
     model = train(job, rank, root, strike, diary)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 class What(enum.Enum):
@@ -11,7 +12,7 @@ class What(enum.Enum):
 
     NOTHING = "nothing"
     LEFT_OUT = "all ranks leave the step out"
-    SKIP = "skips a block in forward"
+    SKIP = "skips a block"
     DETACH = "skips the backward of a block"
     SWAP = "runs two blocks in the other order"
     EXTRA_STEP = "goes on when the others end"
@@ -21,14 +22,14 @@ class What(enum.Enum):
     OTHER_DTYPE = "has a model of another dtype"
     RAISE = "raises"
     OUT_OF_MEMORY = "runs out of memory"
-    CAUGHT = "raises, all ranks catch and take the next batch"
+    CAUGHT = "raises, all ranks catch that and take the next batch"
     SYS_EXIT = "calls `sys.exit(3)`"
     OS_EXIT = "calls `os._exit(3)`"
     KILL = "is killed (SIGKILL)"
     STOP = "is stopped (SIGSTOP)"
     DISK_FULL = "finds the disk full"
     NAN = "has a loss that is not a number"
-    STALL = "takes 20 s in user code and comes back"
+    STALL = "takes 20 s in user code, then comes back"
 
 
 class Phase(enum.Enum):
@@ -42,21 +43,6 @@ class Phase(enum.Enum):
     OPTIMIZER = "in the optimizer"
     SAVE = "in a save"
     END = "at the end"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens on one rank, at the first chance in a step.
-
-    Attributes:
-        block: of which block, where that means something.
-        stall_s: how long a rank stalls.
-    """
-
-    what: What
-    phase: Phase
-    block: int = 1
-    stall_s: float = 20.0
 
 
 class Who(enum.Enum):
@@ -75,116 +61,141 @@ class End(enum.Enum):
     IS_TOLD = "normally, but told what happened"
 
 
-ANY_UNIT = r"blocks\.\d|\(?root\)?"
-THIS_UNIT = r"blocks\.{block}\b"
-PROTOCOL, PEER = ("ProtocolError",), ("PeerError", "LostRankError", "FailedRankError")
-
-
 @dataclass(frozen=True)
-class Row:
-    """A fault and what is expected of it.
+class Expectation:
+    """What the ranks of a job have to say and do.
 
     Attributes:
+        phases: where it may happen.
+        cause: a regular expression that has to be found in what they say.
+        units: another one, for the unit, by the phase; none elsewhere. ``{block}`` is the block of
+            the fault.
+        errors: the classes that they may raise.
         speak: the ranks whose exceptions and logs are judged.
         named: the ranks of which each of them has to name one.
-        unit, cause: regular expressions that have to be found in what they say; ``{block}`` is the
-            block of the fault. Empty: nothing is expected.
-        errors: the classes that they may raise; of fullshard, empty: any.
-        faces: the faces of fullshard that the row is run with, beside PyTorch's FSDP2.
     """
 
-    fault: Fault
-    unit: str = ""
-    cause: str = ""
-    errors: tuple[str, ...] = PEER
+    phases: tuple[Phase, ...]
+    cause: str
+    units: Mapping[Phase, str] = field(default_factory=dict)
+    errors: tuple[str, ...] = ("PeerError", "LostRankError", "FailedRankError")
     speak: Who = Who.OTHERS
     named: Who = Who.VICTIM
     end: End = End.RAISES
-    is_for_flat: bool = False
-
-    @property
-    def title(self) -> str:
-        """The row's name in the table."""
-        what, phase = self.fault.what, self.fault.phase
-        return what.value if phase in (Phase.BUILD, Phase.END) else f"{what.value}, {phase.value}"
-
-    def pattern(self, text: str) -> str:
-        return text.replace("{block}", str(self.fault.block))
 
 
-def different(
-    what: What, phase: Phase, unit: str, cause: str, *, block: int = 1, is_for_flat: bool = False
-) -> Row:
-    """A row in which ranks run different things, of which all of them learn."""
-    return Row(
-        Fault(what, phase, block),
-        unit,
-        cause,
-        errors=(*PROTOCOL, *PEER),
+_ANY_UNIT, _THIS_UNIT = r"blocks\.\d|\(?root\)?", r"blocks\.{block}\b"
+_EVERYWHERE = dict.fromkeys(Phase, _ANY_UNIT)
+_THERE = dict.fromkeys(Phase, _THIS_UNIT)
+_WHERE_IT_COMPUTES = {
+    Phase.FORWARD: _THIS_UNIT,
+    Phase.BACKWARD: _ANY_UNIT,
+    Phase.GATHER: _ANY_UNIT,
+}
+_IN_STEPS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+_ANYWHERE = (*_IN_STEPS, Phase.GATHER)
+_ENDED = r"ended|exit|finished|died|is gone"
+
+
+def _different(phase: Phase, units: Mapping[Phase, str] = _THERE) -> Expectation:
+    """Ranks run different things, of which all of them learn."""
+    return Expectation(
+        (phase,),
+        r"differ|other|another|instead|not the same|skip|order|never|without",
+        units,
+        errors=("ProtocolError", "PeerError"),
         speak=Who.ALL,
-        is_for_flat=is_for_flat,
     )
 
 
-def rows() -> list[Row]:
-    """All of them, in the order of the table."""
-    w, p = What, Phase
-    differs = r"differ|other|another|instead|not the same|skip|order|never|without"
-    ended = r"ended|exited|finished|is gone|closed"
-    raised = r"RuntimeError.*(an injected fault)"
-    killed = r"SIGKILL|signal 9|killed|died|ended|is gone"
-    stopped = r"SIGSTOP|stopped|silent|no sign of life|does not answer|suspended"
+def _raised(phases: tuple[Phase, ...], cause: str, end: End = End.RAISES) -> Expectation:
+    return Expectation(phases, cause, _WHERE_IT_COMPUTES, end=end)
+
+
+_INJECTED = r"RuntimeError.*an injected fault"
+
+EXPECTED = {
+    What.SKIP: _different(Phase.FORWARD),
+    What.DETACH: _different(Phase.BACKWARD),
+    What.SWAP: _different(Phase.FORWARD),
+    What.EXTRA_STEP: Expectation(
+        (Phase.END,), _ENDED, _EVERYWHERE, speak=Who.VICTIM, named=Who.OTHERS
+    ),
+    What.EARLY_END: Expectation((Phase.END,), _ENDED, _EVERYWHERE),
+    What.MORE_LAYERS: _different(Phase.BUILD, {Phase.BUILD: r"blocks\.4\b"}),
+    What.OTHER_WIDTH: _different(Phase.BUILD),
+    What.OTHER_DTYPE: _different(Phase.BUILD, _EVERYWHERE),
+    What.RAISE: _raised(_IN_STEPS, _INJECTED),
+    What.OUT_OF_MEMORY: _raised((Phase.FORWARD, Phase.BACKWARD), "OutOfMemoryError"),
+    What.CAUGHT: _raised((Phase.FORWARD, Phase.BACKWARD), _INJECTED, End.GOES_ON),
+    What.SYS_EXIT: Expectation(_IN_STEPS, _ENDED),
+    What.OS_EXIT: Expectation(_ANYWHERE, _ENDED, _EVERYWHERE),
+    What.KILL: Expectation(_ANYWHERE, f"{_ENDED}|SIGKILL|signal 9|killed", _EVERYWHERE),
+    What.STOP: Expectation(
+        _ANYWHERE, r"SIGSTOP|stopped|silent|no sign of life|not answer|suspended", _EVERYWHERE
+    ),
+    What.DISK_FULL: Expectation(
+        (Phase.SAVE,), "No space left on device", errors=("CheckpointError",), speak=Who.ALL
+    ),
+    What.NAN: Expectation(
+        (Phase.FORWARD,), "(?i)not finite|non-finite|nan", errors=("NonFiniteError",), speak=Who.ALL
+    ),
+    What.STALL: Expectation(
+        _IN_STEPS, r"user code|outside|waits|waiting|not come|busy", end=End.IS_TOLD
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens on one rank, at the first chance in a step.
+
+    Attributes:
+        block: of which block, where that means something.
+        stall_s: how long a rank stalls.
+    """
+
+    what: What
+    phase: Phase
+    block: int = 1
+    stall_s: float = 20.0
+
+    @property
+    def expected(self) -> Expectation:
+        return EXPECTED[self.what]
+
+    @property
+    def unit(self) -> str:
+        """The pattern of the unit that has to be named, or nothing."""
+        return self.expected.units.get(self.phase, "").replace("{block}", str(self.block))
+
+    @property
+    def title(self) -> str:
+        """The name of its row in the table."""
+        has_phases = len(self.expected.phases) > 1
+        return f"{self.what.value}, {self.phase.value}" if has_phases else self.what.value
+
+
+def rows() -> list[Fault]:
+    """The rows of the table, in its order."""
     return [
-        different(w.SKIP, p.FORWARD, THIS_UNIT, differs, is_for_flat=True),
-        different(w.DETACH, p.BACKWARD, THIS_UNIT, differs),
-        different(w.SWAP, p.FORWARD, THIS_UNIT, differs, is_for_flat=True),
-        Row(
-            Fault(w.EXTRA_STEP, p.END),
-            ANY_UNIT,
-            ended,
-            speak=Who.VICTIM,
-            named=Who.OTHERS,
-        ),
-        Row(Fault(w.EARLY_END, p.END), ANY_UNIT, ended),
-        different(w.MORE_LAYERS, p.BUILD, r"blocks\.4\b", differs, block=4),
-        different(w.OTHER_WIDTH, p.BUILD, THIS_UNIT, differs),
-        different(w.OTHER_DTYPE, p.BUILD, ANY_UNIT, differs),
-        Row(Fault(w.RAISE, p.FORWARD), THIS_UNIT, raised, is_for_flat=True),
-        Row(Fault(w.RAISE, p.BACKWARD), ANY_UNIT, raised, is_for_flat=True),
-        Row(Fault(w.RAISE, p.OPTIMIZER), "", raised),
-        Row(Fault(w.RAISE, p.DATA), "", raised),
-        Row(Fault(w.OUT_OF_MEMORY, p.FORWARD), THIS_UNIT, "OutOfMemoryError"),
-        Row(Fault(w.CAUGHT, p.FORWARD), THIS_UNIT, raised, end=End.GOES_ON, is_for_flat=True),
-        Row(Fault(w.CAUGHT, p.BACKWARD), ANY_UNIT, raised, end=End.GOES_ON, is_for_flat=True),
-        Row(Fault(w.SYS_EXIT, p.DATA), "", r"exit|ended|is gone"),
-        Row(Fault(w.OS_EXIT, p.FORWARD), ANY_UNIT, r"exit|ended|died|is gone"),
-        *(
-            Row(Fault(w.KILL, phase), ANY_UNIT, killed, is_for_flat=phase is p.BACKWARD)
-            for phase in (p.DATA, p.GATHER, p.FORWARD, p.BACKWARD, p.OPTIMIZER)
-        ),
-        *(
-            Row(Fault(w.STOP, phase), ANY_UNIT, stopped, is_for_flat=phase is p.FORWARD)
-            for phase in (p.DATA, p.GATHER, p.FORWARD, p.BACKWARD, p.OPTIMIZER)
-        ),
-        Row(
-            Fault(w.DISK_FULL, p.SAVE),
-            "",
-            "No space left on device",
-            errors=("CheckpointError",),
-            speak=Who.ALL,
-        ),
-        Row(
-            Fault(w.NAN, p.FORWARD),
-            "",
-            "(?i)not finite|non-finite|nan",
-            errors=("NonFiniteError",),
-            speak=Who.ALL,
-        ),
-        Row(
-            Fault(w.STALL, p.DATA),
-            "",
-            r"user code|outside|data|waits|waiting|not come",
-            end=End.IS_TOLD,
-            is_for_flat=True,
-        ),
+        Fault(what, phase)
+        for what, expected in EXPECTED.items()
+        for phase in (expected.phases if what is not What.STALL else (Phase.DATA,))
     ]
+
+
+ON_FLAT = frozenset(
+    {
+        Fault(What.SKIP, Phase.FORWARD),
+        Fault(What.SWAP, Phase.FORWARD),
+        Fault(What.RAISE, Phase.FORWARD),
+        Fault(What.RAISE, Phase.BACKWARD),
+        Fault(What.CAUGHT, Phase.FORWARD),
+        Fault(What.CAUGHT, Phase.BACKWARD),
+        Fault(What.KILL, Phase.BACKWARD),
+        Fault(What.STOP, Phase.FORWARD),
+        Fault(What.STALL, Phase.DATA),
+    }
+)
+"""Those that are also run on ``FullyShardedDataParallel``."""

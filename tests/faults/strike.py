@@ -44,10 +44,12 @@ def diary_of(folder: Path, rank: int) -> Path:
 
 
 class Strike:
-    """Lets a fault happen on this rank, once; a rank that it does not concern has ``NOTHING``."""
+    """Lets a fault happen on this rank, once; a rank that it does not concern has none."""
 
-    def __init__(self, fault: Fault, at_step: int, diary: Diary) -> None:
-        self.fault = fault
+    def __init__(
+        self, fault: Fault | None = None, at_step: int = 0, diary: Diary | None = None
+    ) -> None:
+        self.fault = fault or Fault(What.NOTHING, Phase.END)
         self.step = 0
         """The step of the training, set by its loop."""
         self._at_step = at_step
@@ -65,7 +67,8 @@ class Strike:
         """Note the time of the fault, once."""
         if not self._has_happened:
             self._has_happened = True
-            self._diary.note("fault")
+            if self._diary is not None:
+                self._diary.note("fault")
 
     def meet(self, phase: Phase, block: int | None = None) -> None:
         """Let the fault happen, if its moment is now."""
