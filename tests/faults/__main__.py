@@ -1,18 +1,30 @@
-"""``python -m tests.faults --kills 1000``: kill jobs that save, and say what they lost."""
+"""Make jobs fail, and say what came of it.
+
+python -m tests.faults --kills 1000           kill jobs that save, and say what they lost
+python -m tests.faults table [words] --write  every fault on one rank, and who is named
+python -m tests.faults random --count 1000    random ones
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable, Sequence
 
+from tests.faults import at_random, table
+from tests.faults.jobs import Result
+from tests.faults.judge import Kind, Verdict
 from tests.faults.kills import Failed, Killer
+from tests.faults.rank import Engine
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+def kill(arguments: Sequence[str]) -> int:
+    """Kill jobs that save."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     start_s = time.monotonic()
 
     def tell(killer: Killer) -> None:
@@ -29,6 +41,74 @@ def main() -> int:
         print(f"{count:5} {what}")
     print(f"{killer.kills.total()} kills: nothing was lost, final weights equal")
     return 0
+
+
+def tabulate(arguments: Sequence[str]) -> int:
+    """Run the table, or rows of it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults table")
+    parser.add_argument("words", nargs="*", help="rows with one of these in their title")
+    parser.add_argument("--engine", nargs="*", choices=[one.name.lower() for one in Engine])
+    parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
+    parser.add_argument("--show", action="store_true", help="what ranks said that did not do")
+    parser.add_argument("--write", action="store_true", help=f"write {table.PAGE.name}")
+    options = parser.parse_args(arguments)
+    engines = [Engine[one.upper()] for one in options.engine or []] or list(Engine)
+
+    def tell(case: table.Case, result: Result, verdict: Verdict) -> None:
+        print(f"{case} | {verdict}", flush=True)
+        if options.show and verdict.kind is not Kind.NAMED:
+            print(said(result), flush=True)
+
+    found = table.run_table(table.Options(options.words, engines, options.at_once, tell))
+    if options.write:
+        seen = {key: table.cell(verdicts) for key, verdicts in found.items()}
+        table.PAGE.write_text(table.written(seen))
+    failed = table.failures(found)
+    print(f"{sum(map(len, found.values()))} jobs, of fullshard {failed} did not name the fault")
+    return int(failed > 0)
+
+
+def strike(arguments: Sequence[str]) -> int:
+    """Run jobs with random faults."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults random")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first job")
+    parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
+    parser.add_argument("--show", action="store_true", help="what ranks said that did not do")
+    options = parser.parse_args(arguments)
+
+    def tell(number: int, result: Result, verdict: Verdict) -> None:
+        if verdict.kind is not Kind.NAMED:
+            print(f"{number} | {result.job} | {verdict}", flush=True)
+            if options.show:
+                print(said(result), flush=True)
+        elif number % 100 == 0:
+            print(f"{number} | {verdict}", flush=True)
+
+    numbers = range(options.first, options.first + options.count)
+    found = at_random.run_random(options.seed, numbers, options.at_once, tell)
+    print(", ".join(f"{count} {what}" for what, count in sorted(found.items())))
+    return int(found[Kind.NAMED.value] < options.count)
+
+
+def said(result: Result) -> str:
+    """What each rank of a job told, shortened."""
+    return "\n".join(
+        f"    rank {rank}: {one.kind or 'normal end'}: {one.text[-2000:]}"
+        + "".join(f"\n        {level}: {text}" for level, text in one.logs + one.caught)
+        for rank, one in enumerate(result.endings)
+    )
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"table": tabulate, "random": strike}
+
+
+def main() -> int:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in COMMANDS:
+        return COMMANDS[name](sys.argv[2:])
+    return kill(sys.argv[1:])
 
 
 if __name__ == "__main__":

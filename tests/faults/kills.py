@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,13 +17,13 @@ from typing import Any
 import torch.distributed as dist
 
 from fullshard import checkpoint
+from tests.faults.jobs import context
 from tests.faults.worker import KEEP, LAYOUTS, work
 
 WORLD = 2
 STEPS = 12
 _END_S = 60.0  # a job must end by itself so soon after one of its ranks was killed
 _DISK_S = 600.0
-_PATIENCE_S = 0.2
 
 
 class Failed(AssertionError):
@@ -45,9 +44,6 @@ class Killer:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.faults.worker"])
-        os.environ["FULLSHARD_PATIENCE_S"] = str(_PATIENCE_S)
         self._expected = ""
 
     def run(self, kills: int, tell: Any = None) -> None:
@@ -86,9 +82,7 @@ class Killer:
         # others hang. As with torchrun, the store is kept by a process that lives.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         jobs = [
-            self._context.Process(
-                target=work, args=(rank, WORLD, str(root), store.port, layout, STEPS)
-            )
+            context.Process(target=work, args=(rank, WORLD, str(root), store.port, layout, STEPS))
             for rank in range(WORLD)
         ]
         for job in jobs:

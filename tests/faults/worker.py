@@ -21,6 +21,7 @@ torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
 
 LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
 KEEP = 2
+_PATIENCE_S = 1.0
 
 
 def work(rank: int, world: int, folder: str, port: int, layout: str, steps: int) -> None:
@@ -33,6 +34,7 @@ def work(rank: int, world: int, folder: str, port: int, layout: str, steps: int)
     errors = os.open(root / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(errors, 2)  # ranks that others left alone say so
     faulthandler.enable()
+    os.environ["FULLSHARD_PATIENCE_S"] = str(_PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     dist.init_process_group(  # waits so long for a rank that was killed before it came here
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)

@@ -1,0 +1,201 @@
+"""The rows of the table of faults: what goes wrong on one rank, and what the others have to say."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class What(enum.Enum):
+    """What one rank does that the others do not; the value is told in the table."""
+
+    NOTHING = "nothing"
+    LEFT_OUT = "all ranks leave the step out"
+    SKIP = "skips a block"
+    DETACH = "skips the backward of a block"
+    SWAP = "runs two blocks in the other order"
+    EXTRA_STEP = "goes on when the others end"
+    EARLY_END = "ends a step before the others"
+    MORE_LAYERS = "has one more block"
+    OTHER_WIDTH = "has a block of another width"
+    OTHER_DTYPE = "has a model of another dtype"
+    RAISE = "raises"
+    OUT_OF_MEMORY = "runs out of memory"
+    CAUGHT = "raises, all ranks catch that and take the next batch"
+    SYS_EXIT = "calls `sys.exit(3)`"
+    OS_EXIT = "calls `os._exit(3)`"
+    KILL = "is killed (SIGKILL)"
+    STOP = "is stopped (SIGSTOP)"
+    DISK_FULL = "finds the disk full"
+    NAN = "has a loss that is not a number"
+    STALL = "takes 20 s in user code, then comes back"
+
+
+class Phase(enum.Enum):
+    """Where in a step it happens."""
+
+    BUILD = "as the model is built"
+    DATA = "in the data loader"
+    GATHER = "as a gather has started"
+    FORWARD = "in forward"
+    BACKWARD = "in backward"
+    OPTIMIZER = "in the optimizer"
+    SAVE = "in a save"
+    END = "at the end"
+
+
+class Who(enum.Enum):
+    """Some of the ranks of a job."""
+
+    VICTIM = "the rank to which it happens"
+    OTHERS = "all but that"
+    ALL = "all"
+
+
+class End(enum.Enum):
+    """How the ranks that have to speak have to end."""
+
+    RAISES = "by an exception"
+    GOES_ON = "as if that step had been left out by all"
+    IS_TOLD = "normally, but told what happened"
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the ranks of a job have to say and do.
+
+    Attributes:
+        phases: where it may happen.
+        cause: a regular expression that has to be found in what they say.
+        units: another one, for the unit, by the phase; none elsewhere. ``{block}`` is the block of
+            the fault.
+        errors: the classes that they may raise.
+        speak: the ranks whose exceptions and logs are judged.
+        named: the ranks of which each of them has to name one.
+    """
+
+    phases: tuple[Phase, ...]
+    cause: str
+    units: Mapping[Phase, str] = field(default_factory=dict)
+    errors: tuple[str, ...] = ("PeerError", "LostRankError", "FailedRankError")
+    speak: Who = Who.OTHERS
+    named: Who = Who.VICTIM
+    end: End = End.RAISES
+
+
+_ANY_UNIT, _THIS_UNIT = r"blocks\.\d|\(?root\)?", r"blocks\.{block}\b"
+_EVERYWHERE = dict.fromkeys(Phase, _ANY_UNIT)
+_THERE = dict.fromkeys(Phase, _THIS_UNIT)
+_WHERE_IT_COMPUTES = {
+    Phase.FORWARD: _THIS_UNIT,
+    Phase.BACKWARD: _ANY_UNIT,
+    Phase.GATHER: _ANY_UNIT,
+}
+_IN_STEPS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+_ANYWHERE = (*_IN_STEPS, Phase.GATHER)
+_ENDED = r"ended|exit|finished|died|is gone"
+
+
+def _different(phase: Phase, units: Mapping[Phase, str] = _THERE) -> Expectation:
+    """Ranks run different things, of which all of them learn."""
+    return Expectation(
+        (phase,),
+        r"differ|other|another|instead|not the same|skip|order|never|without",
+        units,
+        errors=("ProtocolError", "PeerError"),
+        speak=Who.ALL,
+    )
+
+
+def _raised(phases: tuple[Phase, ...], cause: str, end: End = End.RAISES) -> Expectation:
+    return Expectation(phases, cause, _WHERE_IT_COMPUTES, end=end)
+
+
+_INJECTED = r"RuntimeError.*an injected fault"
+
+EXPECTED = {
+    What.SKIP: _different(Phase.FORWARD),
+    What.DETACH: _different(Phase.BACKWARD),
+    What.SWAP: _different(Phase.FORWARD),
+    What.EXTRA_STEP: Expectation(
+        (Phase.END,), _ENDED, _EVERYWHERE, speak=Who.VICTIM, named=Who.OTHERS
+    ),
+    What.EARLY_END: Expectation((Phase.END,), _ENDED, _EVERYWHERE),
+    What.MORE_LAYERS: _different(Phase.BUILD, {Phase.BUILD: r"blocks\.4\b"}),
+    What.OTHER_WIDTH: _different(Phase.BUILD),
+    What.OTHER_DTYPE: _different(Phase.BUILD, _EVERYWHERE),
+    What.RAISE: _raised(_IN_STEPS, _INJECTED),
+    What.OUT_OF_MEMORY: _raised((Phase.FORWARD, Phase.BACKWARD), "OutOfMemoryError"),
+    What.CAUGHT: _raised((Phase.FORWARD, Phase.BACKWARD), _INJECTED, End.GOES_ON),
+    What.SYS_EXIT: Expectation(_IN_STEPS, _ENDED),
+    What.OS_EXIT: Expectation(_ANYWHERE, _ENDED, _EVERYWHERE),
+    What.KILL: Expectation(_ANYWHERE, f"{_ENDED}|SIGKILL|signal 9|killed", _EVERYWHERE),
+    What.STOP: Expectation(
+        _ANYWHERE, r"SIGSTOP|stopped|silent|no sign of life|not answer|suspended", _EVERYWHERE
+    ),
+    What.DISK_FULL: Expectation(
+        (Phase.SAVE,), "No space left on device", errors=("CheckpointError",), speak=Who.ALL
+    ),
+    What.NAN: Expectation(
+        (Phase.FORWARD,), "(?i)not finite|non-finite|nan", errors=("NonFiniteError",), speak=Who.ALL
+    ),
+    What.STALL: Expectation(
+        _IN_STEPS, r"user code|outside|waits|waiting|not come|busy", end=End.IS_TOLD
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens on one rank, at the first chance in a step.
+
+    Attributes:
+        block: of which block, where that means something.
+        stall_s: how long a rank stalls.
+    """
+
+    what: What
+    phase: Phase
+    block: int = 1
+    stall_s: float = 20.0
+
+    @property
+    def expected(self) -> Expectation:
+        return EXPECTED[self.what]
+
+    @property
+    def unit(self) -> str:
+        """The pattern of the unit that has to be named, or nothing."""
+        return self.expected.units.get(self.phase, "").replace("{block}", str(self.block))
+
+    @property
+    def title(self) -> str:
+        """The name of its row in the table."""
+        has_phases = len(self.expected.phases) > 1
+        return f"{self.what.value}, {self.phase.value}" if has_phases else self.what.value
+
+
+def rows() -> list[Fault]:
+    """The rows of the table, in its order."""
+    return [
+        Fault(what, phase)
+        for what, expected in EXPECTED.items()
+        for phase in (expected.phases if what is not What.STALL else (Phase.DATA,))
+    ]
+
+
+ON_FLAT = frozenset(
+    {
+        Fault(What.SKIP, Phase.FORWARD),
+        Fault(What.SWAP, Phase.FORWARD),
+        Fault(What.RAISE, Phase.FORWARD),
+        Fault(What.RAISE, Phase.BACKWARD),
+        Fault(What.CAUGHT, Phase.FORWARD),
+        Fault(What.CAUGHT, Phase.BACKWARD),
+        Fault(What.KILL, Phase.BACKWARD),
+        Fault(What.STOP, Phase.FORWARD),
+        Fault(What.STALL, Phase.DATA),
+    }
+)
+"""Those that are also run on ``FullyShardedDataParallel``."""

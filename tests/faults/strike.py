@@ -1,0 +1,151 @@
+"""What happens to one rank of a job, at a moment of its training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from fullshard.checkpoint import datafile
+from fullshard.comm import c10d
+from tests.faults.rows import Fault, Phase, What
+
+MESSAGE = "an injected fault"
+
+
+class Diary:
+    """What a rank tells, a line of JSON at a time, with the time of the machine; survives it.
+
+    Times are ``time.monotonic()``, which all processes of a machine share.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        self._file = os.open(diary_of(folder, rank), flags)
+
+    def note(self, what: str, **details: Any) -> None:
+        line = json.dumps({"what": what, "at_s": time.monotonic(), **details})
+        os.write(self._file, f"{line}\n".encode())
+
+
+def diary_of(folder: Path, rank: int) -> Path:
+    return folder / f"diary-{rank}"
+
+
+class Strike:
+    """Lets a fault happen on this rank, once; a rank that it does not concern has none."""
+
+    def __init__(
+        self, fault: Fault | None = None, at_step: int = 0, diary: Diary | None = None
+    ) -> None:
+        self.fault = fault or Fault(What.NOTHING, Phase.END)
+        self.step = 0
+        """The step of the training, set by its loop."""
+        self._at_step = at_step
+        self._diary = diary
+        self._has_happened = False
+
+    def is_due(self, what: What, phase: Phase) -> bool:
+        """Whether the fault is ``what``, in this step; notes it."""
+        due = self.fault.what is what and self.fault.phase is phase and self.step == self._at_step
+        if due:
+            self.note()
+        return due
+
+    def note(self) -> None:
+        """Note the time of the fault, once."""
+        if not self._has_happened:
+            self._has_happened = True
+            if self._diary is not None:
+                self._diary.note("fault")
+
+    def meet(self, phase: Phase, block: int | None = None) -> None:
+        """Let the fault happen, if its moment is now."""
+        fault = self.fault
+        if (phase, self.step) != (fault.phase, self._at_step) or self._has_happened:
+            return
+        if block not in (None, fault.block) or fault.what not in _ACTS:
+            return
+        self.note()
+        _ACTS[fault.what](fault)
+
+    def in_backward(self, x: Tensor, block: int) -> Tensor:
+        """Return ``x``, in whose backward the fault may happen."""
+        return _Met.apply(x, self, block)
+
+
+class _Met(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strike: Strike, block: int) -> Tensor:
+        ctx.met = strike, block
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        strike, block = ctx.met
+        strike.meet(Phase.BACKWARD, block)
+        return grad, None, None
+
+
+def _raise(_: Fault) -> None:
+    raise RuntimeError(MESSAGE)
+
+
+def _out_of_memory(_: Fault) -> None:
+    raise torch.OutOfMemoryError("tried to allocate more than there is")
+
+
+def _disk_full(_: Fault) -> None:
+    """From now on nothing can be written to a checkpoint."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    datafile.FileWriter.put = full  # type: ignore[method-assign]
+    dcp.FileSystemWriter.write_data = full
+
+
+_ACTS: dict[What, Callable[[Fault], object]] = {
+    What.RAISE: _raise,
+    What.CAUGHT: _raise,
+    What.OUT_OF_MEMORY: _out_of_memory,
+    What.SYS_EXIT: lambda _: sys.exit(3),
+    What.OS_EXIT: lambda _: os._exit(3),
+    What.KILL: lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    What.STOP: lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    What.DISK_FULL: _disk_full,
+    What.STALL: lambda fault: time.sleep(fault.stall_s),
+}
+
+
+def watch_gathers(strike: Strike) -> None:
+    """Let a fault happen as the gather of a unit has started, on either engine."""
+    ours, theirs = c10d.C10d.all_gather, _fsdp_param_group.foreach_all_gather
+
+    def all_gather(self: Any, outputs: Any, sources: Any) -> Any:
+        started = ours(self, outputs, sources)
+        _met_in(self._label.text)
+        return started
+
+    def foreach_all_gather(params: Any, *args: Any, **kwargs: Any) -> Any:
+        started = theirs(params, *args, **kwargs)
+        _met_in(str(params[0]._param_fqn))
+        return started
+
+    def _met_in(name: str) -> None:
+        if f"blocks.{strike.fault.block}" in name:
+            strike.meet(Phase.GATHER)
+
+    c10d.C10d.all_gather = all_gather  # type: ignore[method-assign]
+    _fsdp_param_group.foreach_all_gather = foreach_all_gather

@@ -1,0 +1,91 @@
+"""A short part of ``python -m tests.faults table``: jobs in which a rank fails name it.
+
+The processes are not those of the session's pool, as they are killed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.faults import table
+from tests.faults.at_random import drawn, saved
+from tests.faults.jobs import run
+from tests.faults.judge import Kind
+from tests.faults.rank import Engine, Job, Wire
+from tests.faults.rows import EXPECTED, Fault, Phase, What, rows
+
+JOBS = [
+    Job(Fault(What.SKIP, Phase.FORWARD), Engine.UNITS, Wire.SHARED, 4),
+    Job(Fault(What.SWAP, Phase.FORWARD), Engine.UNITS, Wire.SOCKETS, 2),
+    Job(Fault(What.OTHER_WIDTH, Phase.BUILD), Engine.UNITS, Wire.SOCKETS, 2, at_step=1),
+    Job(Fault(What.RAISE, Phase.FORWARD), Engine.FLAT, Wire.SHARED, 2),
+    Job(Fault(What.CAUGHT, Phase.FORWARD), Engine.UNITS, Wire.SHARED, 2),
+    Job(Fault(What.CAUGHT, Phase.BACKWARD), Engine.UNITS, Wire.SOCKETS, 2),
+    Job(Fault(What.SYS_EXIT, Phase.DATA), Engine.UNITS, Wire.SHARED, 2),
+    Job(Fault(What.KILL, Phase.GATHER), Engine.UNITS, Wire.SHARED, 4),
+    Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),
+    Job(Fault(What.DISK_FULL, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2),
+    Job(Fault(What.STALL, Phase.DATA, stall_s=4.0), Engine.UNITS, Wire.SHARED, 2),
+]
+
+NOT_NAMED = frozenset(
+    {
+        What.SKIP,
+        What.SWAP,
+        What.OTHER_WIDTH,
+        What.RAISE,
+        What.CAUGHT,
+        What.KILL,
+        What.STOP,
+        What.STALL,
+    }
+)
+"""What cannot be told before ranks compare what they did, and end each other's waits."""
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.fault.what.name}-{job.wire.name}")
+def test_a_fault_on_one_rank_is_named_on_the_others(job: Job) -> None:
+    if job.fault.what in NOT_NAMED:
+        pytest.skip("ranks do not compare yet what they did")
+    result, verdict = table.seen(job)
+    assert verdict.kind is Kind.NAMED, (str(verdict), result.endings)
+
+
+def test_a_job_without_a_fault_ends_and_leaves_checkpoints_that_load() -> None:
+    """And a checkpoint that is missing, or damaged, is noticed."""
+    job = Job(Fault(What.NOTHING, Phase.END), Engine.UNITS, Wire.SHARED, 2, at_step=6, saves=True)
+    look, complaints = saved(job), list[str]()
+
+    def damage(folder: Path) -> str:
+        complaints.append(look(folder))
+        file = next((folder / "checkpoints" / "step-2").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        complaints.append(look(folder))
+        shutil.rmtree(folder / "checkpoints" / "step-2")
+        return look(folder)
+
+    result = run(job, damage)
+    assert [ending.kind for ending in result.endings] == ["", ""]
+    assert complaints[0] == ""
+    assert "a checkpoint that loads (" in complaints[1]
+    assert result.complaint == "5 checkpoints, of which 4 are there"
+
+
+def test_random_faults_are_all_that_are_expected_somewhere() -> None:
+    jobs = [drawn(0, number) for number in range(2000)]
+    assert jobs == [drawn(0, number) for number in range(2000)]
+    found = {(job.fault.what, job.fault.phase) for job in jobs}
+    assert found == {(what, phase) for what, one in EXPECTED.items() for phase in one.phases}
+    assert {job.victim for job in jobs} == {0, 1, 2, 3}
+
+
+def test_the_page_has_a_cell_for_every_row_that_was_run() -> None:
+    """If not: ``python -m tests.faults table --write``."""
+    _, cells, _ = table.parts()
+    assert list(cells) == [fault.title for fault in rows()]
+    for fault in rows():
+        expected = [engine is not Engine.FLAT or fault in table.ON_FLAT for engine in Engine]
+        assert [bool(cell) for cell in cells[fault.title]] == expected, fault.title
