@@ -21,7 +21,7 @@ torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
 
 LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
 KEEP = 2
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.2
 
 
 def work(rank: int, world: int, folder: str, port: int, layout: str, steps: int) -> None:

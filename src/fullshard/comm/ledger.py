@@ -37,12 +37,17 @@ class Era:
     def __init__(self) -> None:
         self.error: Callable[[], Exception] | None = None
         """Makes the error of the fault that ended the era; None while it lasts."""
-        self._ended, self._end = os.pipe()
-        weakref.finalize(self, _close, self._ended, self._end)
+        self._lock = threading.Lock()
+        self._pipe: tuple[int, int] | None = None  # made when needed: processes may fork before
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable once the era has ended."""
-        return self._ended
+        with self._lock:
+            if self._pipe is None:
+                self._pipe = os.pipe()
+                weakref.finalize(self, _close, self._pipe)
+                self._tell()
+            return self._pipe[0]
 
     def check(self) -> None:
         """Raise the error of the fault, if the era has ended."""
@@ -51,11 +56,16 @@ class Era:
 
     def end(self, error: Callable[[], Exception]) -> None:
         """End the era and wake those who wait in it; from any thread, once."""
-        self.error = error
-        os.write(self._end, b".")  # nobody reads it, so all who poll are woken
+        with self._lock:
+            self.error = error
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._pipe is not None and self.error is not None:
+            os.write(self._pipe[1], b".")  # nobody reads it, so all who poll are woken
 
 
-def _close(*fds: int) -> None:
+def _close(fds: tuple[int, int]) -> None:
     for fd in fds:
         os.close(fd)
 

@@ -194,6 +194,8 @@ class Engine:
         """Pass ``trigger`` to the scheduler, then carry out its actions."""
         if self._lanes is not None:
             self._lanes.see()
+        if type(trigger) is when.TaskDied and self.scheduler.backward_of is not None:
+            self._step.left(f"in the backward of {_named(self.units[self.scheduler.backward_of])}")
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
@@ -348,7 +350,11 @@ class Engine:
             self.look_after(self.units)
             if task == NO_TASK:
                 self._begin_step()
-        self.trigger(when.ForwardEnter(unit.key, member, task))
+        try:
+            self.trigger(when.ForwardEnter(unit.key, member, task))
+        except BaseException:
+            self._exit(unit, member, Follows.NOTHING, failed=True)
+            raise
         number = self.scheduler.current_use
         use = self._uses.get(unit.key)
         if use is not None and use.number == number:
@@ -368,9 +374,14 @@ class Engine:
         follows = use.end(() if failed else outputs, self.scheduler.last_use, inside)
         if failed:
             follows = Follows.NOTHING
-        task = _torch.current_task()
-        if follows is Follows.HIDDEN and task == NO_TASK:
+        if follows is Follows.HIDDEN and _torch.current_task() == NO_TASK:
             self._tell_hidden(unit)
+        self._exit(unit, member, follows, failed=failed)
+
+    def _exit(self, unit: Unit, member: int, follows: Follows, *, failed: bool) -> None:
+        task = _torch.current_task()
+        if failed:
+            self._step.left(f"in the forward of {_named(unit)}")
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
         if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:
             self._end_step(sys.exception(), failed=failed)
@@ -460,6 +471,10 @@ class Engine:
         if self.scheduler.idle:  # the user unshards; otherwise a root has just looked after us
             unit.was_written()
         unit.start_unshard()
+
+
+def _named(unit: Unit) -> str:
+    return f"unit {unit.name or '(root)'}"
 
 
 _ENDS = frozenset({when.TaskEnd, when.TaskDied, when.Reset})

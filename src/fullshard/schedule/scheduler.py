@@ -83,6 +83,12 @@ class Scheduler:
         return len(self._stack)
 
     @property
+    def backward_of(self) -> int | None:
+        """The unit that backward is inside of; None if there is none."""
+        inside = (unit for task in self._tasks.values() for unit in task.open_uses.values())
+        return next(iter(reversed(list(inside))), None)
+
+    @property
     def current_use(self) -> int:
         """The number of the innermost use that is running its forward."""
         return self._stack[-1][1]

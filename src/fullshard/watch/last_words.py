@@ -9,7 +9,7 @@ from types import TracebackType
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Entry, Ledger
 from fullshard.errors import PeerError
-from fullshard.watch.step import Step, described
+from fullshard.watch.step import Step, described, steps
 from fullshard.watch.watcher import all_watchers, watcher
 
 __all__ = ["explain", "settle"]
@@ -45,7 +45,8 @@ def _excepthook(
 ) -> None:
     """Tell the other ranks of an exception that ends this program, then the user."""
     for watching in all_watchers():
-        watching.failure = described(error)
+        places = [step.place for step in steps() if step.place]
+        watching.failure = ", ".join([described(error), *places[:1]])
         watching.ask()
         watching.leave(f"ended by {watching.failure}")
     _before(kind, error, trace)

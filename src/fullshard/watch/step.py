@@ -19,6 +19,8 @@ class Step:
     """True from the beginning of a forward to the end of its backward."""
     failure: str = ""
     """The exception that ended the last step, until all ranks know or the next step begins."""
+    place: str = ""
+    """Where the last step failed, such as "in the forward of unit blocks.3"."""
     era: Era = field(default_factory=now)
     """The era in which the step began."""
 
@@ -29,18 +31,23 @@ class Step:
         """Begin a step, or another forward of it."""
         if not self.is_open:
             self.era = now()
-        self.is_open, self.failure = True, ""
+        self.is_open, self.failure, self.place = True, "", ""
 
     def check(self) -> None:
         """Raise the error of the fault that ended this step's era, in the middle of the step."""
         if self.is_open:
             self.era.check()
 
-    def end(self, error: BaseException | None = None, *, failed: bool = False) -> None:
+    def left(self, place: str) -> None:
+        """Take note of where an exception leaves the step; the innermost place comes first."""
+        self.place = self.place or place
+
+    def end(self, error: BaseException | None = None, *, failed: bool) -> None:
         """End the step; ``failed``: by an exception, which is ``error`` if that is known."""
         self.is_open = False
         if failed and not self.was_dropped:
-            self.failure = "an exception in its backward" if error is None else described(error)
+            what = "an exception" if error is None else described(error)
+            self.failure = f"{what}, {self.place}"
 
     @property
     def was_dropped(self) -> bool:

@@ -27,10 +27,11 @@ import torch.distributed as dist
 import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.ledger import Ledger, end_era, ledgers, now
-from fullshard.comm.pulse import PULSE_S, begin_pulse, last_sign, patience_s
+from fullshard.comm.pulse import PULSE_S, begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
-from fullshard.watch.statement import Absence, Group, Issued, Statement
+from fullshard.watch.roll import Roll, ended_key
+from fullshard.watch.statement import Group, Issued, Statement
 from fullshard.watch.step import steps
 
 log = logging.getLogger("fullshard")
@@ -51,12 +52,13 @@ class Watcher:
         self.failure = ""
         """The exception that ends this program."""
         self._store = _torch.own_store()
+        self._roll = Roll(self._store)
         self._main = threading.main_thread().ident
         self._told: tuple[float, int] = (0.0, 0)  # the wait that was asked about, and how often
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
         self._is_over = False
-        self._store.delete_key(_ended_key(rank))
+        self._store.delete_key(ended_key(rank))
         self._heard = self._store.add(_RINGS, 0)
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
         self._thread.start()
@@ -77,7 +79,7 @@ class Watcher:
         if threading.current_thread() is not self._thread:  # a finalizer may run in any
             self._thread.join(2 * _TICK_S)
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._store.set(_ended_key(self.rank), how)
+            self._store.set(ended_key(self.rank), how)
 
     def _run(self) -> None:
         try:
@@ -115,11 +117,11 @@ class Watcher:
 
     def _take_part(self, number: int) -> None:
         """Take part in round ``number``; every rank takes part in all, one after the other."""
-        own = self._statement()
-        self._say(number, own)
+        failures = [(step, step.failure) for step in steps()]
+        self._say(number)
         self._note(self._judgement(number))
-        for step in steps():
-            if step.failure == own.failure:
+        for step, failure in failures:
+            if step.failure is failure:  # and not a later one of the same text
                 step.failure = ""  # all know
 
     def _judgement(self, number: int) -> Diagnosis:
@@ -129,11 +131,12 @@ class Watcher:
                 self._judge(number)
                 until_s = time.monotonic() + _ANSWER_S + 2 * PULSE_S  # if another judge fails
             time.sleep(_POLL_S * max(1, self.world // 64))
-        kind, ranks, text = json.loads(self._store.get(_judged_key(number)))
+        kind, ranks, text, signs = json.loads(self._store.get(_judged_key(number)))
+        self._roll.saw(dict(signs))
         return Diagnosis(Kind(kind), tuple(ranks), text)
 
-    def _say(self, number: int, own: Statement) -> None:
-        self._store.set(_said_key(number, self.rank), own.encoded())
+    def _say(self, number: int) -> None:
+        self._store.set(_said_key(number, self.rank), self._statement().encoded())
         if self._store.add(f"fullshard/said/{number}", 1) >= self.world - len(self._dead(number)):
             self._judge(number)
 
@@ -144,12 +147,8 @@ class Watcher:
             for rank in range(self.world)
             if rank != self.rank
             and not self._store.check([_said_key(number, rank)])
-            and self._is_dead(rank)
+            and self._roll.is_dead(rank)
         ]
-
-    def _is_dead(self, rank: int) -> bool:
-        sign = last_sign(self._store, rank)
-        return sign is not None and sign.is_of_the_dead
 
     def _judge(self, number: int) -> None:
         """Judge by what was said in round ``number``, unless another rank does."""
@@ -162,44 +161,21 @@ class Watcher:
                 said[rank] = Statement.decoded(self._store.get(key).decode())
             else:
                 silent.append(rank)
-        found = diagnose(said, self._absences(silent), patience_s=patience_s())
-        text = json.dumps([found.kind.value, found.ranks, found.text])
-        self._store.set(_judged_key(number), text)
-
-    def _absences(self, silent: list[int]) -> dict[int, Absence]:
-        """Find out why ``silent`` ranks said nothing; those that seem to live get more time."""
-        found, first = {}, {}
-        for rank in silent:
-            first[rank] = sign = last_sign(self._store, rank)
-            if self._store.check([_ended_key(rank)]):
-                found[rank] = Absence(self._store.get(_ended_key(rank)).decode(), is_final=True)
-            elif sign is not None and sign.is_of_the_dead:
-                found[rank] = Absence("ended without a word: killed, or it crashed", is_final=True)
-            elif sign is not None and sign.is_of_the_stopped:
-                found[rank] = Absence("was stopped by a signal", is_final=False)
-        if len(found) < len(silent):
-            time.sleep(1.5 * PULSE_S)
-        for rank in silent:
-            if rank not in found:
-                lives = last_sign(self._store, rank) != first[rank]
-                why = (
-                    "lives, but does not answer"
-                    if lives
-                    else ("gives no sign of life: it ended, was stopped, or cannot be reached")
-                )
-                found[rank] = Absence(why, is_final=False)
-        return found
+        found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
+        signs = self._roll.signs(silent)
+        told = json.dumps([found.kind.value, found.ranks, found.text, [*signs.items()]])
+        self._store.set(_judged_key(number), told)
 
     def _note(self, found: Diagnosis) -> None:
         """Tell the user what was found; if it is a fault, end what cannot end."""
         if found.kind is Kind.NOTHING:
             return
-        log.error("rank %d of %d: %s", self.rank, self.world, found.text)
+        log.error("%s", found.text)
         if found.is_fault:
             end_era(lambda: error_of(found))
 
     def _statement(self) -> Statement:
-        failures = [self.failure, *(step.failure for step in steps())]
+        failures = [self.failure, *(step.failure for step in steps())]  # what ends all comes first
         return Statement(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
@@ -259,10 +235,6 @@ def _judged_key(number: int) -> str:
     return f"fullshard/judged/{number}"
 
 
-def _ended_key(rank: int) -> str:
-    return f"fullshard/ended/{rank}"
-
-
 _watchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Watcher] = weakref.WeakKeyDictionary()
 
 
@@ -281,7 +253,7 @@ def begin() -> None:
         return
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())
-    weakref.finalize(group, watching.leave, "has destroyed its process group")
+    weakref.finalize(group, watching.leave, "has destroyed its process group").atexit = False
 
 
 def all_watchers() -> Iterator[Watcher]:

@@ -1,0 +1,74 @@
+"""Who does not answer, and why: last words, signs of life, and what the host says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+import torch.distributed as dist
+
+from fullshard.comm.pulse import PULSE_S, Sign, last_sign, silence_s
+from fullshard.watch.statement import Absence
+
+__all__ = ["Roll", "ended_key"]
+
+
+class Roll:
+    """The ranks of a job and their signs of life, as far as they were looked for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._seen: dict[int, tuple[int, float]] = {}  # by rank: a sign's number, when seen first
+
+    def is_dead(self, rank: int) -> bool:
+        """Return whether the process of ``rank`` is of this host and has ended."""
+        sign = last_sign(self._store, rank)
+        return sign is not None and sign.is_of_the_dead
+
+    def saw(self, signs: Mapping[int, int]) -> None:
+        """Take note of the numbers of signs of life that another rank found."""
+        now_s = time.monotonic()
+        for rank, number in signs.items():
+            if rank not in self._seen or self._seen[rank][0] != number:
+                self._seen[rank] = (number, now_s)
+
+    def absences(self, ranks: Iterable[int]) -> dict[int, Absence]:
+        """Return why ``ranks`` said nothing; if some may live, look at them a second time."""
+        first = {rank: last_sign(self._store, rank) for rank in ranks}
+        found = {rank: self._known(rank, sign) for rank, sign in first.items()}
+        if None in found.values():
+            time.sleep(1.5 * PULSE_S)
+        return {
+            rank: absence or self._guessed(rank, first[rank]) for rank, absence in found.items()
+        }
+
+    def signs(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the numbers of the last signs of life of ``ranks``."""
+        signs = {rank: last_sign(self._store, rank) for rank in ranks}
+        return {rank: -1 if sign is None else sign.number for rank, sign in signs.items()}
+
+    def _known(self, rank: int, sign: Sign | None) -> Absence | None:
+        if self._store.check([ended_key(rank)]):
+            return Absence(self._store.get(ended_key(rank)).decode(), is_final=True)
+        if sign is not None and sign.is_of_the_dead:
+            return Absence("ended without a word: killed, or it crashed", is_final=True)
+        if sign is not None and sign.is_of_the_stopped:
+            return self._silent(rank, "was stopped by a signal")
+        return None
+
+    def _guessed(self, rank: int, before: Sign | None) -> Absence:
+        if last_sign(self._store, rank) != before:
+            return Absence("lives, but does not answer", is_final=False)
+        return self._silent(rank, "gives no sign of life: it ended, was stopped, or is cut off")
+
+    def _silent(self, rank: int, why: str) -> Absence:
+        """Return the absence of a rank that may come back; not when it was silent for too long."""
+        self.saw(self.signs([rank]))
+        silent_s = time.monotonic() - self._seen[rank][1]
+        is_final = silent_s > silence_s()
+        return Absence(f"{why}, for {silent_s:.0f} s" if is_final else why, is_final)
+
+
+def ended_key(rank: int) -> str:
+    """Return the key of the last words of ``rank``."""
+    return f"fullshard/ended/{rank}"
