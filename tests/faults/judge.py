@@ -77,11 +77,15 @@ def judge(result: Result, reference: Result | None = None) -> Verdict:
     if result.complaint:
         lacks.append(result.complaint)
     ends = ", ".join(sorted({ending.kind for ending in endings if ending.kind}))
-    times = [e.after_s if end is End.RAISES else e.told_s for e in endings]
-    after_s = max((one for one in times if one is not None), default=None)
-    if after_s is not None and after_s > GLOO_TIMEOUT_S - 1:
+    after_s = max((one for one in map(_known_s, endings) if one is not None), default=None)
+    if any((ending.after_s or 0.0) > GLOO_TIMEOUT_S - 1 for ending in endings):
         lacks.append("an end before the time-out")
     return Verdict(Kind.WRONG if lacks else Kind.NAMED, after_s, ends, tuple(lacks))
+
+
+def _known_s(ending: Ending) -> float | None:
+    """Return after how many seconds a rank told of the fault, by its log or by its end."""
+    return min((one for one in (ending.told_s, ending.after_s) if one is not None), default=None)
 
 
 def _said(end: End, ending: Ending) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fullshard.watch.statement import Absence, Group, Issued, Statement
 
-__all__ = ["Diagnosis", "Kind", "diagnose"]
+__all__ = ["NOTHING", "Diagnosis", "Kind", "diagnose"]
 
 
 class Kind(enum.Enum):
@@ -16,6 +16,8 @@ class Kind(enum.Enum):
 
     NOTHING = "nothing"
     """Nobody waits in vain, as far as can be told."""
+    UNDECIDED = "undecided"
+    """A rank failed; whether the others fail likewise, or will wait for it, shows soon."""
     LATE = "late"
     """Some ranks have not come to what others wait for; they may still come."""
     APART = "apart"
@@ -40,7 +42,7 @@ class Diagnosis(NamedTuple):
         return self.kind in (Kind.APART, Kind.FAILED, Kind.LOST)
 
 
-_NOTHING = Diagnosis(Kind.NOTHING, (), "")
+NOTHING = Diagnosis(Kind.NOTHING, (), "")
 
 
 class _Wait(NamedTuple):
@@ -71,10 +73,10 @@ def diagnose(
     waits = list(_waits(said))
     return (
         _lost(said, absent, waits)
-        or _failed(said, waits)
+        or _failed(said, waits, patience_s)
         or _apart(said)
         or _late(said, absent, waits, patience_s)
-        or _NOTHING
+        or NOTHING
     )
 
 
@@ -100,19 +102,23 @@ def _lost(
     return Diagnosis(Kind.LOST, tuple(lost), _with_waits(text, waits))
 
 
-def _failed(said: Mapping[int, Statement], waits: Sequence[_Wait]) -> Diagnosis | None:
+def _failed(
+    said: Mapping[int, Statement], waits: Sequence[_Wait], patience_s: float
+) -> Diagnosis | None:
     """Find ranks whose step ended by an exception that not all ranks had at the same place."""
-    failed = [rank for rank, statement in said.items() if statement.failure]
+    failed = {rank: statement for rank, statement in said.items() if statement.failure}
     if not failed:
         return None
-    counts = {_counts(statement) for statement in said.values()}
-    others_rest = not waits and all(said[rank].failure or not said[rank].is_open for rank in said)
-    if others_rest and len(counts) == 1:
-        return None
-    text = "; ".join(
-        f"rank {rank} failed{_after(said[rank])}: {said[rank].failure}" for rank in failed
-    )
-    return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, waits))
+    in_vain = [wait for wait in waits if any(_is_behind(one, wait) for one in failed.values())]
+    others = [statement for rank, statement in said.items() if rank not in failed]
+    if not in_vain:
+        if any(one.is_open for one in others):
+            if all(one.failed_s < patience_s for one in failed.values()):
+                return Diagnosis(Kind.UNDECIDED, tuple(failed), "")
+        elif len({_counts(statement) for statement in said.values()}) == 1:
+            return None
+    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
+    return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
 
 
 def _apart(said: Mapping[int, Statement]) -> Diagnosis | None:
@@ -163,7 +169,7 @@ def _late(
     behind: dict[int, list[_Wait]] = {}
     for wait in waits:
         for rank in wait.group.ranks:
-            if rank in absent or (rank in said and _num_issued(said[rank], wait) <= wait.number):
+            if rank in absent or (rank in said and _is_behind(said[rank], wait)):
                 behind.setdefault(rank, []).append(wait)
     if not behind:
         return None
@@ -184,10 +190,11 @@ def _late(
     return Diagnosis(Kind.LATE, tuple(roots), _with_waits("; ".join(texts), needs))
 
 
-def _num_issued(statement: Statement, wait: _Wait) -> int:
+def _is_behind(statement: Statement, wait: _Wait) -> bool:
+    """Return whether the rank has not issued what is waited for, and others need it to."""
     key = (wait.group.name, wait.group.ranks)
     found = (group.num_issued for group in statement.groups if (group.name, group.ranks) == key)
-    return next(found, 0)
+    return statement.rank in wait.group.ranks and next(found, 0) <= wait.number
 
 
 def _counts(statement: Statement) -> tuple[tuple[str, int], ...]:
@@ -195,13 +202,9 @@ def _counts(statement: Statement) -> tuple[tuple[str, int], ...]:
 
 
 def _after(statement: Statement) -> str:
-    """Return what the rank did last, over all its groups that it waits for nothing on."""
-    newest = [group.newest for group in statement.groups if group.newest is not None]
-    return (
-        f" after {newest[-1].text()}"
-        if len(newest) == 1
-        else (" after " + " and ".join(one.text() for one in newest[:3]) if newest else "")
-    )
+    """Return what the rank did last on each of its groups."""
+    newest = [group.newest.text() for group in statement.groups if group.newest is not None]
+    return f" after {' and '.join(newest[:3])}" if newest else ""
 
 
 def _with_waits(text: str, waits: Sequence[_Wait]) -> str:

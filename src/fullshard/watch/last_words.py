@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Entry, Ledger
+from fullshard.comm.pulse import patience_s
 from fullshard.errors import PeerError
+from fullshard.watch.diagnosis import Diagnosis, Kind
 from fullshard.watch.step import Step, described, steps
-from fullshard.watch.watcher import all_watchers, watcher
+from fullshard.watch.watcher import Watcher, watcher
 
 __all__ = ["explain", "settle"]
+
+_PAUSE_S = 0.02
 
 
 def explain(error: RuntimeError, of: Ledger, entry: Entry) -> Exception:
@@ -36,25 +42,38 @@ def settle(step: Step) -> None:
     Either all ranks failed at the same place, or the others are told, and drop the step, too.
     """
     watching = watcher()
-    if step.failure and watching is not None:
+    if watching is not None:
+        _ask_until(watching, lambda: not step.failure)
+
+
+def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
+    """Ask until a failure of this rank is known for what it is, or patience ends."""
+    until_s = time.monotonic() + patience_s() + 1.0
+    while not is_known() and time.monotonic() < until_s:
         watching.ask()
+        time.sleep(_PAUSE_S)
 
 
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Tell the other ranks of an exception that ends this program, then the user."""
-    for watching in all_watchers():
-        places = [step.place for step in steps() if step.place]
-        watching.failure = ", ".join([described(error), *places[:1]])
-        watching.ask()
-        watching.leave(f"ended by {watching.failure}")
+    watching = watcher()
+    if watching is not None and issubclass(kind, Exception):
+        if str(error) != watching.last.text:  # else all know, and end by the same error
+            places = [step.place for step in steps() if step.place]
+            watching.failed_at_s = time.monotonic()
+            watching.failure = ", ".join([described(error), *places[:1]])
+            watching.last = Diagnosis(Kind.UNDECIDED, (), "")
+            _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
+        watching.leave(f"ended by {watching.failure or described(error)}")
     _before(kind, error, trace)
 
 
 def _leave() -> None:
-    for watching in all_watchers():
-        watching.leave(watching.failure or "ended its program")
+    watching = watcher()
+    if watching is not None:
+        watching.leave("ended its program")
 
 
 _before = sys.excepthook

@@ -56,6 +56,8 @@ class Statement(NamedTuple):
     """True in a step: from the beginning of a forward to the end of its backward."""
     failure: str
     """The exception that ended its last step or its program; empty if there is none."""
+    failed_s: float
+    """How long ago that was, in seconds."""
     stack: str
     """Where its main thread is, in the user's files."""
 
@@ -66,16 +68,14 @@ class Statement(NamedTuple):
     @classmethod
     def decoded(cls, text: str) -> Statement:
         """Return the statement that ``encoded`` made ``text`` of."""
-        rank, groups, is_open, failure, stack = json.loads(text)
+        rank, groups, *rest = json.loads(text)
         return cls(
             rank,
             tuple(
                 Group(name, tuple(ranks), num, tuple(Issued(*one) for one in recent), *waits)
                 for name, ranks, num, recent, *waits in groups
             ),
-            is_open,
-            failure,
-            stack,
+            *rest,
         )
 
 

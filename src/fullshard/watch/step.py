@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 import weakref
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ class Step:
     """True from the beginning of a forward to the end of its backward."""
     failure: str = ""
     """The exception that ended the last step, until all ranks know or the next step begins."""
+    failed_at_s: float = 0.0
+    """When that was, by ``time.monotonic``."""
     place: str = ""
     """Where the last step failed, such as "in the forward of unit blocks.3"."""
     era: Era = field(default_factory=now)
@@ -47,7 +50,7 @@ class Step:
         self.is_open = False
         if failed and not self.was_dropped:
             what = "an exception" if error is None else described(error)
-            self.failure = f"{what}, {self.place}"
+            self.failure, self.failed_at_s = f"{what}, {self.place}", time.monotonic()
 
     @property
     def was_dropped(self) -> bool:

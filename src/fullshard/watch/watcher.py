@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from fullshard import _torch
 from fullshard.comm.ledger import Ledger, end_era, ledgers, now
 from fullshard.comm.pulse import PULSE_S, begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError
-from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
+from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
 from fullshard.watch.statement import Group, Issued, Statement
 from fullshard.watch.step import steps
@@ -51,13 +50,16 @@ class Watcher:
         self.rank, self.world = rank, world
         self.failure = ""
         """The exception that ends this program."""
+        self.failed_at_s = 0.0
+        self.last = NOTHING
+        """What was found last."""
         self._store = _torch.own_store()
         self._roll = Roll(self._store)
         self._main = threading.main_thread().ident
         self._told: tuple[float, int] = (0.0, 0)  # the wait that was asked about, and how often
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
-        self._is_over = False
+        self._is_over = self._has_left = False
         self._store.delete_key(ended_key(rank))
         self._heard = self._store.add(_RINGS, 0)
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
@@ -74,7 +76,9 @@ class Watcher:
 
     def leave(self, how: str) -> None:
         """Tell how this rank ends; nothing is watched any more."""
-        self._is_over = True
+        if self._has_left:
+            return
+        self._has_left = self._is_over = True
         self._wake.set()
         if threading.current_thread() is not self._thread:  # a finalizer may run in any
             self._thread.join(2 * _TICK_S)
@@ -119,9 +123,11 @@ class Watcher:
         """Take part in round ``number``; every rank takes part in all, one after the other."""
         failures = [(step, step.failure) for step in steps()]
         self._say(number)
-        self._note(self._judgement(number))
+        self.last = self._judgement(number)
+        self._note(self.last)
         for step, failure in failures:
-            if step.failure is failure:  # and not a later one of the same text
+            # Not if it is a later one of the same text.
+            if self.last.kind is not Kind.UNDECIDED and step.failure is failure:
                 step.failure = ""  # all know
 
     def _judgement(self, number: int) -> Diagnosis:
@@ -168,19 +174,22 @@ class Watcher:
 
     def _note(self, found: Diagnosis) -> None:
         """Tell the user what was found; if it is a fault, end what cannot end."""
-        if found.kind is Kind.NOTHING:
+        if found.kind in (Kind.NOTHING, Kind.UNDECIDED):
             return
         log.error("%s", found.text)
         if found.is_fault:
             end_era(lambda: error_of(found))
 
     def _statement(self) -> Statement:
-        failures = [self.failure, *(step.failure for step in steps())]  # what ends all comes first
+        failures = [(step.failure, step.failed_at_s) for step in steps()]
+        failures.insert(0, (self.failure, self.failed_at_s))
+        failure, at_s = next((one for one in failures if one[0]), ("", 0.0))
         return Statement(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
             any(step.is_open for step in steps()),
-            next((one for one in failures if one), ""),
+            failure,
+            time.monotonic() - at_s,
             self._stack(),
         )
 
@@ -254,8 +263,3 @@ def begin() -> None:
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())
     weakref.finalize(group, watching.leave, "has destroyed its process group").atexit = False
-
-
-def all_watchers() -> Iterator[Watcher]:
-    """Yield the watchers of this process."""
-    yield from list(_watchers.values())
