@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -235,6 +236,8 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
         diary.note("ended", **described(error))
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+        if job.fault.what is What.LINGER and rank == job.victim:
+            time.sleep(job.fault.stall_s)  # as programs do that upload what they know
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     diary.note("gone")
