@@ -19,6 +19,7 @@ from tests.faults.rows import EXPECTED, Fault, Phase, What
 from tests.faults.strike import Strike
 from tests.faults.table import seen
 
+_STEPS = 5
 _STALL_S = 4.0  # longer than the patience
 
 
@@ -30,13 +31,15 @@ def drawn(seed: int, number: int) -> Job:
     last = NUM_BLOCKS - (2 if what is What.SWAP else 1)
     fault = Fault(what, phase, draw.randint(0, last), _STALL_S)
     world = draw.randint(2, 4)
+    last_step = _STEPS - (phase is Phase.OPTIMIZER)  # after which nobody waits for anybody
     return Job(
         fault,
         draw.choice([Engine.UNITS, Engine.UNITS, Engine.FLAT]),
         draw.choice([*Wire]),
         world,
         victim=draw.randrange(world),
-        at_step=1 if phase is Phase.BUILD else draw.randint(1, 5),
+        at_step=1 if phase is Phase.BUILD else draw.randint(1, last_step),
+        steps=_STEPS,
         # who waits in a save for one that does not come to it is in no unit
         saves=phase is not Phase.OPTIMIZER and draw.random() < 0.5,
     )

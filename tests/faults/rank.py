@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import enum
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +33,7 @@ torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
 
 WIDTH, NUM_BLOCKS, BATCH = 16, 4, 4
 PATIENCE_S, GLOO_TIMEOUT_S = 2.0, 30.0
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class Engine(enum.Enum):
@@ -208,6 +212,8 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
 
     A child of multiprocessing runs no ``sys.excepthook``, but fullshard may have put itself there.
     """
+    if sys.platform == "linux":  # a rank that is stopped must not outlive a table that was ended
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     root = Path(folder)
     out = os.open(root / f"printed-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -230,6 +236,8 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
         diary.note("ended", **described(error))
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+        if job.fault.what is What.LINGER and rank == job.victim:
+            time.sleep(job.fault.stall_s)  # as programs do that upload what they know
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     diary.note("gone")

@@ -21,6 +21,7 @@ class What(enum.Enum):
     OTHER_WIDTH = "has a block of another width"
     OTHER_DTYPE = "has a model of another dtype"
     RAISE = "raises"
+    LINGER = "raises, and takes 20 s to end"
     OUT_OF_MEMORY = "runs out of memory"
     CAUGHT = "raises, all ranks catch that and take the next batch"
     SYS_EXIT = "calls `sys.exit(3)`"
@@ -126,6 +127,7 @@ EXPECTED = {
     What.OTHER_WIDTH: _different(Phase.BUILD),
     What.OTHER_DTYPE: _different(Phase.BUILD, _EVERYWHERE),
     What.RAISE: _raised(_IN_STEPS, _INJECTED),
+    What.LINGER: _raised((Phase.FORWARD,), _INJECTED),
     What.OUT_OF_MEMORY: _raised((Phase.FORWARD, Phase.BACKWARD), "OutOfMemoryError"),
     What.CAUGHT: _raised((Phase.FORWARD, Phase.BACKWARD), _INJECTED, End.GOES_ON),
     What.SYS_EXIT: Expectation(_IN_STEPS, _ENDED),
@@ -152,7 +154,7 @@ class Fault:
 
     Attributes:
         block: of which block, where that means something.
-        stall_s: how long a rank stalls.
+        stall_s: how long a rank stalls, or takes to end.
     """
 
     what: What

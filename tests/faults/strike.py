@@ -118,6 +118,7 @@ def _disk_full(_: Fault) -> None:
 
 _ACTS: dict[What, Callable[[Fault], object]] = {
     What.RAISE: _raise,
+    What.LINGER: _raise,
     What.CAUGHT: _raise,
     What.OUT_OF_MEMORY: _out_of_memory,
     What.SYS_EXIT: lambda _: sys.exit(3),

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     *("quickstart", "concepts", "layouts", "meshes", "units", "communication", "full_parameters"),
     *("compat", "frameworks", "differences", "migrating", "finetuning", "doctor", "tracing"),
+    "faults",
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]
@@ -27,7 +28,9 @@ each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: 
 
 @each_page
 def test_lines_are_short(page: Path) -> None:
-    text = re.sub(r"<!-- frameworks -->.*<!-- end of", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(
+        r"<!-- (frameworks|faults) -->.*<!-- end of", "", page.read_text(), flags=re.DOTALL
+    )
     assert [line for line in text.splitlines() if len(line) > 105] == []
 
 
