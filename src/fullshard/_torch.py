@@ -180,14 +180,6 @@ def has_peers(group: dist.ProcessGroup, device_type: str) -> bool:
     return not is_of_python(group) and backend_name(group, device_type) != "fake"
 
 
-def has_processes(group: dist.ProcessGroup) -> bool:
-    """Return whether each rank of ``group`` is a process: no thread, and not only pretended."""
-    if is_of_python(group):
-        return False
-    names = {backend_name(group, kind) for kind in device_types(group)}
-    return names.isdisjoint({"fake", _NOWHERE})
-
-
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
     """Return the device types on which ``group`` can communicate."""
     if is_of_python(group):
@@ -301,6 +293,13 @@ def default_store() -> dist.Store:
     """Return the store through which the default process group was made."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def reaches_processes(store: dist.Store) -> bool:
+    """Return whether ``store`` is shared with other processes, and neither threads nor nobody."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, (dist.TCPStore, dist.FileStore))
 
 
 def own_store() -> dist.Store:

@@ -74,7 +74,7 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
     """Train with a fault on rank 1 in two of the steps; return what was raised here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
-        patch.setenv("FULLSHARD_PATIENCE_S", "1")
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")  # pulses may be late on a loaded machine
         dist.barrier()
         model = tower(face, layout)
         inner = model.module if isinstance(model, FullyShardedDataParallel) else model
@@ -85,7 +85,8 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
             try:
                 step(model, optimizer, number)
             except (PeerError, ProtocolError, Trouble) as error:
-                assert all(p.grad is None or error.__class__ is Trouble for p in model.parameters())
+                kept = [p.grad is not None for p in model.parameters()]
+                assert isinstance(error, Trouble) or not any(kept), (number, kept, error)
                 said.append(f"{type(error).__name__}: {error}")
         patch.setenv("FULLSHARD_SHARED_MEMORY", "1")
         expected = left_out(face, layout, dist.get_world_size())

@@ -12,7 +12,7 @@ from fullshard.comm import ledger
 from fullshard.comm.ledger import Entry, Ledger
 from fullshard.comm.pulse import patience_s
 from fullshard.errors import PeerError
-from fullshard.watch.diagnosis import Diagnosis, Kind
+from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Step, described, steps
 from fullshard.watch.watcher import Watcher, watcher
 
@@ -25,7 +25,8 @@ def explain(error: RuntimeError, of: Ledger, entry: Entry) -> Exception:
     """Return what to raise for ``error``, which ended collective ``entry``: the fault, if found."""
     watching = watcher()
     if of.era.error is None and watching is not None:
-        watching.ask()
+        watching.last = UNDECIDED
+        _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
     if of.era.error is None or (isinstance(error, PeerError) and error.args == _text(of)):
         return error
     return of.era.error()
@@ -64,7 +65,7 @@ def _excepthook(
             places = [step.place for step in steps() if step.place]
             watching.failed_at_s = time.monotonic()
             watching.failure = ", ".join([described(error), *places[:1]])
-            watching.last = Diagnosis(Kind.UNDECIDED, (), "")
+            watching.last = UNDECIDED
             _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
         watching.leave(f"ended by {watching.failure or described(error)}")
     _before(kind, error, trace)
