@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.levels import Levels
+from fullshard.comm.links import Link
 from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
-from fullshard.comm.pairs import Pairs
+from fullshard.comm.neighbours import Line, Neighbour
 from fullshard.comm.protocol import Label, Pending, as_real
+from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
 from fullshard.errors import ProtocolError
 
@@ -26,10 +29,8 @@ class Transport(enum.Enum):
 
     NATIVE = "native"
     """The backend's own collectives."""
-    PAIRS = "pairs"
-    """Sends in pairs and local sums, see ``Pairs``: for gloo between hosts."""
     SHARED = "shared"
-    """Shared memory (``Shared``) if all ranks can share it, else the least traffic among hosts."""
+    """Shared memory within hosts (``Shared``), and direct messages between hosts (``Levels``)."""
 
 
 class _Way(Protocol):
@@ -79,51 +80,28 @@ def ways_of(
         native = Native(device_type, averages=averages)
         if transport is Transport.NATIVE:
             ways[choice] = _Ways(native, native)
-        elif transport is Transport.PAIRS:
-            pairs = Pairs()
-            ways[choice] = _Ways(pairs, pairs)
         else:
             ways[choice] = _met(group, native)
     return ways[choice]
 
 
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
-    """Return shared memory if all ranks can share it, else what loads the network least."""
+    """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
     meeting = meet(group)
-    if meeting.memory is not None:
-        shared = Shared(group.rank(), meeting.memory, meeting.neighbours)
-        return _Ways(shared, shared)
-    pairs = Pairs()
-    loads = Loads.of(meeting.hosts)
-    return _Ways(
-        native if loads.ring_gather < loads.pairs else pairs,
-        native if loads.ring_reduction < loads.pairs else pairs,
-    )
-
-
-class Loads(NamedTuple):
-    """The number of shards that enter the busiest host, for each way to carry them.
-
-    With pairs, each rank of a host separately receives every shard of the other hosts. Gloo's own
-    all-gather passes all shards but one over each link of a ring; its own reduce-scatter is an
-    all-reduce, with twice that traffic. The network between hosts takes most of the time if a host
-    has more than one rank: at 200 Mbit/s and with 8 MB of fp32, gloo's own collectives took 0.76
-    (gather) and 1.38 (reduction) of the time of pairs on 2 hosts of 2 ranks, 0.46 and 0.89 on
-    2 hosts of 4 ranks, and the bytes received by a host matched these counts.
-    """
-
-    pairs: int
-    ring_gather: int
-    ring_reduction: int
-
-    @classmethod
-    def of(cls, hosts: Sequence[bytes]) -> Loads:
-        """Return the loads for ranks on ``hosts``, which has one entry per rank, in rank order."""
-        world = len(hosts)
-        pairs = max(hosts.count(host) * (world - hosts.count(host)) for host in hosts)
-        links = [hosts[rank] for rank in range(world) if hosts[rank] != hosts[rank - 1]]
-        ring = max((links.count(host) for host in links), default=0) * (world - 1)
-        return cls(pairs, ring, 2 * ring)
+    if meeting.partners is None:
+        return _Ways(native, native)
+    timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
+    rank = group.rank()
+    way: _Way
+    if len(meeting.circles) == 1:
+        assert meeting.memory is not None
+        neighbours = {r: Neighbour(r, *met, timeout_s) for r, met in meeting.neighbours.items()}
+        way = Shared(rank, meeting.memory, neighbours)
+    else:
+        lines = {r: Line(r, *met) for r, met in meeting.neighbours.items()}
+        links = {r: Link(r, connection) for r, connection in meeting.partners.items()}
+        way = Levels(Routes(meeting.circles, rank), meeting.memory, lines, links, timeout_s)
+    return _Ways(way, way)
 
 
 class C10d:
