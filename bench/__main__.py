@@ -19,6 +19,7 @@ import torch
 
 from bench import (
     checkpoint,
+    cluster,
     compiled,
     copies,
     gpu,
@@ -50,6 +51,7 @@ BENCHES: dict[str, ModuleType] = {
     "schedule": schedule,
     "trace": trace,
     "transport": transport,
+    "cluster": cluster,
     "checkpoint": checkpoint,
     "weights": weights,
     "stream": stream,

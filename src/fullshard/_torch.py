@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -161,6 +161,20 @@ def broadcast(group: dist.ProcessGroup, values: Tensor, root: int) -> dist.Work:
 def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
     """Start the backend's exchange of equal slices of 1-D ``source`` into 1-D ``output``."""
     return group.alltoall_base(output, source, [], [], dist.AllToAllOptions())
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """Make all waits of this process on the gloo ``group`` raise; it is of no use afterwards.
+
+    A receive that times out makes gloo give up its connections, and nothing else ends its waits.
+    """
+    peer = (group.rank() + 1) % group.size()
+    nothing = torch.empty(1, device="cpu")
+    with suppress(RuntimeError):
+        group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = (1 << 31) - 1
 
 
 def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
