@@ -96,16 +96,21 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
         return said
 
 
-FACES = [("fully_shard", "rows"), ("fully_shard", "ragged"), ("flat", "")]
+KINDS = [
+    (2, "fully_shard", "rows", "1"),
+    (4, "fully_shard", "ragged", "1"),
+    (4, "fully_shard", "rows", "0"),
+    (2, "flat", "", "1"),
+    (3, "flat", "", "0"),
+]
 
 
-@pytest.mark.parametrize(("face", "layout"), FACES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "face", "layout", "wire"), KINDS)
 @pytest.mark.parametrize("fault", ["forward", "backward", "skip"])
 def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
-    pool: RankPool, world: int, fault: str, face: str, layout: str
+    pool: RankPool, fault: str, world: int, face: str, layout: str, wire: str
 ) -> None:
-    for rank, said in enumerate(pool.run(world, faulty, fault, face, layout, "1")):
+    for rank, said in enumerate(pool.run(world, faulty, fault, face, layout, wire)):
         assert len(said) == 2, said
         for one in said:
             if fault == "skip":
