@@ -11,7 +11,7 @@ from types import TracebackType
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Entry, Ledger
 from fullshard.comm.pulse import patience_s
-from fullshard.errors import PeerError
+from fullshard.errors import LostRankError, PeerError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Step, described, steps
 from fullshard.watch.watcher import Watcher, watcher
@@ -26,7 +26,11 @@ def explain(error: RuntimeError, of: Ledger, entry: Entry) -> Exception:
     watching = watcher()
     if of.era.error is None and watching is not None:
         watching.last = UNDECIDED
-        _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
+        is_lost = isinstance(error, LostRankError)  # connections close a moment before a process
+        _ask_until(
+            watching,
+            lambda: watching.last.is_fault or not (is_lost or watching.last.kind is Kind.UNDECIDED),
+        )
     if of.era.error is None or (isinstance(error, PeerError) and error.args == _text(of)):
         return error
     return of.era.error()

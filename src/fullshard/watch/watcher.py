@@ -198,7 +198,7 @@ class Watcher:
         return Statement(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
-            any(step.is_open for step in steps()),
+            any(step.is_open and not step.was_dropped for step in steps()),
             failure,
             time.monotonic() - at_s,
             self._stack(),
