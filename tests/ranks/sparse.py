@@ -85,7 +85,7 @@ class Case:
     """For ``fully_shard`` or ``FullyShardedDataParallel``."""
     flat: bool = False
     skips: str = "experts"
-    """"experts", "blocks" (with all that is in them) or "nested" (experts, and blocks as well)."""
+    """What may be skipped: "nothing", "experts", "blocks" (with all inside), or "nested", both."""
     inner: bool = False
     """True: ``down`` of each expert is a unit as well."""
     checkpoints: str = ""
@@ -96,7 +96,7 @@ class Case:
     dtype: torch.dtype = torch.float64
 
     def model(self) -> Sparse:
-        model = Sparse(drops=self.skips != "experts").to(self.dtype)
+        model = Sparse(drops=self.skips in ("blocks", "nested")).to(self.dtype)
         fill(model)
         for name, param in model.named_parameters():
             param.requires_grad_(not any(part in name for part in self.frozen))
@@ -129,9 +129,9 @@ def shard(model: Sparse, case: Case) -> Any:
         model.blocks[b] = unit(block)
     sharded = unit(model)
     for block in model.blocks:
-        if case.skips != "experts":
+        if case.skips in ("blocks", "nested"):
             block.set_skip_tolerance(True, recurse=False)
-        for expert in block.experts if case.skips != "blocks" else ():
+        for expert in block.experts if case.skips in ("experts", "nested") else ():
             expert.set_skip_tolerance(True)
     return sharded
 

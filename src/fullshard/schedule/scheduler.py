@@ -195,7 +195,7 @@ class Scheduler:
                 self.residents.settle(state, out)
         else:
             left = (self._units[key] for key in reversed(iteration.left))
-            self._back.follow([unit.key for unit in left if _reads_in_backward(unit)])
+            self._back.follow([u.key for u in left if u.policy.unshard_in_backward or u.carries])
         if not event.failed:
             self._learned[iteration.root] = iteration.entered
 
@@ -221,7 +221,7 @@ class Scheduler:
         if event.keeps_graph:
             self.residents.hide(state)
         state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
-        if _reads_in_backward(state):
+        if state.policy.unshard_in_backward or state.carries:
             self.residents.need(state, out)
         self._back.met(
             event.unit,
@@ -270,7 +270,8 @@ class Scheduler:
         moment either: if other units run between the calls of this unit, its last gradient may come
         before, between or after theirs, depending on how each rank uses its parameters.
         """
-        unit = self.residents.leading(event.unit).key
+        carrier = self._units[event.unit].carrier
+        unit = event.unit if carrier is None else carrier.key
         outer = self._outer_task(unit, event.task)
         (outer or self._task(event.task)).due.add(unit)
 
@@ -361,7 +362,8 @@ class Scheduler:
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
-        for one in (state, *state.carries):
+        self.reductions.start(state, out, self.policy.reduction_budget)
+        for one in state.carries:
             self.reductions.start(one, out, self.policy.reduction_budget)
 
     def _task(self, number: int) -> Task:
@@ -426,11 +428,6 @@ class Scheduler:
             state.pending = state.partial = False
             self.residents.settle(state, out)
             out.append(state.do.forget)
-
-
-def _reads_in_backward(state: UnitState) -> bool:
-    """Return whether backward may read parameters of the unit, or of one that it carries."""
-    return state.policy.unshard_in_backward or bool(state.carries)
 
 
 _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {

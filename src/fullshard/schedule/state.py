@@ -194,6 +194,8 @@ class UnitState:
     @property
     def moved_nbytes(self) -> int:
         """The unsharded bytes of the unit and of all that it carries."""
+        if not self.carries:
+            return self.nbytes
         return self.nbytes + sum(one.nbytes for one in self.carries)
 
     def move(self, to: Residency) -> None:

@@ -1,0 +1,185 @@
+"""Units that ranks may skip move with the unit around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.schedule import AfterForward, MachinePolicy, Op, UnitPolicy
+from fullshard.schedule import triggers as when
+from tests.pure.walk import Walk
+
+GOLDEN = Path(__file__).parent / "golden" / "carried.txt"
+BLOCKS = {2: (0, 1), 5: (3, 4)}
+"""Blocks, and the experts in each; the root is unit 6."""
+ON_THE_WIRE = (Op.UNSHARD, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
+
+Parts = dict[int, list[int]]
+"""The experts that run in each block, in order."""
+
+
+def sparse(
+    policy: UnitPolicy | None = None,
+    tolerant: Sequence[int] = (0, 1, 3, 4),
+    *,
+    copies: bool = False,
+) -> Walk:
+    """A walk of two blocks of two experts, of which those that are ``tolerant`` may be skipped."""
+    policy = policy or UnitPolicy()
+    walk = Walk(6, policy=policy, replicated=copies)
+    for block in BLOCKS:
+        walk.machine.residents.units[block].num_inside = 2
+    for unit in tolerant:
+        walk.say(when.SetPolicy(unit, replace(policy, skip_tolerant=True)))
+    walk.take()
+    return walk
+
+
+def forward(walk: Walk, parts: Parts) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Each block that ran, its use, and the experts in it with theirs."""
+    ran = []
+    for block, experts in parts.items():
+        walk.say(when.ForwardEnter(block))
+        use = walk.machine.current_use
+        inside = [(expert, walk.unit_forward(expert)) for expert in experts]
+        walk.say(when.ForwardExit(block))
+        ran.append((block, use, inside))
+    return ran
+
+
+def step(walk: Walk, parts: Parts) -> None:
+    walk.say(when.ForwardEnter(walk.root))
+    root_use = walk.machine.current_use
+    ran = forward(walk, parts)
+    walk.say(when.ForwardExit(walk.root))
+    task = walk.new_task()
+    walk.say(when.BackwardEnter(walk.root, root_use, task, walk.machine.last_use))
+    for block, use, inside in reversed(ran):
+        last = max([use, *(number for _, number in inside)])
+        walk.say(when.BackwardEnter(block, use, task, last))
+        for i, (expert, number) in reversed(list(enumerate(inside))):
+            again = expert in [other for other, _ in inside[:i]]
+            walk.unit_backward(expert, number, task, last=not again)
+        walk.say(when.GradsReady(block, task))
+    walk.say(when.GradsReady(walk.root, task))
+    walk.say(when.TaskEnd(task))
+    walk.say(when.WeightsChanged())
+
+
+def wire(walk: Walk) -> list[str]:
+    """What went over the wire since the last call."""
+    actions = walk.transcript.actions()
+    walk.transcript.events.clear()
+    return [str(action) for action in actions if action.op in ON_THE_WIRE]
+
+
+def test_a_step_as_written_down() -> None:
+    walk = sparse()
+    step(walk, {2: [1], 5: [4, 3, 4]})
+    assert str(walk.transcript) == GOLDEN.read_text()
+    assert walk.at_rest
+
+
+def test_experts_are_gathered_with_their_block_and_reduced_with_it() -> None:
+    walk = sparse()
+    step(walk, {2: [], 5: [4]})
+    walk.take()
+    step(walk, {2: [1, 1, 0], 5: []})
+    assert wire(walk) == [
+        "unshard 6", "unshard 2", "unshard 0", "unshard 1", "unshard 5", "unshard 3", "unshard 4",
+        "unshard 5", "unshard 3", "unshard 4", "unshard 2", "unshard 0", "unshard 1",
+        "reduce_scatter 5", "reduce_scatter 3", "reduce_scatter 4",
+        "reduce_scatter 2", "reduce_scatter 0", "reduce_scatter 1", "reduce_scatter 6",
+    ]  # fmt: skip
+
+
+def test_what_is_inside_of_a_tolerant_unit_moves_with_the_unit_around_both() -> None:
+    walk = sparse(tolerant=(2,))
+    units = walk.machine.residents.units
+    assert [one.key for one in units[6].carries] == [0, 1, 2]
+    assert units[3].carrier is units[4].carrier is units[5].carrier is None
+    step(walk, {5: [3, 4]})
+    assert wire(walk)[:4] == ["unshard 6", "unshard 0", "unshard 1", "unshard 2"]
+    walk.say(when.SetPolicy(2, UnitPolicy()))
+    assert not units[6].carries
+    assert units[2].carrier is None
+
+
+def parts_of(blocks: Sequence[int]) -> st.SearchStrategy[Parts]:
+    runs = {b: st.lists(st.sampled_from(BLOCKS[b]), max_size=4) for b in blocks}
+    return st.fixed_dictionaries(runs)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[UnitPolicy, MachinePolicy, list[int], list[list[Parts]]]:
+    """A policy, what may be skipped, and what two ranks run in three steps."""
+    policy = UnitPolicy(
+        after_forward=draw(st.sampled_from(AfterForward)),
+        reshard_after_backward=draw(st.booleans()),
+        requires_gradient_sync=draw(st.booleans()),
+    )
+    budget = st.sampled_from([None, 0, 300, 10_000])
+    machine = MachinePolicy(prefetch_budget=draw(budget), reduction_budget=draw(budget))
+    tolerant = draw(st.sampled_from([[0, 1, 3, 4], [2, 3, 4], [2, 5], [0, 2, 4, 5]]))
+    if draw(st.booleans()) or 2 not in tolerant:
+        experts = [e for b in BLOCKS for e in BLOCKS[b] if e in tolerant or b in tolerant]
+    else:
+        experts = []
+    steps = []
+    for _ in range(3):
+        ranks = []
+        alike = {b: [e for e in es if e not in experts] for b, es in BLOCKS.items()}
+        for _ in range(2):
+            parts = {}
+            for block in BLOCKS:
+                if block in tolerant and draw(st.booleans()):
+                    continue
+                free = [e for e in BLOCKS[block] if e in experts]
+                some = draw(st.lists(st.sampled_from(free), max_size=4)) if free else []
+                parts[block] = alike[block] + some
+            ranks.append(parts)
+        steps.append(ranks)
+    return policy, machine, tolerant, steps
+
+
+@given(worlds(), st.booleans())
+def test_ranks_communicate_alike_whatever_they_run(
+    world: tuple[UnitPolicy, MachinePolicy, list[int], list[list[Parts]]], copies: bool
+) -> None:
+    policy, machine, tolerant, steps = world
+    walks = [sparse(policy, tolerant, copies=copies) for _ in range(2)]
+    for walk in walks:
+        walk.say(when.SetMachinePolicy(machine))
+    for ranks in steps:
+        for walk, parts in zip(walks, ranks, strict=True):
+            step(walk, parts)
+        sent = [wire(walk) for walk in walks]
+        assert sent[0] == sent[1]
+        if policy.requires_gradient_sync:
+            for unit in range(7):
+                assert sent[0].count(f"reduce_scatter {unit}") == 1
+        if policy.reshard_after_backward:
+            assert all(walk.at_rest for walk in walks)
+
+
+def test_a_backward_that_dies_drops_the_gradients_of_all_that_a_unit_carries() -> None:
+    walk = sparse()
+    walk.say(when.ForwardEnter(walk.root))
+    use = walk.machine.current_use
+    ((block, block_use, inside),) = forward(walk, {2: [1]})
+    walk.say(when.ForwardExit(walk.root))
+    task = walk.new_task()
+    walk.say(when.BackwardEnter(walk.root, use, task, walk.machine.last_use))
+    walk.say(when.BackwardEnter(block, block_use, task, inside[0][1]))
+    nested = walk.new_task()
+    walk.unit_backward(*inside[0], nested)
+    walk.say(when.TaskEnd(nested, (1,)))
+    walk.take()
+    walk.say(when.TaskDied(task))
+    actions = walk.take()
+    assert [f"discard {unit}" in actions for unit in (0, 1, 2)] == [True] * 3
+    assert walk.at_rest
