@@ -20,6 +20,7 @@ from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.frontend.places import places_of
+from fullshard.frontend.suspects import look_for_suspects, take_suspects
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK
 
@@ -135,6 +136,21 @@ class ShardedModule:
         engine.weights_changed()
         engine.reshard_all()
         self._set(recurse, skip_tolerant=tolerant)
+
+    def set_gradient_check(self, enabled: bool) -> None:
+        """Set whether gradients are looked at before they are reduced, also of units inside.
+
+        Afterwards an infinity or NaN of one rank is on all ranks. Reads all gradients of this rank
+        in each backward, and the host waits for the device. No PyTorch counterpart.
+        """
+        look_for_suspects(self._units(recurse=True), enabled=enabled)
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Return, and forget, which gradients of this rank ``set_gradient_check`` found not finite.
+
+        Each as text: the parameter, in its unit. The first is the one that backward came to first.
+        """
+        return take_suspects(self._units(recurse=True))
 
     def _units(self, recurse: bool) -> list[Unit]:
         module: nn.Module = self  # type: ignore[assignment]
