@@ -148,9 +148,10 @@ class ShardedModule:
     def nonfinite_gradients(self) -> list[str]:
         """Return, and forget, which gradients of this rank ``set_gradient_check`` found not finite.
 
-        Each as text: the parameter, in its unit. The first is the one that backward came to first.
+        Each as text, parameter and unit, in the order of the model: backward came to the last one
+        first.
         """
-        return take_suspects(self._units(recurse=True))
+        return take_suspects(self, self._units(recurse=True))  # type: ignore[arg-type]
 
     def _units(self, recurse: bool) -> list[Unit]:
         module: nn.Module = self  # type: ignore[assignment]

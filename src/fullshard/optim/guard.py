@@ -27,15 +27,15 @@ class Searchable(Protocol):
         """Set whether this rank's gradients are looked at before they are reduced."""
 
     def nonfinite_gradients(self) -> list[str]:
-        """Return and forget which of them were not finite, in words, the first find first."""
+        """Return and forget which of them were not finite, in words, in the model's order."""
 
 
 class _Report(NamedTuple):
     """What one rank knows about a step that is skipped."""
 
     rank: int
-    reduced: list[str]
-    """Names of parameters whose reduced gradient is not finite in this rank's part."""
+    reduced: list[tuple[int, str]]
+    """Numbers and names of parameters whose reduced gradient is not finite in this rank's part."""
     own: list[str]
     """Gradients that this rank computed and that are not finite, if anybody looked."""
 
@@ -167,8 +167,8 @@ class StepGuard:
     def _gather(self) -> list[_Report]:
         """Return what each rank knows; a collective."""
         bad = [
-            name
-            for name, param in self.model.named_parameters()
+            (number, name)
+            for number, (name, param) in enumerate(self.model.named_parameters())
             if param.grad is not None and not bool(local_part(param.grad).isfinite().all())
         ]
         own = [text for module in self._searchable() for text in module.nonfinite_gradients()]
@@ -186,15 +186,16 @@ class StepGuard:
 def _described(losses: list[int], reports: list[_Report]) -> str:
     """Say what is not finite, and on which ranks; ``losses`` are ranks whose loss is not."""
     parts = [f"the loss of rank(s) {_listed(losses)} is not finite"] if losses else []
-    names = list(dict.fromkeys(name for report in reports for name in report.reduced))
+    names = {number: name for report in reports for number, name in report.reduced}
     if names:
+        last = names[max(names)]
         parts.append(
-            f"the gradients of {len(names)} parameter(s) are not finite, the last is {names[-1]}"
+            f"the gradients of {len(names)} parameter(s) are not finite, the last is {last}"
         )
     elif not losses:
         parts.append("the norm of the gradients is not finite, though each of them is")
     parts += [
-        f"rank {report.rank} computed {len(report.own)} of them, first that of {report.own[0]}"
+        f"rank {report.rank} computed {len(report.own)} of them, the last is {report.own[-1]}"
         for report in reports
         if report.own
     ]
