@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.schedule import AfterForward, MachinePolicy, Op, UnitPolicy
 from fullshard.schedule import triggers as when
+from fullshard.schedule.triggers import Accumulates
 from tests.pure.walk import Walk
 
 GOLDEN = Path(__file__).parent / "golden" / "carried.txt"
@@ -183,3 +185,85 @@ def test_a_backward_that_dies_drops_the_gradients_of_all_that_a_unit_carries() -
     actions = walk.take()
     assert [f"discard {unit}" in actions for unit in (0, 1, 2)] == [True] * 3
     assert walk.at_rest
+
+
+def test_gradients_that_the_caller_assigns_are_reduced_for_all_that_a_unit_carries() -> None:
+    walk = sparse()
+    walk.say(when.SetMachinePolicy(MachinePolicy(manual_finalization=True)))
+    walk.say(when.ForwardEnter(walk.root))
+    use = walk.machine.current_use
+    ((block, block_use, _),) = forward(walk, {2: []})
+    walk.say(when.ForwardExit(walk.root))
+    task = walk.new_task()
+    last = walk.machine.last_use
+    walk.say(when.BackwardEnter(walk.root, use, task, last, Accumulates.NOWHERE))
+    walk.say(when.BackwardEnter(block, block_use, task, last, Accumulates.NOWHERE))
+    walk.say(when.TaskEnd(task))
+    walk.take()
+    walk.say(when.Finalize())
+    assert [action for action in walk.take() if action.startswith("reduce_scatter")] == [
+        f"reduce_scatter {unit}" for unit in (0, 1, 2, 6)
+    ]
+
+
+def test_a_block_that_backward_does_not_read_is_gathered_for_its_experts() -> None:
+    walk = sparse()
+    walk.say(when.SetPolicy(2, UnitPolicy(unshard_in_backward=False)))
+    for _ in range(2):
+        step(walk, {2: [0], 5: []})
+        assert wire(walk).count("unshard 0") == 2
+        assert walk.at_rest
+
+
+def test_goes_on_after_a_reset() -> None:
+    walk = sparse()
+    walk.say(when.ForwardEnter(walk.root))
+    walk.say(when.ForwardEnter(2))
+    walk.say(when.ForwardEnter(1))
+    walk.say(when.Reset())
+    assert walk.at_rest
+    walk.take()
+    step(walk, {2: [1], 5: []})
+    assert wire(walk).count("unshard 0") == 2
+    assert walk.at_rest
+
+
+def test_experts_have_secondary_shards_if_they_and_their_block_have() -> None:
+    secondary = UnitPolicy(after_forward=AfterForward.SECONDARY)
+    walk = sparse(secondary)
+    walk.say(when.SetPolicy(0, UnitPolicy(skip_tolerant=True)))
+    for _ in range(2):
+        step(walk, {2: [0, 1], 5: []})
+        actions = walk.take()
+        assert "reshard_to_secondary 1" in actions and "reshard_to_secondary 0" not in actions
+    walk.say(when.ForwardEnter(walk.root))
+    forward(walk, {2: [0]})
+    walk.say(when.ForwardExit(walk.root))
+    walk.say(when.WeightsChanged())  # and no backward: what was kept is of no use
+    step(walk, {2: [], 5: []})
+    assert walk.at_rest
+
+
+@pytest.mark.parametrize(("nbytes", "is_ahead"), [(500, False), (600, True)])
+def test_a_budget_counts_all_that_a_unit_carries(nbytes: int, is_ahead: bool) -> None:
+    """Three units of a hundred bytes each are held; three more have to fit beside them."""
+    walk = sparse()
+    walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=nbytes)))
+    step(walk, {2: [0], 5: [3]})
+    walk.take()
+    walk.say(when.ForwardEnter(walk.root))
+    walk.say(when.ForwardEnter(2))
+    assert ("unshard 5" in walk.take()) is is_ahead
+
+
+def test_a_use_that_an_exception_ended_is_not_taken_up_again() -> None:
+    walk = sparse()
+    walk.say(when.ForwardEnter(walk.root))
+    walk.say(when.ForwardEnter(2))
+    walk.say(when.ForwardEnter(1))
+    ended = walk.machine.current_use
+    walk.say(when.ForwardExit(2, failed=True))  # and none of unit 1
+    walk.say(when.ForwardExit(walk.root, failed=True))
+    walk.say(when.ForwardEnter(walk.root))
+    ((_, _, ((_, use),)),) = forward(walk, {2: [1]})
+    assert use > ended
