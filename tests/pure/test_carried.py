@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fullshard.schedule import AfterForward, MachinePolicy, Op, UnitPolicy
 from fullshard.schedule import triggers as when
-from fullshard.schedule.triggers import Accumulates
+from fullshard.schedule.triggers import Accumulates, Follows
 from tests.pure.walk import Walk
 
 GOLDEN = Path(__file__).parent / "golden" / "carried.txt"
@@ -41,23 +41,27 @@ def sparse(
     return walk
 
 
-def forward(walk: Walk, parts: Parts) -> list[tuple[int, int, list[tuple[int, int]]]]:
+def forward(
+    walk: Walk, parts: Parts, hidden: Sequence[int] = ()
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
     """Each block that ran, its use, and the experts in it with theirs."""
     ran = []
     for block, experts in parts.items():
         walk.say(when.ForwardEnter(block))
         use = walk.machine.current_use
         inside = [(expert, walk.unit_forward(expert)) for expert in experts]
-        walk.say(when.ForwardExit(block))
+        follows = Follows.HIDDEN if block in hidden else Follows.BACKWARD
+        walk.say(when.ForwardExit(block, follows=follows))
         ran.append((block, use, inside))
     return ran
 
 
-def step(walk: Walk, parts: Parts) -> None:
+def step(walk: Walk, parts: Parts, hidden: Sequence[int] = ()) -> None:
     walk.say(when.ForwardEnter(walk.root))
     root_use = walk.machine.current_use
-    ran = forward(walk, parts)
-    walk.say(when.ForwardExit(walk.root))
+    ran = forward(walk, parts, hidden)
+    follows = Follows.HIDDEN if walk.root in hidden else Follows.BACKWARD
+    walk.say(when.ForwardExit(walk.root, follows=follows))
     task = walk.new_task()
     walk.say(when.BackwardEnter(walk.root, root_use, task, walk.machine.last_use))
     for block, use, inside in reversed(ran):
@@ -267,3 +271,50 @@ def test_a_use_that_an_exception_ended_is_not_taken_up_again() -> None:
     walk.say(when.ForwardEnter(walk.root))
     ((_, _, ((_, use),)),) = forward(walk, {2: [1]})
     assert use > ended
+
+
+@given(worlds(), st.sets(st.sampled_from([2, 5, 6])), st.sets(st.sampled_from([2, 5, 6])))
+def test_what_a_rank_hides_is_no_matter_to_others(
+    world: tuple[UnitPolicy, MachinePolicy, list[int], list[list[Parts]]],
+    first: set[int],
+    second: set[int],
+) -> None:
+    """Such as what an expert computed, on one rank only, and nobody used."""
+    policy, machine, tolerant, steps = world
+    walks = [sparse(policy, tolerant) for _ in range(2)]
+    carriers = {unit.key for unit in walks[0].machine.residents.units.values() if unit.carries}
+    for walk in walks:
+        walk.say(when.SetMachinePolicy(machine))
+    for ranks in steps:
+        for walk, parts, hidden in zip(walks, ranks, (first, second), strict=True):
+            step(walk, parts, sorted(hidden & carriers))
+        assert wire(walks[0]) == wire(walks[1])
+    for walk in walks:
+        walk.say(when.Reset())
+        assert walk.at_rest
+
+
+def test_what_is_hidden_stays_in_memory() -> None:
+    walk = sparse()
+    step(walk, {2: [0], 5: []}, hidden=[2])
+    assert walk.unsharded == {0, 1, 2}
+    assert wire(walk).count("unshard 2") == 2
+    step(walk, {2: [0], 5: []})
+    assert walk.at_rest
+
+
+def test_weights_that_change_in_a_forward_are_gathered_for_all_or_none() -> None:
+    walk = sparse()
+    walk.say(when.ForwardEnter(walk.root))
+    walk.say(when.ForwardEnter(2))
+    walk.say(when.WeightsChanged())
+    assert walk.say(when.ForwardEnter(1)) == ()
+
+
+def test_what_the_root_carries_is_in_no_budget() -> None:
+    walk = sparse(tolerant=(2,))
+    walk.say(when.SetMachinePolicy(MachinePolicy(prefetch_budget=100)))
+    step(walk, {2: [], 5: [3]})
+    walk.take()
+    walk.say(when.ForwardEnter(walk.root))
+    assert "unshard 5" in walk.take()

@@ -97,12 +97,22 @@ class Residents:
         """Release the units whose hidden graphs belong to weights that have changed since."""
         for state in [self.units[key] for key in sorted(self.hidden)]:
             if state.generation != self.generation and not state.holds & IN_USE:
-                state.holds &= ~Hold.HIDDEN
-                self.hidden.discard(state.key)
-                self.settle(state, out)
+                self.unhide(state, out)
+
+    def unhide(self, state: UnitState, out: Actions) -> None:
+        """Release a hidden unit."""
+        state.holds &= ~Hold.HIDDEN
+        self.hidden.discard(state.key)
+        if state.carries and not state.residency:  # freed in name only, see ``settle``
+            out.extend(one.do.reshard for one in (state, *state.carries))
+        self.settle(state, out)
 
     def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
-        """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do."""
+        """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do.
+
+        What a unit with others inside hides may depend on what the rank ran of these. So a hidden
+        carrier keeps its memory, but counts as sharded and is gathered again, as on other ranks.
+        """
         if not state.residency or state.holds & ~_UNSEEN:
             return
         if state.residency is _SECONDARY:
@@ -114,7 +124,11 @@ class Residents:
         if state.holds:
             if state.residency is _UNSHARDED:
                 self._conceal(state, out)
-            return
+            if not state.carries or state.holds & Hold.LATE:
+                return
+            if not to_secondary:
+                self._count_as_sharded(state)
+                return
         self._free(state, out, to_secondary=to_secondary)
 
     def put_off(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
@@ -172,6 +186,12 @@ class Residents:
         out.append(state.do.conceal)
         for one in state.carries:
             self._conceal(one, out)
+
+    def _count_as_sharded(self, state: UnitState) -> None:
+        self._held_nbytes -= state.nbytes
+        state.move(_SHARDED)
+        for one in state.carries:
+            self._count_as_sharded(one)
 
     def _free(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
         self._held_nbytes -= state.nbytes

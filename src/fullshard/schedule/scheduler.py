@@ -420,7 +420,8 @@ class Scheduler:
         self._back.give_up(out)
         self.reductions.finish(out)
         self.residents.end_late(out)
-        self.residents.hidden.clear()
+        for key in sorted(self.residents.hidden):
+            self.residents.unhide(self._units[key], out)
         for state in self.residents.units.values():
             state.use = None
             state.graph_uses.clear()
