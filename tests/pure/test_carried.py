@@ -248,6 +248,19 @@ def test_experts_have_secondary_shards_if_they_and_their_block_have() -> None:
     assert walk.at_rest
 
 
+def test_secondary_shards_that_no_backward_came_to_are_dropped_together() -> None:
+    walk = sparse(UnitPolicy(after_forward=AfterForward.SECONDARY))
+    walk.say(when.ForwardEnter(walk.root))
+    use = walk.machine.current_use
+    forward(walk, {2: [0], 5: []})
+    walk.say(when.ForwardExit(walk.root))
+    assert walk.secondary >= {0, 1, 2}
+    task = walk.new_task()
+    walk.say(when.BackwardEnter(walk.root, use, task, walk.machine.last_use))
+    walk.say(when.TaskEnd(task))
+    assert walk.at_rest
+
+
 @pytest.mark.parametrize(("nbytes", "is_ahead"), [(500, False), (600, True)])
 def test_a_budget_counts_all_that_a_unit_carries(nbytes: int, is_ahead: bool) -> None:
     """Three units of a hundred bytes each are held; three more have to fit beside them."""
