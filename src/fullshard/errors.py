@@ -15,7 +15,7 @@
     |-- CheckpointError         a checkpoint is damaged, or not written (also RuntimeError)
     |-- FailedRankError         a rank failed by an error of another tree (also RuntimeError)
     |-- LostRankError           another process is gone, or silent        (also RuntimeError)
-    |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
+    |-- NonFiniteError          a loss or gradient norm is not finite     (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
 Each class also derives from the builtin that PyTorch raises in the same place, so that code written
@@ -125,7 +125,7 @@ class LostRankError(FullshardError, RuntimeError):
 
 
 class NonFiniteError(FullshardError, RuntimeError):
-    """A gradient norm that is not finite, raised because the caller asked for the check."""
+    """A loss or gradient norm that is not finite, raised because the caller asked for the check."""
 
 
 class LayoutError(FullshardError, ValueError):
