@@ -160,6 +160,13 @@ def flat(**options: Any) -> Callable[[nn.Module, DeviceMesh], Any]:
     return shard
 
 
+def tolerant(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Experts that ranks may skip."""
+    fullshard.shard_blocks(model, mesh)
+    for expert in model.experts:  # type: ignore[union-attr]
+        expert.set_skip_tolerance(True)
+
+
 def parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for block in model.blocks:  # type: ignore[union-attr]
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -206,6 +213,7 @@ CASES = {
     "checkpointed": Case(checkpointed),
     "accumulated": Case(accumulate=2),
     "idle experts": Case(Experts, partial(vectors, 24)),
+    "tolerant experts": Case(Experts, partial(vectors, 24), tolerant),
     "tied": Case(Tied, lambda: torch.arange(24).view(4, 6)),
     "frozen": Case(Adapted, vectors),
     "twice": Case(Twice, vectors, mesh={"shard": 3}),

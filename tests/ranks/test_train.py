@@ -259,3 +259,16 @@ def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> No
     assert_same_run(shell, "whole", "damaged")
     name = file.relative_to(shell.folder)
     assert f"rank 1: {name}: bytes " in outcome.err
+
+
+def test_steps_that_are_not_finite_are_skipped_and_too_many_end_the_run(shell: Shell) -> None:
+    options = ["--data", "text", "--out", "diverges", *OPTIONS.split(), "--max-skipped", "2"]
+    outcome = shell.train(*options, "--lr", "1e30")
+    assert outcome.exitcode == 2
+    assert outcome.err.count("step skipped on all ranks") == 2
+    assert "parameter(s) are not finite" in outcome.err
+    assert "This is number 3 in a row, max_skipped is 2" in outcome.err
+    assert "--lr is 1e+30" in outcome.err
+    records = shell.metrics("diverges")
+    assert [record.get("skipped") for record in records[-3:]] == [None, 1, 2]
+    assert "grad_norm" in records[0] and "grad_norm" not in records[-1]

@@ -25,6 +25,7 @@ from fullshard.comm.mesh import (
     collectives_of_twin,
     default_mesh,
     device_types_of,
+    gather_objects,
     gather_uneven,
     mesh_of_dim,
     mesh_of_group,

@@ -61,7 +61,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         places,
         device=device,
         num_members=len(modules),
-        encloses=bool(below.units),
+        num_inside=len(below.units),
     )
     _move_buffers(below.modules, device)
     Engine.join((engine_of(u) for u in below.units), unit, UnitPolicy(choices.after_forward))

@@ -98,6 +98,7 @@ class TrainConfig:
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
+        max_skipped: steps in a row that may be skipped because something is not finite.
         reshard: free each block's full parameters between its forward and its backward.
         hardware: what the run is planned for, see ``fullshard.plan``; None plans bytes only.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
@@ -126,6 +127,7 @@ class TrainConfig:
     warmup: int = 40
     weight_decay: float = 0.1
     clip: float = 1.0
+    max_skipped: int = 10
     dtype: Dtype = Dtype.FP32
     layout: LayoutName = LayoutName.PER_PARAMETER
     replicas: int = 1
@@ -142,6 +144,7 @@ class TrainConfig:
         counts = "nproc steps batch seq accumulate replicas save_every eval_every"
         for name in counts.split():
             _at_least(name, getattr(self, name), 1)
+        _at_least("max_skipped", self.max_skipped, 0)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)
         if self.model not in SIZES and not self.model.startswith(HF):
