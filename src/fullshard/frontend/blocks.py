@@ -131,8 +131,7 @@ def shard_blocks(
                 "or give them to fullshard.plan"
             )
         mesh = choice.checked_mesh(mesh)
-        reshard_after_forward = choice.reshard_after_forward
-        options |= {"layout": choice.layout, "offload_policy": choice.offload_policy}
+        options |= {name: getattr(choice, name) for name in CHOSEN}
     given = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
