@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fullshard.comm.c10d import C10d
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
-from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry
+from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry, played_by
 from fullshard.comm.hooked import HookedCopies, HookedShards, Settled
 from fullshard.comm.mesh import (
     Wire,

@@ -121,6 +121,9 @@ def train_command(
             metavar="NAME|FILE",
         ),
     ] = _DEFAULT.hardware,
+    trace: Annotated[
+        bool, typer.Option(help="Record what workers do, for fullshard trace.")
+    ] = _DEFAULT.trace,
 ) -> int:
     """Train a language model on real text, fully sharded over local workers.
 

@@ -77,7 +77,7 @@ class TrainConfig:
     """Everything that decides what a run computes.
 
     Attributes:
-        out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and ``loss.png``.
+        out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and others.
         model: a name in ``SIZES``, or ``hf:`` and the path of a ``transformers`` configuration.
         init: a folder of weights to begin with, and of their tokenizer, as transformers writes it.
         lora: rank of the adapters that are trained instead of the weights of ``init``.
@@ -101,6 +101,8 @@ class TrainConfig:
         max_skipped: steps in a row that may be skipped because something is not finite.
         reshard: free each block's full parameters between its forward and its backward.
         hardware: what the run is planned for, see ``fullshard.plan``; None plans bytes only.
+        trace: record what all workers do, see ``fullshard.trace``, and write it to ``trace/`` of
+            ``out`` when the run ends.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
         resume: continue from the newest complete checkpoint of ``out``.
 
@@ -138,6 +140,7 @@ class TrainConfig:
     eval_every: int = 100
     eval_sequences: int = 256
     hardware: str | None = None
+    trace: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from .adapters import add_adapters
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
 from .data import Order, TokenizedText
-from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
+from .gauges import peak_memory_nbytes, recording, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
 from .progress import Reporter
 from .quantized import conversions, quantize_linears
@@ -60,6 +60,7 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> Trained:
         Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
         MetricsFile(run.metrics, enabled=world.is_first) as metrics,
         stopping() as trainer.stopping,
+        recording(config, run, trainer.model),
     ):
 
         def tell(step: StartedStep) -> None:
