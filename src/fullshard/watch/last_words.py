@@ -14,7 +14,7 @@ from fullshard.comm.pulse import patience_s
 from fullshard.errors import LostRankError, PeerError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Step, described, steps
-from fullshard.watch.watcher import Watcher, watcher
+from fullshard.watch.watcher import ASK_S, Watcher, watcher
 
 __all__ = ["explain", "settle"]
 
@@ -53,7 +53,7 @@ def settle(step: Step) -> None:
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
     """Ask until a failure of this rank is known for what it is, or patience ends."""
-    until_s = time.monotonic() + patience_s() + 1.0
+    until_s = time.monotonic() + patience_s() + ASK_S
     while not is_known() and time.monotonic() < until_s:
         watching.ask()
         time.sleep(_PAUSE_S)

@@ -38,7 +38,8 @@ log = logging.getLogger("fullshard")
 _TICK_S = 0.25
 _ANSWER_S = 2.0  # how long a rank may take to answer
 _POLL_S = 0.005
-_ASK_S = _ANSWER_S + 2 * PULSE_S + 2.0  # by then there is a judgement, or never
+_JUDGE_S = 2 * PULSE_S + 1.0  # how long a judge may take
+ASK_S = _ANSWER_S + 2 * _JUDGE_S  # by then there is a judgement, or never
 _RINGS = "fullshard/rings"
 _FRAMES = 2  # of a stack
 
@@ -72,7 +73,7 @@ class Watcher:
         done = threading.Event()
         self._asks.append(done)
         self._wake.set()
-        done.wait(_ASK_S)
+        done.wait(ASK_S)
 
     def leave(self, how: str) -> None:
         """Tell how this rank ends; nothing is watched any more."""
@@ -142,11 +143,11 @@ class Watcher:
                 step.failure = ""  # all know
 
     def _judgement(self, number: int) -> Diagnosis:
-        until_s = time.monotonic() + _ANSWER_S
+        until_s, attempt = time.monotonic() + _ANSWER_S, 1
         while not self._store.check([_judged_key(number)]):
             if time.monotonic() > until_s:
-                self._judge(number)
-                until_s = time.monotonic() + _ANSWER_S + 2 * PULSE_S  # if another judge fails
+                self._judge(number, attempt)
+                until_s, attempt = time.monotonic() + _JUDGE_S, attempt + 1
             time.sleep(_POLL_S * max(1, self.world // 64))
         kind, ranks, text, signs = json.loads(self._store.get(_judged_key(number)))
         self._roll.saw(dict(signs))
@@ -155,7 +156,7 @@ class Watcher:
     def _say(self, number: int) -> None:
         self._store.set(_said_key(number, self.rank), self._statement().encoded())
         if self._store.add(f"fullshard/said/{number}", 1) >= self.world - len(self._dead(number)):
-            self._judge(number)
+            self._judge(number, 0)
 
     def _dead(self, number: int) -> list[int]:
         """Return the ranks of this host that ended and have not answered."""
@@ -167,9 +168,12 @@ class Watcher:
             and self._roll.is_dead(rank)
         ]
 
-    def _judge(self, number: int) -> None:
-        """Judge by what was said in round ``number``, unless another rank does."""
-        if self._store.add(f"fullshard/judges/{number}", 1) > 1:
+    def _judge(self, number: int, attempt: int) -> None:
+        """Judge by what was said in round ``number``, unless another rank does.
+
+        A judge may end before it has judged; then there is another ``attempt``.
+        """
+        if self._is_over or self._store.add(f"fullshard/judges/{number}/{attempt}", 1) > 1:
             return
         said, silent = {}, []
         for rank in range(self.world):
@@ -181,7 +185,8 @@ class Watcher:
         found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
         signs = self._roll.signs(silent)
         told = json.dumps([found.kind.value, found.ranks, found.text, [*signs.items()]])
-        self._store.set(_judged_key(number), told)
+        if not self._store.check([_judged_key(number)]):
+            self._store.set(_judged_key(number), told)
 
     def _note(self, found: Diagnosis) -> None:
         """Tell the user what was found; if it is a fault, end what cannot end."""
