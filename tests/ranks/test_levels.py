@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, Ragged
 from fullshard.comm import C10d, links, meeting
-from fullshard.comm.c10d import Transport, ways_of
+from fullshard.comm.c10d import Transport, meet_anew, ways_of
 from fullshard.comm.levels import Levels
 from fullshard.errors import LostRankError, ProtocolError
 from tests.ranks import test_shared
@@ -333,6 +334,32 @@ def a_rank_is_silent(hosts: str) -> None:
 @pytest.mark.parametrize("hosts", ["aba", "aab"])
 def test_a_rank_that_is_silent_is_told_after_the_time_out(pool: RankPool, hosts: str) -> None:
     pool.run(3, a_rank_is_silent, hosts)
+
+
+def interrupted(hosts: str) -> str:
+    """Rank 0 waits for what nobody else does, is interrupted, and all begin again."""
+    wire, said = wire_on(hosts), ""
+    assert gather(wire)()
+    if wire.rank == 0:
+        trouble = links.Trouble(1, True, "somebody said so")
+        timer = threading.Timer(0.3, levels_of(wire.group).interrupt, (trouble,))
+        timer.start()
+        with pytest.raises(LostRankError) as raised:
+            gather(wire)()
+        said = str(raised.value)
+        timer.join()
+        del timer, raised
+    dist.barrier()
+    meet_anew(wire.group)
+    with on(hosts):
+        assert gather(wire)()
+    return said
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_who_waits_can_be_interrupted_and_ranks_meet_anew(pool: RankPool, hosts: str) -> None:
+    said = pool.run(len(hosts), interrupted, hosts)[0]
+    assert said == "rank 1 of the process group is gone: somebody said so"
 
 
 def leave_at_once(hosts: str) -> bool:

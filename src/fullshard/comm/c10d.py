@@ -85,6 +85,14 @@ def ways_of(
     return ways[choice]
 
 
+def meet_anew(group: dist.ProcessGroup) -> None:
+    """Drop what carries the exchanges of ``group``, and those in flight; on all ranks alike.
+
+    The next exchange makes connections again, by collectives of the group.
+    """
+    _ways.pop(group, None)
+
+
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
     """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
     meeting = meet(group)

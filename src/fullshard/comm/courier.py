@@ -35,7 +35,7 @@ class Courier:
         self._office = office
         self._timeout_s = timeout_s
         self._seat = threading.Lock()  # held by the thread that carries exchanges on
-        self._waiting: set[object] = set()  # one for each thread that waits for an exchange
+        self._waiting: dict[object, Crossing] = {}  # one for each thread that waits
         self._lock = threading.RLock()  # guards what follows; garbage collection may close
         self._thread: threading.Thread | None = None
         self._called = threading.Event()
@@ -61,7 +61,9 @@ class Courier:
             LostRankError: if a rank is gone, or all are silent for the group's time-out.
         """
         me = object()
-        self._waiting.add(me)  # before the seat is tried: whoever leaves it looks here afterwards
+        self._waiting[me] = (
+            crossing  # before the seat is tried: whoever leaves it looks here afterwards
+        )
         try:
             for _ in range(crossing.num_finds):
                 found = self._next(crossing)
@@ -70,7 +72,7 @@ class Courier:
                 if found is not None:
                     yield found
         finally:
-            self._waiting.discard(me)
+            del self._waiting[me]
             self._leave()
 
     def _next(self, crossing: Crossing) -> tuple[int, Tensor | None] | Trouble | None:
@@ -90,6 +92,12 @@ class Courier:
             finally:
                 self._seat.release()
         return crossing.found.get()
+
+    def interrupt(self, trouble: Trouble) -> None:
+        """Let all threads that wait find ``trouble``, now; any thread may call this."""
+        for crossing in list(self._waiting.values()):
+            crossing.found.put(trouble)
+        self._office.bell.ring()
 
     def close(self) -> None:
         """End when nobody needs this rank anymore; returns at once."""

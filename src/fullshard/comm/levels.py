@@ -110,6 +110,10 @@ class Levels:
         """See ``Courier.finds``."""
         return self._courier.finds(crossing)
 
+    def interrupt(self, trouble: Trouble) -> None:
+        """See ``Courier.interrupt``. What was interrupted cannot go on: the ranks meet anew."""
+        self._courier.interrupt(trouble)
+
     def close(self, crossing: Crossing) -> None:
         """Take note that nobody on this rank waits for ``crossing`` anymore."""
         self._office.over.append(crossing.number)
