@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
+from fullshard.watch.roll import DEAD, STOPPED
 from fullshard.watch.statement import Absence, Group, Issued, Statement
 
 PATIENCE_S = 5.0
@@ -115,6 +117,40 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
     what = found(one(0, "x", "y"), one(1, "y", "x"))
     assert (what.kind, what.ranks) == (Kind.APART, (0, 1))
     assert "ranks wait for each other" in what.text
+
+
+def messages() -> list[str]:
+    """One of each kind, as docs/faults.md shows them."""
+    units, ahead = ("blocks.0", "blocks.1"), ("blocks.0", "blocks.3")
+    waits, other = statement(0, units, waits_s=0.1), statement(2, units)
+    place = "ValueError: no (train.py:40), in the forward of unit blocks.2"
+    failed = statement(1, units[:1], is_open=False, failure=place)
+    longer = waits._replace(groups=(waits.groups[0]._replace(waited_s=6.0),))
+    crossed = [
+        Statement(
+            rank,
+            (
+                Group(str(rank), (0, 1), 1, (issued(0, "blocks.0"),), 0, 6.0),
+                Group(str(1 - rank), (0, 1), 0, (), None, 0.0),
+            ),
+            *(True, "", 0.0, ""),
+        )
+        for rank in (0, 1)
+    ]
+    return [
+        found(statement(0, ahead, waits_s=0.1), failed, statement(2, ahead)).text,
+        found(waits, statement(1, ("blocks.0", "blocks.2")), other).text,
+        found(longer, statement(1, units[:1], stack="load (data.py:3)"), other).text,
+        found(waits, other, absent={1: Absence(DEAD, is_final=True)}).text,
+        found(longer, other, absent={1: Absence(STOPPED, is_final=False)}).text,
+        found(*crossed).text,
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_the_documentation_shows_what_is_said(number: int) -> None:
+    page = Path(__file__).parents[2] / "docs" / "faults.md"
+    assert f"`{messages()[number]}`" in page.read_text(), messages()[number]
 
 
 @given(st.data())

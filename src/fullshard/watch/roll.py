@@ -10,7 +10,10 @@ import torch.distributed as dist
 from fullshard.comm.pulse import PULSE_S, Sign, last_sign, silence_s
 from fullshard.watch.statement import Absence
 
-__all__ = ["Roll", "ended_key"]
+__all__ = ["DEAD", "STOPPED", "Roll", "ended_key"]
+
+DEAD = "ended without a word: killed, or it crashed"
+STOPPED = "was stopped by a signal"
 
 
 class Roll:
@@ -51,9 +54,9 @@ class Roll:
         if self._store.check([ended_key(rank)]):
             return Absence(self._store.get(ended_key(rank)).decode(), is_final=True)
         if sign is not None and sign.is_of_the_dead:
-            return Absence("ended without a word: killed, or it crashed", is_final=True)
+            return Absence(DEAD, is_final=True)
         if sign is not None and sign.is_of_the_stopped:
-            return self._silent(rank, "was stopped by a signal")
+            return self._silent(rank, STOPPED)
         return None
 
     def _guessed(self, rank: int, before: Sign | None) -> Absence:
