@@ -32,7 +32,9 @@ def but(**changes: object) -> Ending:
 
 
 def test_all_that_is_expected_was_said() -> None:
-    assert str(verdict_on(What.RAISE, GOOD, VICTIM, but(told_s=2.5, after_s=2.6))) == "named in 2.5 s"
+    assert (
+        str(verdict_on(What.RAISE, GOOD, VICTIM, but(told_s=2.5, after_s=2.6))) == "named in 2.5 s"
+    )
 
 
 @pytest.mark.parametrize(
