@@ -1,4 +1,4 @@
-"""Jobs whose ranks are killed and that go on with those that are left; what they have to end with."""
+"""Jobs that go on without ranks that are killed, and what they have to end with."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def _watched(plan: Plan, members: Sequence[Any], folder: Path) -> str:
         time.sleep(0.01)
         struck_s = _fault_s(folder) if later else None
         if struck_s is not None:
-            for member in [m for m, delay_s in later.items() if time.monotonic() > struck_s + delay_s]:
+            for member in [
+                m for m, delay_s in later.items() if time.monotonic() > struck_s + delay_s
+            ]:
                 del later[member]
                 with suppress(ProcessLookupError):
                     os.kill(members[member].pid, signal.SIGKILL)
@@ -97,9 +99,7 @@ def _wrong(plan: Plan, folder: Path) -> str:
     for member in range(plan.world):
         notes = _notes(diary_of(folder, member))
         ended = next((note for note in notes if note["what"] == "ended"), None)
-        late = any(
-            s.member == member and s.fault.what is What.STOP for s in plan.strokes
-        )
+        late = any(s.member == member and s.fault.what is What.STOP for s in plan.strokes)
         if late:
             if ended is None or "go on without this one" not in ended["text"]:
                 return f"member {member}, which came back, ended by {ended}"

@@ -75,6 +75,7 @@ class _Job(Generic[Result]):
         own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         self._name = f"fullshard/resilient/{bytes(all_gather_bytes(own)[0].tolist()).hex()}"
         self._life = Life(self._member, len(self._members))
+        self._ended_at_s = 0.0
         self._voter = Voter(
             dist.PrefixStore(self._name, self._origin.store),
             self._member,
@@ -88,7 +89,6 @@ class _Job(Generic[Result]):
         try:
             while True:
                 result, error, said = self._live()
-                failed_at_s = time.monotonic()
                 verdict = self._voter.vote(self._life.number, self._members, said)
                 if verdict.next is Next.OVER:
                     assert result is not None
@@ -98,7 +98,7 @@ class _Job(Generic[Result]):
                 if error is None:
                     result = None
                     leave(None)
-                self._go_on(verdict, error, failed_at_s)
+                self._go_on(verdict, error)
                 error = None
         except BaseException as last:
             how = f"ended by {type(last).__name__}: {last}"
@@ -116,6 +116,8 @@ class _Job(Generic[Result]):
             return (self._train(self._life),), None, Said(End.DONE)
         except Exception as error:
             failure = error
+        finally:
+            self._ended_at_s = time.monotonic()
         if era.error is None:
             watch.confess(failure)
         is_known = isinstance(failure, PeerError) or era.error is not None
@@ -126,7 +128,7 @@ class _Job(Generic[Result]):
         said = Said(End.FAULT if is_known else End.RAISED, f"{kind}: {failure}", place)
         return None, failure, said
 
-    def _go_on(self, verdict: Verdict, error: Exception | None, failed_at_s: float) -> None:
+    def _go_on(self, verdict: Verdict, error: Exception | None) -> None:
         """Begin the next life, for those who are left.
 
         Raises:
@@ -151,7 +153,7 @@ class _Job(Generic[Result]):
             len(self._members),
             (*life.restarts, restart),
             reached=life.last_step,
-            failed_at_s=failed_at_s,
+            failed_at_s=self._ended_at_s,
         )
 
     @staticmethod

@@ -9,6 +9,7 @@ import os
 import traceback
 import weakref
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -97,11 +98,18 @@ def leave(error: BaseException | None) -> None:
     gc.collect()  # models are cycles
     _torch.drop_groups()
     gc.collect()
-    if old is not None and old() is not None:
+    if old is not None and _is_held(old()):
         log.warning(
             "something still holds the process group of before, and maybe a model: its memory and "
             "threads stay. What train makes must end with it: keep nothing outside of it"
         )
+
+
+def _is_held(group: dist.ProcessGroup | None) -> bool:
+    """Return whether any object of Python's, but for frames, holds ``group``."""
+    return group is not None and any(
+        not isinstance(one, FrameType) for one in gc.get_referrers(group)
+    )
 
 
 def _clear_frames(error: BaseException | None) -> None:
