@@ -51,7 +51,9 @@ def run_survivors(nproc: int, folder: Path, *arguments: str) -> None:
         if one.returncode
     }
     if len(failures) == nproc:
-        raise ChildFailedError("fullshard train", failures)
+        # Who was killed began it; why the others did not go on is what they recorded.
+        recorded = {rank: one for rank, one in failures.items() if Path(one.error_file).exists()}
+        raise ChildFailedError("fullshard train", recorded or failures)
 
 
 def _error_file(folder: Path, rank: int) -> Path:
