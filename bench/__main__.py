@@ -19,6 +19,7 @@ import torch
 
 from bench import (
     checkpoint,
+    cluster,
     compiled,
     copies,
     gpu,
@@ -29,6 +30,7 @@ from bench import (
     padding,
     plan,
     schedule,
+    skipping,
     step,
     stream,
     trace,
@@ -48,8 +50,10 @@ BENCHES: dict[str, ModuleType] = {
     "memory": memory,
     "plan": plan,
     "schedule": schedule,
+    "skipping": skipping,
     "trace": trace,
     "transport": transport,
+    "cluster": cluster,
     "checkpoint": checkpoint,
     "weights": weights,
     "stream": stream,

@@ -8,7 +8,8 @@ always, has to agree with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 import fullshard
 from bench.machine import table
 from bench.models import GPT, SHAPES
-from fullshard.comm import C10d, Collectives, collectives_of, wrapped
-from fullshard.comm.c10d import Transport
+from fullshard.comm import Around, Done, Pending, collectives_of, wrapped
+from fullshard.comm.means import put_mean
+from fullshard.comm.protocol import put
 
 __all__ = ["CopiedBytes", "figures", "report"]
 
@@ -76,10 +78,29 @@ def _nbytes(value: Any) -> int:
     return value.numel() * value.itemsize if isinstance(value, Tensor) else 0
 
 
-def pairs(_: Collectives) -> Collectives:
-    """What we use over gloo between hosts; over NCCL we use native collectives."""
-    assert dist.group.WORLD is not None
-    return C10d(dist.group.WORLD, "cpu", Transport.PAIRS)
+@dataclass(frozen=True)
+class Messages(Around):
+    """What we use over gloo between hosts, with nobody there; over NCCL we use native collectives.
+
+    It copies what messages make us copy.
+    """
+
+    @property
+    def adds_wide(self) -> bool:
+        """Our own sums do."""
+        return True
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        """Our own slice goes to its place."""
+        for output, source in zip(outputs, sources, strict=True):
+            put(source, output.view(self.world, -1)[self.rank])
+        return Done()
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """Add up as many slices as would come."""
+        own, *others = source.view(self.world, -1).unbind()
+        put_mean(output, own, others)
+        return Done()
 
 
 def copied(shard: Callable[..., Any] | None, dtype: torch.dtype, **options: Any) -> int:
@@ -130,7 +151,7 @@ def figures() -> dict[str, dict[str, float]]:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         for label, dtype in (("fp32", torch.float32), ("bf16/fp32", torch.bfloat16)):
             found[f"{world} ranks, {label}, native"] = _figures(dtype)
-            with wrapped(pairs):
+            with wrapped(Messages):
                 found[f"{world} ranks, {label}, gloo"] = _figures(dtype)
         dist.destroy_process_group()
     return found

@@ -39,7 +39,7 @@ def microseconds(units: int, budget: int | None) -> float:
     """Median microseconds a unit and step."""
     machine = Scheduler()
     for unit in range(units + 1):
-        machine.add(UnitState(unit, nbytes=1000, encloses=unit == units))
+        machine.add(UnitState(unit, nbytes=1000, num_inside=units if unit == units else 0))
     machine.on(when.SetMachinePolicy(when.MachinePolicy(prefetch_budget=budget)))
     taken = []
     for task in range(60):

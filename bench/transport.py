@@ -1,8 +1,9 @@
-"""Gloo's own collectives against shared memory and sends in pairs: why ``comm`` uses these."""
+"""Gloo's own collectives against shared memory and our messages: why ``comm`` uses these."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -18,9 +19,11 @@ from torch import Tensor
 from bench.machine import idle, table
 from fullshard.comm import Pending
 from fullshard.comm.c10d import C10d, Transport
+from fullshard.comm.meeting import SWITCH
 
 __all__ = ["figures", "report"]
 
+NATIVE = "native"
 SIZES = (1_000, 30_000, 300_000, 1_000_000, 7_000_000)
 
 
@@ -29,23 +32,37 @@ def worker(rank: int, world: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     assert dist.group.WORLD is not None
-    wires = {t: C10d(dist.group.WORLD, "cpu", t) for t in Transport}
+    wires = {
+        NATIVE: C10d(dist.group.WORLD, "cpu", Transport.NATIVE),
+        "shared": C10d(dist.group.WORLD, "cpu", Transport.SHARED),
+        "messages": alone(dist.new_group()),
+    }
     found = {}
     for numel in SIZES:
         part, whole = torch.ones(numel // world), torch.ones(numel // world * world)
         cases: dict[str, Callable[[], None]] = {}
-        for transport, wire in wires.items():
-            cases[f"gather {transport.value}"] = partial(run, gather_by(wire), whole, part)
-            cases[f"reduce {transport.value}"] = partial(run, wire.reduce_scatter_mean, part, whole)
+        for name, wire in wires.items():
+            cases[f"gather {name}"] = partial(run, gather_by(wire), whole, part)
+            cases[f"reduce {name}"] = partial(run, wire.reduce_scatter_mean, part, whole)
         taken = interleaved(cases, rounds=25 if numel > 100_000 else 80)
         found[f"{4 * numel / 1e6:.3f} MB"] = {
-            f"{kind}, {other.value}": taken[f"{kind} {other.value}"] / taken[f"{kind} native"]
-            for other in (Transport.SHARED, Transport.PAIRS)
+            f"{kind}, {other}": taken[f"{kind} {other}"] / taken[f"{kind} {NATIVE}"]
+            for other in wires
+            if other != NATIVE
             for kind in ("gather", "reduce")
         }
     if rank == 0:
         Path(results).write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def alone(group: dist.ProcessGroup) -> C10d:
+    """The wire of ranks that share no memory, as if each were on a host of its own."""
+    wire = C10d(group, "cpu")
+    os.environ[SWITCH] = "0"
+    assert wire.adds_wide  # the ranks meet
+    del os.environ[SWITCH]
+    return wire
 
 
 def gather_by(wire: C10d) -> Callable[[Tensor, Tensor], Pending]:

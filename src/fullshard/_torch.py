@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -168,6 +168,20 @@ def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist
     return group.alltoall_base(output, source, [], [], dist.AllToAllOptions())
 
 
+def break_off(group: dist.ProcessGroup) -> None:
+    """Make all waits of this process on the gloo ``group`` raise; it is of no use afterwards.
+
+    A receive that times out makes gloo give up its connections, and nothing else ends its waits.
+    """
+    peer = (group.rank() + 1) % group.size()
+    nothing = torch.empty(1, device="cpu")
+    with suppress(RuntimeError):
+        group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = (1 << 31) - 1
+
+
 def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return ``torch.distributed``'s all-gather and reduce-scatter; users may replace them."""
     if hasattr(dist, "all_gather_single"):
@@ -183,14 +197,6 @@ def is_of_python(group: dist.ProcessGroup) -> bool:
 def has_peers(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether ``group`` gets data from other processes: no Python group, no fake backend."""
     return not is_of_python(group) and backend_name(group, device_type) != "fake"
-
-
-def has_processes(group: dist.ProcessGroup) -> bool:
-    """Return whether each rank of ``group`` is a process: no thread, and not only pretended."""
-    if is_of_python(group):
-        return False
-    names = {backend_name(group, kind) for kind in device_types(group)}
-    return names.isdisjoint({"fake", _NOWHERE})
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:
@@ -306,6 +312,13 @@ def default_store() -> dist.Store:
     """Return the store through which the default process group was made."""
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+def reaches_processes(store: dist.Store) -> bool:
+    """Return whether ``store`` is shared with other processes, and neither threads nor nobody."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, (dist.TCPStore, dist.FileStore))
 
 
 def own_store() -> dist.Store:

@@ -16,7 +16,7 @@
     |-- PeerError               a rank failed, so the others cannot go on (also RuntimeError)
     |   |-- FailedRankError       ... by an error of another tree, told on all ranks
     |   `-- LostRankError         ... since its process is gone, or silent
-    |-- NonFiniteError          the norm of the gradients is not finite   (also RuntimeError)
+    |-- NonFiniteError          a loss or gradient norm is not finite     (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
 Each class also derives from the builtin that PyTorch raises in the same place, so that code written
@@ -135,7 +135,7 @@ class LostRankError(PeerError):
 
 
 class NonFiniteError(FullshardError, RuntimeError):
-    """A gradient norm that is not finite, raised because the caller asked for the check."""
+    """A loss or gradient norm that is not finite, raised because the caller asked for the check."""
 
 
 class LayoutError(FullshardError, ValueError):

@@ -31,7 +31,10 @@ FOLDERS = ("device", "comm", "engine", "optim", "frontend")
 NAMES = frozenset("join wait wait_event wait_stream mark record synchronize".split())
 TRANSPORTS = frozenset(
     f"comm/{name}.py"
-    for name in "c10d labels means meeting native neighbours pairs protocol public shared".split()
+    for name in (
+        "c10d courier crossing desks labels levels links means meeting native neighbours office"
+        " protocol public routes shared shelf"
+    ).split()
 )
 """What carries bytes; the checker looks at what is asked of it."""
 DRY = frozenset({"comm/dry.py", "device/dry.py"})

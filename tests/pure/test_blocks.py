@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.errors import ConfigError
 from fullshard.frontend.blocks import choose
+from fullshard.frontend.ownership import units_below
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,6 +125,34 @@ def test_the_numbers_of_elements_add_up() -> None:
     assert sum(unit.numel for unit in chosen) == sum(p.numel() for p in model.parameters())
     assert [len(line.split()) > 3 for line in str(chosen).splitlines()] == [True] * len(chosen)
     assert "(root)" in str(chosen)
+
+
+class TwoLists(nn.Module):
+    """Two lists of blocks, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.decoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.encoder, *self.decoder):
+            x = layer(x)
+        return x
+
+
+def test_neighbouring_blocks_of_one_list_form_a_unit() -> None:
+    model = TwoLists()
+    chosen = fullshard.shard_blocks(model, plan=fullshard.Choice(blocks_per_unit=2))
+    expected = [
+        ("encoder.0 to encoder.1", 40), ("encoder.2", 20),
+        ("decoder.0 to decoder.1", 40), ("decoder.2 to decoder.3", 40), ("decoder.4", 20),
+    ]  # fmt: skip
+    assert [(unit.name, unit.numel) for unit in chosen] == [*expected, ("", 0)]
+    names = {unit.name for unit in units_below([model])}
+    assert names == {name for name, _ in expected} | {""}  # engines call them so, too
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def test_every_unit_is_sharded_and_trains() -> None:

@@ -13,7 +13,7 @@ from fullshard.doctor import findings
 from fullshard.doctor.facts import Facts, facts_here, launch_variables, memory_limit
 from fullshard.doctor.findings import Finding, Level, findings_of
 from fullshard.doctor.wires import (
-    PAIRS,
+    MESSAGES,
     SHARED_MEMORY,
     Wire,
     default_shape,
@@ -208,12 +208,13 @@ def test_the_smallest_limit_of_memory_counts(
         (SHARED_MEMORY, WELL, "on one host and read each other's memory"),
         ("none", WELL, "a group of one rank"),
         ("nccl's own", with_gpus("a", "b"), "on GPUs, on 1 host(s)"),
-        (PAIRS, with_variables(WELL, FULLSHARD_SHARED_MEMORY="0"), "is 0 on rank(s) [0, 1]"),
-        (PAIRS, WELL, "the system or its users forbid sharing"),
+        (MESSAGES, with_variables(WELL, FULLSHARD_SHARED_MEMORY="0"), "is 0 on rank(s) [0, 1]"),
+        (MESSAGES, WELL, "the system or its users forbid sharing"),
+        (GLOO, WELL, "could not be connected beside gloo"),
         (
-            GLOO,
+            MESSAGES,
             [a_rank(number, a_host("one" if number < 2 else "two")) for number in range(4)],
-            "2 hosts; shards into the busiest one: 4 in pairs, 3 by gloo's all-gather, 6 by",
+            "on 2 hosts, and each shard goes once to each other host",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import MixedPrecisionPolicy
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.plan import CPU, PRESETS, Hardware, Link, Plan, hardware_of, plan
+from fullshard.plan import CPU, PRESETS, Hardware, Host, Link, Plan, hardware_of, plan
 from fullshard.plan.found import activations
 from fullshard.plan.ledger import Moment
 from fullshard.plan.text import in_bytes, in_seconds, table
@@ -76,6 +76,71 @@ def test_microbatches_that_reduce_once() -> None:
     assert received(each)["shard", "reduce_scatter_mean"][0] == 12
     assert received(once)["shard", "reduce_scatter_mean"][0] == 4
     assert once.peak.held.get("whole_gradients", 0) >= 3 * 64 * 64 * 4
+
+
+BESIDE = dataclasses.replace(
+    CPU, device="cuda", in_background=True, op_s=0.0, host=Host(1 << 30, 1e9, 1e6)
+)
+AWAY = {"offload_policy": fullshard.CPUOffloadPolicy()}
+
+
+def test_offload_moves_what_rests_and_takes_the_time_of_the_bus() -> None:
+    there, here = of_layers(hardware=BESIDE, **AWAY), of_layers(hardware=BESIDE)
+    shards = 4 * 64 * 64 * 4 // 4
+    assert here.rest["parameters"] == there.host["parameters"] == shards
+    assert here.rest["optimizer_state"] == 2 * shards
+    assert there.host["optimizer_state"] == 2 * shards + 4 * 4  # and counts of steps
+    assert here.host == {} and not {"parameters", "optimizer_state"} & there.rest.keys()
+    # Each layer crosses for forward and for backward, its gradients once, with flags.
+    assert received(there)["host", "to_device"] == (8, 2 * shards)
+    num_calls, nbytes = received(there)["host", "to_host"]
+    assert num_calls == 4 and 0 < nbytes - shards < 4 * 16 * 4
+    bus_s = sum(span.end_s - span.start_s for span, _ in there.spans if "to_" in span.what)
+    assert bus_s == pytest.approx((2 * shards + nbytes) / 1e6)
+    assert there.step_s > 2 * shards / 1e6 > here.step_s  # with nothing to hide behind
+    host_s = sum(span.end_s - span.start_s for span, _ in there.spans if span.lane == "host")
+    assert host_s > 7 * shards / 1e9  # AdamW reads four and writes three
+
+
+def test_what_does_not_fit_on_the_host_does_not_fit() -> None:
+    host = dataclasses.replace(BESIDE.host, memory_nbytes=1000)
+    found = of_layers(hardware=dataclasses.replace(BESIDE, host=host), **AWAY)
+    assert not found.fits
+    assert found.excess_nbytes == found.host_nbytes - 1000
+    assert "host     " in str(found) and found.as_json()["host_nbytes"] == found.host_nbytes
+
+
+def test_offload_needs_a_host_and_has_none_on_a_cpu() -> None:
+    assert of_layers(**AWAY).host == of_layers().host == {}
+    with pytest.raises(ConfigError, match="has no host"):
+        of_layers(hardware=dataclasses.replace(BESIDE, host=None), **AWAY)
+
+
+def searched(budget_nbytes: int, hardware: Hardware = BESIDE, **options: Any) -> Plan:
+    return of_layers(hardware=hardware, budget_nbytes=budget_nbytes, **options)
+
+
+def test_a_search_offloads_only_what_would_not_fit() -> None:
+    whole = of_layers(hardware=BESIDE).peak_nbytes
+    assert searched(whole).choice.offload_policy == fullshard.OffloadPolicy()
+    found = searched(whole * 7 // 10)
+    assert found.fits and found.choice.offload_policy == fullshard.CPUOffloadPolicy()
+    for fixed in (
+        searched(whole * 7 // 10, offload_policy=fullshard.OffloadPolicy()),
+        searched(whole * 7 // 10, hardware=dataclasses.replace(BESIDE, host=None)),
+    ):
+        assert not fixed.fits and "offloaded" not in str(fixed)
+
+
+def test_a_search_makes_units_of_several_blocks_where_wires_are_late() -> None:
+    late = dataclasses.replace(CPU, links=(Link(None, 1e12, 1e-3),))
+    found = searched(1 << 30, hardware=late, reshard_after_forward=True)
+    assert found.choice.blocks_per_unit == 4
+    assert received(found)["shard", "all_gather"][0] == 2
+    tried = {one.choice.blocks_per_unit: one.step_s for one in found.tried}
+    assert tried[4] < tried[2] < tried[1]
+    short = searched(of_layers().peak_nbytes, hardware=late)  # two would be too large
+    assert short.choice.blocks_per_unit == 1 and short.fits
 
 
 def test_flop_are_those_of_the_products() -> None:

@@ -31,12 +31,11 @@ class Walk:
     def __post_init__(self) -> None:
         self.root = self.num_blocks
         for unit in range(self.num_blocks + 1):
-            encloses = unit == self.root
             self.machine.add(
                 UnitState(
                     unit,
                     nbytes=self.nbytes,
-                    encloses=encloses,
+                    num_inside=self.num_blocks if unit == self.root else 0,
                     replicated=self.replicated,
                     policy=self.policy,
                 )

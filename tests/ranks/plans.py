@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +26,16 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from bench import tracing
 from fullshard import comm
-from fullshard.engine import Engine
+from fullshard.engine import Engine, Offload
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
-from fullshard.plan import hardware_of
+from fullshard.plan import Hardware, Host, hardware_of
 from fullshard.plan import ledger as kinds
 from fullshard.plan.dry_run import AFTER_BACKWARD, Job, dry_run
 from fullshard.schedule import Transcript
 from fullshard.tensors import local_part
 from tests.ranks.models import GPT
+from tests.ranks.test_offload import a_bus
 from tests.recording import CollectiveCall, Recording
 
 STEPS = 2
@@ -125,6 +128,11 @@ def small() -> GPT:
     return GPT(dim=32, layers=3, length=16)
 
 
+def smaller() -> GPT:
+    """Two blocks are less than ``LEAST_SHARED_NBYTES``, and the last one is alone."""
+    return GPT(dim=16, layers=5, length=16)
+
+
 def checkpointed() -> GPT:
     model = small()
     model.run_block = partial(checkpoint, use_reentrant=False)
@@ -158,6 +166,13 @@ def flat(**options: Any) -> Callable[[nn.Module, DeviceMesh], Any]:
         )
 
     return shard
+
+
+def tolerant(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Experts that ranks may skip."""
+    fullshard.shard_blocks(model, mesh)
+    for expert in model.experts:  # type: ignore[union-attr]
+        expert.set_skip_tolerance(True)
 
 
 def parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -206,15 +221,32 @@ CASES = {
     "checkpointed": Case(checkpointed),
     "accumulated": Case(accumulate=2),
     "idle experts": Case(Experts, partial(vectors, 24)),
+    "tolerant experts": Case(Experts, partial(vectors, 24), tolerant),
     "tied": Case(Tied, lambda: torch.arange(24).view(4, 6)),
     "frozen": Case(Adapted, vectors),
     "twice": Case(Twice, vectors, mesh={"shard": 3}),
     "HSDP": Case(mesh=HSDP),
     "HSDP, ragged": Case(shard=blocks(layout=fullshard.Ragged()), mesh=HSDP),
     "TP": Case(Mlp, vectors, parallel, {"dp": 2, "tp": 2}),
+    "two blocks a unit": Case(smaller, shard=blocks(plan=fullshard.Choice(blocks_per_unit=2))),
     "flat": Case(shard=flat()),
     "flat, original parameters": Case(shard=flat(use_orig_params=True), mesh={"shard": 3}),
 }
+AWAY = {"offload_policy": fullshard.CPUOffloadPolicy()}
+OFFLOADED = {
+    "dense": Case(shard=blocks(**AWAY)),
+    "ragged": Case(shard=blocks(layout=fullshard.Ragged(), **AWAY), mesh={"shard": 3}),
+    "bf16": Case(shard=blocks(mp_policy=BF16, **AWAY)),
+    "HSDP": Case(shard=blocks(**AWAY), mesh=HSDP),
+    "accumulated": Case(shard=blocks(**AWAY), accumulate=2),
+    "flat": Case(shard=flat(cpu_offload=fullshard.CPUOffload(offload_params=True))),
+}
+
+
+def with_a_host() -> Hardware:
+    """A CPU that counts as a device beside a host."""
+    host = Host(memory_nbytes=1 << 40, memory_bandwidth=1e10, bus_bandwidth=1e10)
+    return replace(hardware_of("cpu"), device="cuda", host=host)
 
 
 @dataclass
@@ -230,9 +262,24 @@ class Found:
     gradients: int
     optimizer_state: int
     peak: int
+    home: dict[str, int] = field(default_factory=dict)
+    """Of offloaded jobs, what is in the host's memory, by kind; the others count the device's."""
+    crossings: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often so many bytes crossed to the device, and to the host."""
 
 
-def real(case: Case) -> Found:
+def real_offloaded(case: Case) -> Found:
+    """Train with shards on the host, which is the device as well, but counts apart."""
+    face = sys.modules["fullshard.flat.wrapper"]
+    with a_bus() as crossings, patch.object(face, "as_offload", lambda *_: Offload(pinned=True)):
+        found = real(case, crossings)
+    found.crossings = Counter(
+        (way.replace(" ", "_"), dtype.itemsize * numel) for way, dtype, numel in crossings
+    )
+    return found
+
+
+def real(case: Case, crossings: Any = ()) -> Found:
     """Train for a few steps, and count in the last one."""
     mesh = init_device_mesh(
         "cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh.keys())
@@ -254,18 +301,26 @@ def real(case: Case) -> Found:
         optimizer = case.optimizer(model.parameters())
         for number in range(STEPS):
             if number == STEPS - 1:
-                for one in recordings:
-                    one.calls.clear()
+                for log in (crossings, *(one.calls for one in recordings)):
+                    if log:
+                        log.clear()
                 engine.recorder = transcript = Transcript()
                 engine.meter.reset_peak()
                 trace.mark()
             for _ in range(case.accumulate):
                 squares(model, batch).backward()
-            gradients = gradients_of(engine, model)
+            gradients, ones = gradients_of(engine, model), constants_of(engine)
             optimizer.step()
             optimizer.zero_grad()
     shards = sum(bucket.shards.nbytes for unit in engine.units for bucket in unit.buckets)
     state = nbytes_of(one for state in optimizer.state.values() for one in state.values())
+    home = {}
+    if crossings:
+        home = {
+            "parameters": shards, "gradients": gradients - ones, "optimizer_state": state,
+            "staging": staging_of(engine),
+        }  # fmt: skip
+        shards, gradients, state = 0, ones, 0
     return Found(
         untold(transcript),
         Counter(exchange(one, call) for one in recordings for call in one.calls if one.world > 1),
@@ -274,19 +329,20 @@ def real(case: Case) -> Found:
         gradients,
         state,
         trace.peak_nbytes,
+        home,
     )
 
 
-def dry(case: Case, rank: int) -> Found:
+def dry(case: Case, rank: int, hardware: Hardware | None = None) -> Found:
     """Run the same dry."""
-    hardware = hardware_of("cpu")
+    hardware = hardware or hardware_of("cpu")
     job = Job(
         case.model(), case.batch(), case.mesh, rank, hardware, case.shard, squares,
         case.optimizer, case.accumulate,
     )  # fmt: skip
     step = dry_run(job).steps[-1]
     (after_backward,) = (one for one in step.moments if one.where == AFTER_BACKWARD)
-    assert step.most is not None
+    assert step.most is not None and step.most_at_home is not None
     return Found(
         untold(step.transcript),
         Counter(
@@ -295,10 +351,12 @@ def dry(case: Case, rank: int) -> Found:
             if one.op and len(one.exchange.ranks) > 1
         ),
         {kind: nbytes for kind, nbytes in step.buffers.items() if nbytes},
-        after_backward.held[kinds.PARAMETERS],
+        after_backward.held.get(kinds.PARAMETERS, 0),
         after_backward.held[kinds.GRADIENTS],
-        after_backward.held[kinds.OPTIMIZER],
-        step.most.nbytes,
+        after_backward.held.get(kinds.OPTIMIZER, 0),
+        max(one.nbytes + sum(one.home.values()) for one in (step.most, step.most_at_home)),
+        after_backward.home,
+        Counter(step.crossings),
     )
 
 
@@ -319,9 +377,21 @@ def gradients_of(engine: Engine, model: nn.Module) -> int:
         if bucket.gradients is not None
     ]
     kept = [one._sets._last.flat for one in reducers if one._sets._last is not None]
-    inputs = [buffer for one in reducers for buffer in one._sets.now.inputs.values()]
-    ones = [ones for buffer in inputs for ones in buffer._ones.values()]
-    return nbytes_of([*(param.grad for param in model.parameters()), *kept, *ones])
+    grads = [param.grad for param in model.parameters()]
+    return nbytes_of([*grads, *kept]) + constants_of(engine)
+
+
+def constants_of(engine: Engine) -> int:
+    """Bytes of what flags are filled from."""
+    buckets = [bucket for unit in engine.units for bucket in unit.buckets if bucket.gradients]
+    inputs = [one for bucket in buckets for one in bucket.gradients._sets.now.inputs.values()]
+    return nbytes_of([ones for buffer in inputs for ones in buffer._ones.values()])
+
+
+def staging_of(engine: Engine) -> int:
+    """Bytes of the pinned memory from which offloaded shards cross."""
+    wholes = [bucket.whole for unit in engine.units for bucket in unit.buckets]
+    return nbytes_of(one._gather._from_host._outbound._host for one in wholes)
 
 
 def nbytes_of(tensors: Iterable[Any]) -> int:

@@ -18,7 +18,7 @@ from fullshard import _torch, doctor
 from fullshard.comm import collectives_of, meeting
 from fullshard.doctor.board import Board, roll_call
 from fullshard.doctor.facts import Facts, facts_here
-from fullshard.doctor.wires import PAIRS, SHARED_MEMORY, wire_of
+from fullshard.doctor.wires import MESSAGES, SHARED_MEMORY, wire_of
 from fullshard.errors import LostRankError
 from fullshard.plan.hardware import hardware_of
 from tests.ranks.pool import RankPool
@@ -92,14 +92,14 @@ def wires(shape: tuple[int, ...], hosts: str) -> list[tuple[str, str]]:
     """What carries this rank's gathers and reductions if ranks are on ``hosts``, a letter each."""
     patch, own = pytest.MonkeyPatch(), hosts[dist.get_rank()].encode()
     with patch.context() as patched:
-        patched.setattr(meeting, "own_host", lambda: own * meeting._NBYTES)
+        patched.setattr(meeting, "own_host", lambda: own * meeting.NBYTES)
         mesh = init_device_mesh("cpu", shape)
         found = [wire_of(mesh, dim, collectives_of(mesh, dim)) for dim in range(mesh.ndim)]
     return [(one.gathers, one.reduces) for one in found]
 
 
 def test_wires_between_hosts_are_named(pool: RankPool) -> None:
-    shared, pairs = (SHARED_MEMORY, SHARED_MEMORY), (PAIRS, PAIRS)
+    shared, pairs = (SHARED_MEMORY,) * 2, (MESSAGES,) * 2
     assert pool.run(4, wires, (2, 2), "aabb") == [[pairs, shared]] * 4
     assert pool.run(4, wires, (2, 2), "abab") == [[shared, pairs]] * 4
 
@@ -160,7 +160,7 @@ def test_the_command_measures_and_calibrates(tmp_path: Path) -> None:
     assert report["mesh"] == {"shard": 2} and report["failures"] == []
     assert [one["variables"]["RANK"] for one in report["ranks"]] == ["0", "1"]
     (group,) = report["dims"][0]["groups"]
-    assert group["gathers"] in (SHARED_MEMORY, PAIRS) and group["why"]
+    assert group["gathers"] in (SHARED_MEMORY, MESSAGES) and group["why"]
     hardware = hardware_of(tmp_path / "here.json")
     assert set(hardware.flops) == {"float32", "bfloat16", "float64"}
     assert [link.reach for link in hardware.links] == [None] and hardware.links[0].bandwidth > 0

@@ -177,7 +177,7 @@ def compared_in_steps(transport: Transport) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("transport", [Transport.PAIRS, Transport.NATIVE])
+@pytest.mark.parametrize("transport", [Transport.NATIVE])
 def test_a_label_is_compared_once(pool: RankPool, transport: Transport) -> None:
     assert (
         pool.run(2, compared_in_steps, transport) == [[2, 0, 0]] * 2

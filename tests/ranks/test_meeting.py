@@ -13,128 +13,94 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from fullshard.comm import C10d, meeting
-from fullshard.comm.c10d import Loads, Transport, ways_of
-from fullshard.comm.meeting import _address, _Desk, _listen, _Told
+from fullshard.comm import C10d, desks, meeting
+from fullshard.comm.c10d import Transport, ways_of
+from fullshard.comm.desks import Desk, NearDesk, Told, address, listen
+from fullshard.comm.levels import Levels
 from fullshard.comm.memory import Memory
-from fullshard.comm.pairs import Pairs
+from fullshard.comm.native import Native
 from fullshard.comm.shared import Shared
-from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
 from tests.ranks.test_shared import gather
 
 
-def reach(how: str) -> str:
-    """What is used if rank 1 cannot, or must not."""
+def reach(how: str) -> tuple[str, list[tuple[int, ...]]]:
+    """What is used, and who shares memory, if rank 1 cannot, or must not."""
     group, patch = dist.new_group(), pytest.MonkeyPatch()  # the default one may have met
     with patch.context() as patched:
-        patched.setattr(meeting, "_TIMEOUT_S", 0.5 if how == "no calls" else 10.0)
+        patched.setattr(desks, "_TIMEOUT_S", 0.5 if how.startswith("no calls") else 10.0)
         if group.rank() == 1 and how == "another host":
-            patched.setattr(meeting, "own_host", lambda: b"x" * meeting._NBYTES)
+            patched.setenv(meeting.HOST, "x")
         elif group.rank() == 1 and how == "not allowed":
             patched.setenv(meeting.SWITCH, "0")
         elif group.rank() == 1 and how == "no such system":
             patched.delattr(os, "memfd_create")
         elif group.rank() == 1 and how == "no calls":
-            patched.setattr(socket.socket, "connect", _refuse)
+            patched.setattr(NearDesk, "_dialled", _refuse)
+        elif group.rank() == 1 and how == "no calls to hosts":
+            patched.setenv(meeting.HOST, "x")
+            patched.setattr(Desk, "_dialled", _refuse)
+        elif how == "encrypted":
+            patched.setenv(meeting.HOST, str(group.rank()))
+            patched.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+        elif group.rank() == 1 and how == "no address":
+            patched.setenv(meeting.HOST, "x")
+            patched.setenv("GLOO_SOCKET_IFNAME", "nowhere")
         assert gather(C10d(group, "cpu"))()
-    return type(ways_of(group, Transport.SHARED).gathers).__name__
+    way = ways_of(group, Transport.SHARED).gathers
+    return type(way).__name__, list(way._routes.circles) if isinstance(way, Levels) else []
 
 
 def _refuse(*_: object) -> None:
     raise PermissionError("not here")
 
 
-@pytest.mark.parametrize("how", ["another host", "not allowed", "no such system", "no calls"])
-def test_if_one_rank_cannot_gloo_carries_everything(pool: RankPool, how: str) -> None:
-    assert pool.run(3, reach, how) == [Pairs.__name__] * 3
+@pytest.mark.parametrize("how", ["another host", "not allowed", "no such system"])
+def test_a_rank_that_cannot_share_memory_gets_messages(pool: RankPool, how: str) -> None:
+    assert pool.run(3, reach, how) == [(Levels.__name__, [(0, 2), (1,)])] * 3
+
+
+def test_if_neighbours_cannot_connect_nobody_shares_memory(pool: RankPool) -> None:
+    assert pool.run(3, reach, "no calls") == [(Levels.__name__, [(0,), (1,), (2,)])] * 3
+
+
+@pytest.mark.parametrize("how", ["no calls to hosts", "encrypted", "no address"])
+def test_if_hosts_cannot_connect_gloo_carries_everything(pool: RankPool, how: str) -> None:
+    assert pool.run(3, reach, how) == [(Native.__name__, [])] * 3
 
 
 def test_else_memory_is_shared(pool: RankPool) -> None:
-    assert pool.run(3, reach, "") == [Shared.__name__] * 3
+    assert pool.run(3, reach, "") == [(Shared.__name__, [])] * 3
 
 
-def across_hosts(hosts: str, loads: Loads | None) -> tuple[str, str, bool]:
-    """What gathers, what reduces, and whether that adds up wide, if each rank is on such a host."""
-    group, patch = dist.new_group(), pytest.MonkeyPatch()
-    with patch.context() as patched:
-        patched.setattr(meeting, "own_host", lambda: hosts[group.rank()].encode() * meeting._NBYTES)
-        if loads is not None:
-            patched.setattr(Loads, "of", lambda _: loads)
-        wire = C10d(group, "cpu")
-        assert gather(wire)()
-    for dtype, allowed in ((torch.float64, 1e-12), (torch.bfloat16, 4e-2)):
-        parts = [noise(5 * wire.world, seed=rank).to(dtype) for rank in range(wire.world)]
-        mean = torch.stack(parts).double().mean(0)
-        output, values = torch.empty(5, dtype=dtype), parts[wire.rank].clone()
-        wire.reduce_scatter_mean(output, parts[wire.rank].clone()).wait()
-        wire.all_reduce_mean(values).wait()
-        assert (output - mean.view(wire.world, -1)[wire.rank]).abs().max() <= allowed
-        assert (values - mean).abs().max() <= allowed
-    ways = ways_of(group, Transport.SHARED)
-    return type(ways.gathers).__name__, type(ways.reduces).__name__, wire.adds_wide
-
-
-@pytest.mark.parametrize(
-    ("hosts", "loads", "expected"),
-    [
-        ("abcd", None, ("Pairs", "Pairs", True)),
-        ("aabb", None, ("Native", "Pairs", True)),
-        ("abab", None, ("Pairs", "Pairs", True)),
-        ("aabb", Loads(16, 7, 14), ("Native", "Native", False)),
-    ],
-)
-def test_what_is_less_for_the_network_carries_between_hosts(
-    pool: RankPool, hosts: str, loads: Loads | None, expected: tuple[str, str, bool]
-) -> None:
-    assert pool.run(4, across_hosts, hosts, loads) == [expected] * 4
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ("aaaa", (0, 0, 0)),
-        ("abcd", (3, 3, 6)),
-        ("aabb", (4, 3, 6)),
-        ("aaaabbbb", (16, 7, 14)),
-        ("abababab", (16, 28, 56)),
-        ("aabbcc", (8, 5, 10)),
-        ("aaab", (3, 3, 6)),
-    ],
-)
-def test_loads_of_the_network(hosts: str, expected: tuple[int, int, int]) -> None:
-    assert Loads.of([host.encode() for host in hosts]) == expected
-
-
-def desks(world: int) -> Iterator[tuple[_Desk, socket.socket]]:
+def some_desks(world: int) -> Iterator[tuple[NearDesk, socket.socket]]:
     """What ranks that share a process would have, all before anybody called."""
     names = [bytes([rank]) * 16 for rank in range(world)]
     keys = [[secrets.token_bytes(16) for _ in range(world)] for _ in range(world)]
     for rank in range(world):
         listening = socket.socket(socket.AF_UNIX)
-        assert _listen(listening, names[rank])
-        told = [_Told(b"", b"", names[peer], keys[peer][rank]) for peer in range(world)]
+        assert listen(listening, names[rank])
+        told = [Told(b"", names[peer], keys[peer][rank]) for peer in range(world)]
         memory = Memory()
         memory.grow(1)
-        yield _Desk(rank, told, keys[rank], memory), listening
+        yield NearDesk(rank, told, keys[rank], set(range(world)) - {rank}, memory), listening
 
 
 def called(rank: int) -> socket.socket:
     stranger = socket.socket(socket.AF_UNIX)
-    stranger.connect(_address(bytes([rank]) * 16))
+    stranger.connect(address(bytes([rank]) * 16))
     return stranger
 
 
-def met(both: Sequence[tuple[_Desk, socket.socket]]) -> list[bool]:
+def met(both: Sequence[tuple[NearDesk, socket.socket]]) -> list[bool]:
     with ThreadPoolExecutor(len(both)) as threads:
         return list(threads.map(lambda desk: desk[0].meet_all(desk[1]), both))
 
 
 def test_strangers_of_the_same_user_stall_nobody_and_are_not_answered() -> None:
-    both = list(desks(3))
+    both = list(some_desks(3))
     fd = os.open("/dev/null", os.O_RDONLY)
     strangers = []
     for rank in range(3):
@@ -149,10 +115,8 @@ def test_strangers_of_the_same_user_stall_nobody_and_are_not_answered() -> None:
     os.close(fd)
     assert met(both) == [True] * 3
     for desk, listening in both:
-        connections = desk.taken()
-        for connection, memory in connections.values():
-            connection.close()
-            del memory
+        for call in desk.taken().values():
+            call.close()
         desk.close()
         listening.close()
     for stranger in strangers:
@@ -165,8 +129,8 @@ def test_strangers_of_the_same_user_stall_nobody_and_are_not_answered() -> None:
 def test_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither who calls nor who answers."""
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    monkeypatch.setattr(meeting, "_TIMEOUT_S", 0.2)
-    both = list(desks(2))
+    monkeypatch.setattr(desks, "_TIMEOUT_S", 0.2)
+    both = list(some_desks(2))
     assert met(both) == [False] * 2
     for desk, listening in both:
         assert not desk._calls

@@ -13,7 +13,18 @@ import fullshard
 from fullshard.errors import ConfigError
 from fullshard.plan import Plan
 from tests.ranks.models import fill
-from tests.ranks.plans import CASES, Found, dry, real, squares
+from tests.ranks.plans import (
+    CASES,
+    OFFLOADED,
+    Found,
+    blocks,
+    dry,
+    real,
+    real_offloaded,
+    squares,
+    tokens,
+    with_a_host,
+)
 from tests.ranks.pool import RankPool
 
 UNSEEN = {"bf16": 0.03, "checkpointed": 0.03, "twice": 0.02, "TP": 0.02}
@@ -51,6 +62,26 @@ def test_a_dry_run_equals_a_real_one(pool: RankPool, name: str) -> None:
         assert planned.peak == pytest.approx(found.peak, rel=UNSEEN.get(name, 0.01))
 
 
+def both_offloaded(name: str) -> tuple[Found, Found]:
+    case = OFFLOADED[name]
+    return real_offloaded(case), dry(case, dist.get_rank(), with_a_host())
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_a_dry_run_knows_what_is_on_the_host(pool: RankPool, name: str) -> None:
+    for found, planned in pool.run(OFFLOADED[name].world, both_offloaded, name):
+        assert planned.actions == found.actions
+        assert planned.exchanges == found.exchanges
+        assert planned.crossings == found.crossings
+        assert planned.buffers == found.buffers  # of the device, none of which is at home
+        assert planned.parameters == planned.optimizer_state == 0
+        assert planned.gradients == found.gradients
+        assert planned.home == found.home
+        # The device's peak is in both microbatches; that of both memories is in the second.
+        unseen = 0.1 if name == "accumulated" else UNSEEN.get(name, 0.01)
+        assert planned.peak == pytest.approx(found.peak, rel=unseen)
+
+
 def chosen_within(share: float) -> tuple[Plan, Plan, Found]:
     """The plan as by default, the one that is found in a share of its bytes, and that one run."""
     case = CASES["dense"]
@@ -79,6 +110,40 @@ def test_what_a_search_finds_fits_when_it_is_run(pool: RankPool) -> None:
         assert fewer not in tried or not tried[fewer].fits
 
 
+def chosen_beside_a_host(share: float) -> tuple[Plan, Plan, Found]:
+    """The same, but the found plan may offload, and is run so."""
+    case = replace(CASES["two blocks a unit"], batch=lambda: tokens()[:1])
+    optimizer = torch.optim.AdamW
+    given = {"batch": case.batch(), "world_size": 2, "hardware": with_a_host(), "loss": squares}
+    default = fullshard.plan(case.model(), optimizer=optimizer, **given)
+    budget_nbytes = int(default.peak_nbytes * share)
+    found = fullshard.plan(case.model(), budget_nbytes=budget_nbytes, optimizer=optimizer, **given)
+    return default, found, real_offloaded(replace(case, shard=blocks(plan=found)))
+
+
+def test_what_a_search_finds_by_offload_fits_when_it_is_run(pool: RankPool) -> None:
+    for default, found, run in pool.run(2, chosen_beside_a_host, 0.6):
+        budget = int(default.peak_nbytes * 0.6)
+        assert default.peak_nbytes > budget
+        assert found.fits and found.choice.offload_policy == fullshard.CPUOffloadPolicy()
+        assert found.choice.blocks_per_unit == 2
+        assert "chosen: " in str(found) and "offloaded to the host" in str(found)
+        least = min(one.peak_nbytes for one in found.tried if "offload" not in str(one.choice))
+        assert least > budget  # nothing else does it
+        at_home = sum(found.peak.home.values())  # what is there when the device holds most
+        assert run.peak - at_home <= budget
+        assert found.peak_nbytes + at_home == pytest.approx(run.peak, rel=0.03)
+        state = run.home.pop("optimizer_state")
+        assert found.host.items() >= run.home.items()
+        assert state <= found.host["optimizer_state"] <= state + 1024  # padding of whole shards
+        assert "\n".join(found.actions) == "\n".join(actions_of(run))
+        crossed = {(one.what, one.num_calls) for one in found.traffic if one.dim == "host"}
+        assert crossed == {
+            (way, sum(n for (to, _), n in run.crossings.items() if to == way))
+            for way in ("to_device", "to_host")
+        }
+
+
 def test_what_does_not_fit_says_by_how_much(pool: RankPool) -> None:
     for _, found, _ in pool.run(2, chosen_within, 0.1):
         assert not found.fits
@@ -98,7 +163,7 @@ def actions_of(run: Found) -> list[str]:
 def trained_by_choice() -> tuple[list[float], list[float]]:
     """Losses of a model that recomputes blocks and of one that does not."""
     losses = []
-    for choice in (fullshard.Choice(recomputed=2, replicas=2), None):
+    for choice in (fullshard.Choice(recomputed=2, replicas=2, blocks_per_unit=2), None):
         model = fill(CASES["dense"].model()).double()
         if choice is None:
             fullshard.shard_blocks(model)

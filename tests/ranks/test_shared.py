@@ -62,7 +62,7 @@ def many_sizes_in_any_order(seed: int) -> None:
             assert in_flight.pop(draw.randrange(3))()
     assert all(finish() for finish in in_flight)
     # Three of our own in flight, and as many that a neighbour has not told us the end of.
-    assert nbytes_of(shared(world_group())._memory) <= 7 * 8 * 70_001 + 65536
+    assert nbytes_of(shared(world_group())._shelf.memory) <= 7 * 8 * 70_001 + 65536
 
 
 def nbytes_of(memory: Memory) -> int:
@@ -81,7 +81,7 @@ def nobody_waits() -> None:
     for _ in range(50):
         gather(wire, 10_000)
         assert gather(wire, 10_000)()
-    assert nbytes_of(shared(world_group())._memory) <= 5 * 8 * 10_000 + 65536
+    assert nbytes_of(shared(world_group())._shelf.memory) <= 5 * 8 * 10_000 + 65536
     for neighbour in shared(world_group())._neighbours.values():
         assert len(neighbour._arrived) + len(neighbour._unwanted) <= 3
 
@@ -96,7 +96,7 @@ def nobody_waits_for_anything() -> None:
     assert gather(wire, 10)()
     # Each was dropped at once, and others learned of that when they looked for memory. All of them
     # would take twice as much.
-    assert nbytes_of(shared(group)._memory) <= 4000 * 128 // 2
+    assert nbytes_of(shared(group)._shelf.memory) <= 4000 * 128 // 2
     dist.destroy_process_group(group)
 
 
@@ -188,7 +188,7 @@ def open_files() -> int:
 
 def nothing_is_left() -> None:
     group = dist.new_group()
-    gather(C10d(group, "cpu", Transport.PAIRS))()  # gloo opens files of its own
+    gather(C10d(group, "cpu", Transport.NATIVE))()  # gloo opens files of its own
     before = open_files()
     wire = C10d(group, "cpu")
     for numel in (10, 1000, 100_000):
@@ -233,9 +233,9 @@ def what_neighbours_may() -> None:
                 forbidden()
         assert os.fstat(theirs._fd).st_mode & 0o777 == 0o600
         theirs.read(0, 8).fill_(1)  # changes nothing but what this rank sees
-    mine = way._memory.bytes[:8].clone()
+    mine = way._shelf.memory.bytes[:8].clone()
     dist.barrier()
-    assert torch.equal(way._memory.bytes[:8], mine)
+    assert torch.equal(way._shelf.memory.bytes[:8], mine)
 
 
 def test_ranks_can_read_each_others_memory_only(pool: RankPool) -> None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fullshard import checkpoint
+from fullshard.cli import main
 from fullshard.train.config import TrainConfig
 from fullshard.train.rundir import RunDir
 from fullshard.train.runlock import RunLock
@@ -38,9 +42,16 @@ def whole(shell: Shell) -> Outcome:
 
 @pytest.fixture(scope="module")
 def stopped(shell: Shell) -> Outcome:
-    """The same run, ended early."""
-    options = ["--data", "text", "--out", "stopped", *OPTIONS.split()]
+    """The same run, traced and ended early."""
+    options = ["--data", "text", "--out", "stopped", "--trace", *OPTIONS.split()]
     return shell.train(*options, "--stop-after", str(STOP))
+
+
+@pytest.fixture(scope="module")
+def resumed(shell: Shell, stopped: Outcome) -> Outcome:
+    """A copy of it that goes on to the end."""
+    shutil.copytree(shell.folder / "stopped", shell.folder / "resumed")
+    return shell.train("--out", "resumed", "--resume")
 
 
 def test_the_loss_falls_and_every_step_is_recorded(shell: Shell, whole: Outcome) -> None:
@@ -98,14 +109,57 @@ def assert_same_run(shell: Shell, expected: str, found: str) -> None:
 
 
 def test_a_stopped_run_ends_like_an_uninterrupted_one(
-    shell: Shell, whole: Outcome, stopped: Outcome
+    shell: Shell, whole: Outcome, stopped: Outcome, resumed: Outcome
 ) -> None:
     assert stopped.exitcode == 0, stopped.err
     assert f"stopped after step {STOP} of {STEPS}" in stopped.out.splitlines()[-1]
-    shutil.copytree(shell.folder / "stopped", shell.folder / "resumed")
-    outcome = shell.train("--out", "resumed", "--resume")
-    assert outcome.exitcode == 0, outcome.err
+    assert resumed.exitcode == 0, resumed.err
     assert_same_run(shell, "whole", "resumed")
+    assert "the trace of an earlier start; it lies in resumed/earlier-1 now" in resumed.out
+
+
+def report_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The summary that ``fullshard trace FOLDER`` writes; figures of the page are the same."""
+    assert main(["trace", str(folder)]) == 0
+    assert "report: " in capsys.readouterr().out
+    summary: dict[str, Any] = json.loads((folder / "trace/summary.json").read_text())
+    (embedded,) = re.findall(r"<script [^>]*json[^>]*>(.*?)</script>",
+                             (folder / "trace/report.html").read_text(), re.DOTALL)  # fmt: skip
+    assert json.loads(embedded) == summary
+    events = json.loads((folder / "trace/trace.json").read_text())["traceEvents"]
+    assert {one["pid"] for one in events} == {0, 1}
+    return summary
+
+
+def test_each_start_of_a_traced_run_has_a_report_beside_its_plan(
+    shell: Shell, stopped: Outcome, resumed: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "fullshard trace stopped  makes the report" in stopped.out
+    run = RunDir(shell.folder / "resumed")
+    plan = json.loads(run.plan.read_text(encoding="utf-8"))
+    for folder, steps in ((run.path / "earlier-1", STOP), (run.path, STEPS - STOP)):
+        found = report_of(folder, capsys)
+        assert (found["world"], found["missing_ranks"]) == (2, [])
+        assert found["steps"]["count"] == steps
+        assert len(found["units"]) == 7
+        assert found["plan"]["difference"] is None  # it did what was planned
+        assert found["plan"]["step_s"] is None  # for no hardware, so not in which time
+        assert found["memory"]["planned"]["peak"] == plan["peak"]
+        shards = found["memory"]["points"][0][1 + found["memory"]["kinds"].index("parameters")]
+        assert shards == plan["rest"]["parameters"]
+
+
+def test_a_traced_run_that_fails_has_a_report_of_what_it_did(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", "text", "--out", "diverged", "--trace", *OPTIONS.split(), "--lr", "1e30"]
+    outcome = shell.train(*options)
+    assert outcome.exitcode == 2 and "the loss is nan" in outcome.err
+    ranks = [json.loads(path.read_text()) for path in
+             sorted((shell.folder / "diverged/trace").glob("rank-*.json"))]  # fmt: skip
+    assert [one["unfinished"] is not None for one in ranks] == [True, True]
+    steps = report_of(shell.folder / "diverged", capsys)["steps"]["count"]
+    assert 1 <= steps < STEPS
 
 
 def test_a_run_goes_on_in_another_layout_and_on_another_mesh(
@@ -259,3 +313,16 @@ def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> No
     assert_same_run(shell, "whole", "damaged")
     name = file.relative_to(shell.folder)
     assert f"rank 1: {name}: bytes " in outcome.err
+
+
+def test_steps_that_are_not_finite_are_skipped_and_too_many_end_the_run(shell: Shell) -> None:
+    options = ["--data", "text", "--out", "diverges", *OPTIONS.split(), "--max-skipped", "2"]
+    outcome = shell.train(*options, "--lr", "1e30")
+    assert outcome.exitcode == 2
+    assert outcome.err.count("step skipped on all ranks") == 2
+    assert "parameter(s) are not finite" in outcome.err
+    assert "This is number 3 in a row, max_skipped is 2" in outcome.err
+    assert "--lr is 1e+30" in outcome.err
+    records = shell.metrics("diverges")
+    assert [record.get("skipped") for record in records[-3:]] == [None, 1, 2]
+    assert "grad_norm" in records[0] and "grad_norm" not in records[-1]

@@ -74,7 +74,7 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
     """Train with a fault on rank 1 in two of the steps; return what was raised here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
-        patch.setenv("FULLSHARD_PATIENCE_S", "1")
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")  # pulses may be late on a loaded machine
         dist.barrier()
         model = tower(face, layout)
         inner = model.module if isinstance(model, FullyShardedDataParallel) else model
@@ -85,7 +85,8 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
             try:
                 step(model, optimizer, number)
             except (PeerError, ProtocolError, Trouble) as error:
-                assert all(p.grad is None or error.__class__ is Trouble for p in model.parameters())
+                kept = [p.grad is not None for p in model.parameters()]
+                assert isinstance(error, Trouble) or not any(kept), (number, kept, error)
                 said.append(f"{type(error).__name__}: {error}")
         patch.setenv("FULLSHARD_SHARED_MEMORY", "1")
         expected = left_out(face, layout, dist.get_world_size())
@@ -95,16 +96,21 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
         return said
 
 
-FACES = [("fully_shard", "rows"), ("fully_shard", "ragged"), ("flat", "")]
+KINDS = [
+    (2, "fully_shard", "rows", "1"),
+    (4, "fully_shard", "ragged", "1"),
+    (4, "fully_shard", "rows", "0"),
+    (2, "flat", "", "1"),
+    (3, "flat", "", "0"),
+]
 
 
-@pytest.mark.parametrize(("face", "layout"), FACES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "face", "layout", "wire"), KINDS)
 @pytest.mark.parametrize("fault", ["forward", "backward", "skip"])
 def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
-    pool: RankPool, world: int, fault: str, face: str, layout: str
+    pool: RankPool, fault: str, world: int, face: str, layout: str, wire: str
 ) -> None:
-    for rank, said in enumerate(pool.run(world, faulty, fault, face, layout, "1")):
+    for rank, said in enumerate(pool.run(world, faulty, fault, face, layout, wire)):
         assert len(said) == 2, said
         for one in said:
             if fault == "skip":

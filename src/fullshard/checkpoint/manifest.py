@@ -255,7 +255,7 @@ class Manifest:
 
 def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
     file = FileInfo(**stored)
-    is_plain = PurePath(file.name).name == file.name and file.name != ".."
+    is_plain = PurePath(file.name).name == file.name and file.name not in ("", "..")
     if not is_plain or file.rank != rank or not 0 <= file.contents < len(manifest["contents"]):
         raise CheckpointError(f"file {file.name!r} of rank {file.rank}")
     return file

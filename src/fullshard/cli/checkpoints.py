@@ -78,7 +78,7 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
     Of a folder of checkpoints all that are in it are read.
     """
     found: dict[str, list[str]] = {}
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     for folder in _folders(path):
         with console.status(f"reading {folder}"):
             found[str(folder)] = list(faults(folder))

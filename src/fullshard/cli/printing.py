@@ -29,6 +29,11 @@ def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> No
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
+    console_for_tables().print(table)
+
+
+def console_for_tables() -> Console:
+    """Return a console that takes names as they are, with brackets in them."""
     # Without a terminal lines are as long as they need to be.
-    console = Console()
-    (console if console.is_terminal else Console(width=1000)).print(table)
+    width = None if Console().is_terminal else 1000
+    return Console(width=width, markup=False, emoji=False)

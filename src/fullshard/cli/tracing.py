@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fullshard.cli.printing import console_for_tables
 from fullshard.plan import in_bytes, in_seconds
 from fullshard.trace import combine
 
@@ -33,10 +34,7 @@ def trace_command(
     if as_json:
         print(json.dumps(combined.summary, indent=1))
         return
-    # Without a terminal lines are as long as they need to be.
-    console = Console()
-    console = console if console.is_terminal else Console(width=1000)
-    _print(combined.summary, console)
+    _print(combined.summary, console_for_tables())
     print(f"report: {combined.page}")
     print(f"for Perfetto: {combined.trace}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fullshard.comm.c10d import C10d
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
-from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry
+from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry, played_by
 from fullshard.comm.hooked import HookedCopies, HookedShards, Settled
 from fullshard.comm.mesh import (
     Wire,
@@ -25,6 +25,7 @@ from fullshard.comm.mesh import (
     collectives_of_twin,
     default_mesh,
     device_types_of,
+    gather_objects,
     gather_uneven,
     mesh_of_dim,
     mesh_of_group,

@@ -14,11 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.ledger import Era, ledger_of, now
+from fullshard.comm.ledger import Entry, Era, ledger_of, now
+from fullshard.comm.levels import Levels
+from fullshard.comm.links import Link
 from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
-from fullshard.comm.pairs import Pairs
+from fullshard.comm.neighbours import Line, Neighbour
 from fullshard.comm.protocol import Label, Pending, as_real
+from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
 from fullshard.errors import ProtocolError
 
@@ -28,10 +31,8 @@ class Transport(enum.Enum):
 
     NATIVE = "native"
     """The backend's own collectives."""
-    PAIRS = "pairs"
-    """Sends in pairs and local sums, see ``Pairs``: for gloo between hosts."""
     SHARED = "shared"
-    """Shared memory (``Shared``) if all ranks can share it, else the least traffic among hosts."""
+    """Shared memory within hosts (``Shared``), and direct messages between hosts (``Levels``)."""
 
 
 class _Way(Protocol):
@@ -91,51 +92,28 @@ def ways_of(
         native = Native(device_type, averages=averages)
         if transport is Transport.NATIVE:
             ways[choice] = _Ways(native, native)
-        elif transport is Transport.PAIRS:
-            pairs = Pairs()
-            ways[choice] = _Ways(pairs, pairs)
         else:
             ways[choice] = _met(group, native)
     return ways[choice]
 
 
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
-    """Return shared memory if all ranks can share it, else what loads the network least."""
+    """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
     meeting = meet(group)
-    if meeting.memory is not None:
-        shared = Shared(group.rank(), meeting.memory, meeting.neighbours)
-        return _Ways(shared, shared)
-    pairs = Pairs()
-    loads = Loads.of(meeting.hosts)
-    return _Ways(
-        native if loads.ring_gather < loads.pairs else pairs,
-        native if loads.ring_reduction < loads.pairs else pairs,
-    )
-
-
-class Loads(NamedTuple):
-    """The number of shards that enter the busiest host, for each way to carry them.
-
-    With pairs, each rank of a host separately receives every shard of the other hosts. Gloo's own
-    all-gather passes all shards but one over each link of a ring; its own reduce-scatter is an
-    all-reduce, with twice that traffic. The network between hosts takes most of the time if a host
-    has more than one rank: at 200 Mbit/s and with 8 MB of fp32, gloo's own collectives took 0.76
-    (gather) and 1.38 (reduction) of the time of pairs on 2 hosts of 2 ranks, 0.46 and 0.89 on
-    2 hosts of 4 ranks, and the bytes received by a host matched these counts.
-    """
-
-    pairs: int
-    ring_gather: int
-    ring_reduction: int
-
-    @classmethod
-    def of(cls, hosts: Sequence[bytes]) -> Loads:
-        """Return the loads for ranks on ``hosts``, which has one entry per rank, in rank order."""
-        world = len(hosts)
-        pairs = max(hosts.count(host) * (world - hosts.count(host)) for host in hosts)
-        links = [hosts[rank] for rank in range(world) if hosts[rank] != hosts[rank - 1]]
-        ring = max((links.count(host) for host in links), default=0) * (world - 1)
-        return cls(pairs, ring, 2 * ring)
+    if meeting.partners is None:
+        return _Ways(native, native)
+    timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
+    rank = group.rank()
+    way: _Way
+    if len(meeting.circles) == 1:
+        assert meeting.memory is not None
+        neighbours = {r: Neighbour(r, *met, timeout_s) for r, met in meeting.neighbours.items()}
+        way = Shared(rank, meeting.memory, neighbours)
+    else:
+        lines = {r: Line(r, *met) for r, met in meeting.neighbours.items()}
+        links = {r: Link(r, connection) for r, connection in meeting.partners.items()}
+        way = Levels(Routes(meeting.circles, rank), meeting.memory, lines, links, timeout_s)
+    return _Ways(way, way)
 
 
 class C10d:
@@ -155,6 +133,8 @@ class C10d:
         self._averages = _torch.has_average(group, device_type)
         self._label = Label()
         self._ledger = ledger_of(group)
+        if _torch.has_peers(group, "cpu") and _torch.backend_name(group, "cpu") == "gloo":
+            self._ledger.breaks = partial(_break_off, self._reference)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -247,6 +227,17 @@ class C10d:
         return ways_of(
             group, self._transport, device_type=self._device_type, averages=self._averages
         )
+
+
+def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> None:
+    """End a wait for gloo's own collectives, after which gloo's group is of no use."""
+    group = reference()
+    found = None if group is None else _ways.get(group)
+    if group is not None and (
+        waiting[1] == "broadcast"
+        or (found and any(isinstance(ways.gathers, Native) for ways in found.ways.values()))
+    ):
+        _torch.break_off(group)
 
 
 def default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:

@@ -91,26 +91,37 @@ class DryWire:
 
 def is_dry() -> bool:
     """Return whether this is inside of ``dry_world``."""
-    return _dry.get()
+    return _device_type.get() is not None
 
 
-_dry: ContextVar[bool] = ContextVar("fullshard_dry", default=False)
+def played_by(device_type: str) -> str:
+    """Return what a device of ``device_type`` stands for: in a dry world, that of its hardware."""
+    return _device_type.get() or device_type
+
+
+_device_type: ContextVar[str | None] = ContextVar("fullshard_dry", default=None)
 
 
 @contextmanager
 def dry_world(
-    size: int, rank: int = 0, *, carry: Carrier = lambda exchange: Done(), adds_wide: bool = True
+    size: int,
+    rank: int = 0,
+    *,
+    carry: Carrier = lambda exchange: Done(),
+    adds_wide: bool = True,
+    device_type: str = "cpu",
 ) -> Iterator[None]:
     """Be rank ``rank`` of ``size`` ranks in the block, whose collectives ``carry`` is told of.
 
     Process groups that exist are back afterwards; no other thread may use ``torch.distributed``
-    meanwhile. ``adds_wide`` is what the wires say of themselves.
+    meanwhile. ``adds_wide`` is what the wires say of themselves; the meshes of this world have
+    CPUs, which stand for devices of ``device_type``.
     """
 
     def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
         return DryWire(group, tuple(dist.get_process_group_ranks(group)), adds_wide, carry)
 
-    token = _dry.set(True)
+    token = _device_type.set(device_type)
     try:
         with _torch.other_world(size, rank):
             before = choose_wire(wire)
@@ -119,4 +130,4 @@ def dry_world(
             finally:
                 choose_wire(before)
     finally:
-        _dry.reset(token)
+        _device_type.reset(token)

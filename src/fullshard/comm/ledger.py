@@ -83,8 +83,8 @@ class Ledger:
         self.waiting: Entry | None = None
         """What this process waits for at the moment."""
         self.waiting_since_s = 0.0
-        self.breaks: Callable[[], None] | None = None
-        """Makes waits that see no era raise a ``RuntimeError``, at the cost of their transport."""
+        self.breaks: Callable[[Entry], None] | None = None
+        """Makes a wait that sees no era raise a ``RuntimeError``, at the cost of its transport."""
 
     def issue(self, kind: str, label: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
         """Start a collective and return what waits for it.
@@ -170,5 +170,6 @@ def end_era(error: Callable[[], Exception]) -> None:
     last, _era = _era, Era()
     last.end(error)
     for ledger in ledgers():
-        if ledger.era is last and ledger.waiting is not None and ledger.breaks is not None:
-            ledger.breaks()
+        waiting = ledger.waiting
+        if ledger.era is last and waiting is not None and ledger.breaks is not None:
+            ledger.breaks(waiting)

@@ -25,20 +25,35 @@ def begun(values: Tensor, world: int, *, averages: bool) -> tuple[dist.ReduceOp.
     return (dist.ReduceOp.AVG, 1) if averages else (dist.ReduceOp.SUM, world)
 
 
-def put_mean(output: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
-    """Write the mean of ``own`` and ``others`` into ``output``; sums are in fp32 or wider."""
-    wide = torch.promote_types(own.dtype, torch.float32)
+def put_mean(
+    output: Tensor, own: Tensor, others: Sequence[Tensor], *, terms: int | None = None
+) -> None:
+    """Write the mean of ``own`` and ``others`` into ``output``; sums are in fp32 or wider.
+
+    Some of ``others`` may be sums already; then ``terms`` is the number of terms in all.
+    """
+    wide = wide_dtype(own.dtype)
     in_place = output.dtype == wide  # otherwise add up in the wide dtype and round once
     total = output if in_place else torch.empty_like(own, dtype=wide)
-    if own.dtype == wide:
+    put_sum(total, own, others)
+    total.div_(terms or 1 + len(others))
+    if not in_place:
+        output.copy_(total)
+
+
+def put_sum(total: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
+    """Write the sum of ``own`` and ``others``, one or more, into ``total``, of their wide dtype."""
+    if own.dtype == total.dtype:
         torch.add(own, others[0], out=total)
     else:
         total.copy_(own).add_(others[0])
     for part in others[1:]:
         total.add_(part)
-    total.div_(1 + len(others))
-    if not in_place:
-        output.copy_(total)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to add up numbers of ``dtype`` in: fp32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Divided:

@@ -211,6 +211,13 @@ def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
     return value
 
 
+def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return what each rank of ``group`` passed as ``own``, by rank; any small pickled values."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
 def all_same(value: bytes, mesh: DeviceMesh) -> bool:
     """Return whether ``value``, a digest of larger data, is equal on all ranks of ``mesh``."""
     same: bytes | None = value

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,16 +33,18 @@ class Notice(NamedTuple):
     """Offset of the exchange's bytes in the sender's memory."""
     nbytes: int
     subject: int
-    """Index of the exchange's subject among the subjects of the sender."""
+    """Index of the exchange's subject among the subjects of the sender; negative for trouble."""
     done: tuple[int, ...]
     """Numbers of the exchanges that the sender has finished reading since its previous notice."""
     text: str
-    """Text of the subject if the subject is new, else empty."""
+    """Text of the subject if the subject is new, else empty; for trouble, what is wrong."""
+    source: int = -1
+    """Rank that the bytes are from if the sender received them from another host, else -1."""
 
     def packed(self) -> bytes:
         """Return the notice as the bytes to send."""
         text = self.text.encode()
-        head = _HEAD.pack(*self[:4], len(self.done), len(text))
+        head = _HEAD.pack(*self[:4], self.source, len(self.done), len(text))
         return head + struct.pack(f"={len(self.done)}q", *self.done) + text
 
     @classmethod
@@ -50,7 +52,7 @@ class Notice(NamedTuple):
         """Remove the first notice from ``received`` and return it; None if it is incomplete."""
         if len(received) < _HEAD.size:
             return None
-        number, start, nbytes, subject, num_done, text_nbytes = _HEAD.unpack_from(received)
+        number, start, nbytes, subject, source, num_done, text_nbytes = _HEAD.unpack_from(received)
         end_of_done = _HEAD.size + 8 * num_done
         end = end_of_done + text_nbytes
         if len(received) < end:
@@ -58,39 +60,75 @@ class Notice(NamedTuple):
         done = struct.unpack_from(f"={num_done}q", received, _HEAD.size)
         text = received[end_of_done:end].decode()
         del received[:end]
-        return cls(number, start, nbytes, subject, done, text)
+        return cls(number, start, nbytes, subject, done, text, source)
 
 
-_HEAD = struct.Struct("=6q")
+_HEAD = struct.Struct("=7q")
 
 
-class Neighbour:
-    """Another rank on this host."""
+class Line:
+    """A connection to another rank on this host that carries notices, and that rank's memory."""
 
-    def __init__(
-        self, rank: int, connection: socket.socket, memory: LentMemory, timeout_s: float
-    ) -> None:
+    def __init__(self, rank: int, connection: socket.socket, memory: LentMemory) -> None:
         connection.setblocking(False)
         self.rank = rank
-        self.timeout_s = timeout_s
         self._connection = connection
         self._outbox = _Outbox(connection)
-        weakref.finalize(self, self._outbox.close)
+        self.close = weakref.finalize(self, self._outbox.close)
+        """Closes the connection once everything is sent."""
         self._memory = memory
         self._received = bytearray()
-        self._arrived: dict[int, Notice] = {}
-        self._last = -1  # number of the newest notice; notices arrive in order
-        self._unwanted: set[int] = set()  # forgotten exchanges whose notice has not arrived
         self._subjects: list[str] = []
-        self._done: list[int] = []
 
     def fileno(self) -> int:
         """Return the file descriptor to poll for notices from this neighbor."""
         return self._connection.fileno()
 
     def tell(self, packed: bytes) -> None:
-        """Send a notice, now or later; if the neighbor is gone, only ``receive`` says so."""
+        """Send a notice, now or later; if the neighbor is gone, only reading says so."""
         self._outbox.put(packed)
+
+    def read(self, notice: Notice) -> Tensor:
+        """Return the bytes that ``notice`` is about, without a copy."""
+        return self._memory.read(notice.start, notice.nbytes)
+
+    def subject_of(self, notice: Notice) -> str:
+        """Return the text of the subject of ``notice``, which this neighbor sent."""
+        return self._subjects[notice.subject]
+
+    def notices(self) -> Iterator[Notice]:
+        """Yield the notices that have arrived, without blocking.
+
+        Raises:
+            LostRankError: if the neighbor is gone and all that it sent before has been taken.
+        """
+        try:
+            part = self._connection.recv(_READ_NBYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise LostRankError(str(error)) from error
+        if not part:
+            raise LostRankError("connection closed by peer")
+        self._received += part
+        while (notice := Notice.unpacked(self._received)) is not None:
+            if notice.text and notice.subject >= 0:
+                self._subjects.append(notice.text)
+            yield notice
+
+
+class Neighbour(Line):
+    """Another rank on this host, with the notices that have arrived and are not used yet."""
+
+    def __init__(
+        self, rank: int, connection: socket.socket, memory: LentMemory, timeout_s: float
+    ) -> None:
+        super().__init__(rank, connection, memory)
+        self.timeout_s = timeout_s
+        self._arrived: dict[int, Notice] = {}
+        self._last = -1  # number of the newest notice; notices arrive in order
+        self._unwanted: set[int] = set()  # forgotten exchanges whose notice has not arrived
+        self._done: list[int] = []
 
     def has_laid(self, number: int) -> bool:
         """Return whether the notice of exchange ``number`` has arrived."""
@@ -99,11 +137,7 @@ class Neighbour:
     def laid(self, number: int) -> tuple[Notice, Tensor]:
         """Remove and return the notice of exchange ``number``, and return the bytes it is about."""
         notice = self._arrived.pop(number)
-        return notice, self._memory.read(notice.start, notice.nbytes)
-
-    def subject_of(self, notice: Notice) -> str:
-        """Return the text of the subject of ``notice``, which this neighbor sent."""
-        return self._subjects[notice.subject]
+        return notice, self.read(notice)
 
     def forget(self, number: int) -> None:
         """Drop the notice of exchange ``number``, now or when it arrives."""
@@ -124,29 +158,18 @@ class Neighbour:
             LostRankError: if the neighbor is gone and all that it sent before has been taken.
         """
         try:
-            part = self._connection.recv(_READ_NBYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise self._lost(str(error)) from error
-        if not part:
-            raise self._lost("connection closed by peer")
-        self._received += part
-        while (notice := Notice.unpacked(self._received)) is not None:
-            self._take(notice)
+            for notice in self.notices():
+                self._take(notice)
+        except LostRankError as lost:
+            raise LostRankError(f"rank {self.rank} of the process group is gone: {lost}") from lost
 
     def _take(self, notice: Notice) -> None:
         self._done += notice.done
         self._last = notice.number
-        if notice.text:
-            self._subjects.append(notice.text)
         if notice.number in self._unwanted:
             self._unwanted.remove(notice.number)
         else:
             self._arrived[notice.number] = notice
-
-    def _lost(self, why: str) -> LostRankError:
-        return LostRankError(f"rank {self.rank} of the process group is gone: {why}")
 
 
 def wait_for(neighbours: Collection[Neighbour], era: Era, what: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -23,6 +22,7 @@ from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
 from fullshard.comm.neighbours import Neighbour, Notice, wait_for
 from fullshard.comm.protocol import Pending, put
+from fullshard.comm.shelf import Shelf
 from fullshard.errors import LostRankError, ProtocolError
 
 
@@ -34,10 +34,9 @@ class Shared:
     def __init__(self, rank: int, memory: Memory, neighbours: Mapping[int, Neighbour]) -> None:
         self._rank = rank
         self._world = 1 + len(neighbours)
-        self._memory = memory
+        # This rank is a reader, too, as a mean includes its own data.
+        self._shelf = Shelf(memory, num_readers=self._world)
         self._neighbours = neighbours
-        self._laid: dict[int, int] = {}  # start of the data still to be read, by exchange
-        self._num_done: Counter[int] = Counter()  # ranks done with an exchange; some are ahead
         self._num_started = 0
         self._over: list[int] = []  # exchanges that we have read, not yet announced to peers
         # The subjects of exchanges: the number by which peers know a subject, and its text.
@@ -81,15 +80,14 @@ class Shared:
         """Write ``pieces``, each at its offset in bytes, into our memory and notify the peers."""
         number, self._num_started = self._num_started, self._num_started + 1
         over = self._end_exchanges()
-        start = self._free_range(nbytes)
-        self._laid[number] = start
-        laid = self._memory.bytes[start : start + nbytes]
+        self._shelf.count_done(self._taken_done())
+        start, laid = self._shelf.lay(number, nbytes, self._read)
         for offset, piece in pieces:
             laid[offset : offset + piece.nbytes].view(piece.dtype).copy_(piece)
         about = (kind, pieces[0][1].dtype, label)
         is_new = about not in self._subjects
         if is_new:
-            self._subjects[about] = (len(self._subjects), _subject(*about))
+            self._subjects[about] = (len(self._subjects), subject_of(*about))
         which, subject = self._subjects[about]
         notice = Notice(number, start, nbytes, which, over, subject if is_new else "")
         packed = notice.packed()
@@ -104,38 +102,20 @@ class Shared:
         for number in over:
             for neighbour in self._neighbours.values():
                 neighbour.forget(number)
-            self._release(number)
+        self._shelf.count_done(over)
         return over
 
-    def _free_range(self, nbytes: int) -> int:
-        """Take ``nbytes`` that no rank has still to read, and return their start."""
-        self._release_done()
-        start = self._memory.take(nbytes)
-        if start is None:
-            for neighbour in self._neighbours.values():
-                # Without this, a rank that never waits would never learn who is done. A lost rank
-                # matters only to those who wait for that rank.
-                with contextlib.suppress(LostRankError):
-                    neighbour.receive()
-            self._release_done()
-            start = self._memory.take(nbytes)
-        if start is None:
-            self._memory.grow(nbytes)
-            start = self._memory.take(nbytes)
-        assert start is not None
-        return start
-
-    def _release_done(self) -> None:
+    def _read(self) -> list[int]:
+        """Receive what there is; return the exchanges that peers are done with."""
         for neighbour in self._neighbours.values():
-            for number in neighbour.taken_done():
-                self._release(number)
+            # Without this, a rank that never waits would never learn who is done. A lost rank
+            # matters only to those who wait for that rank.
+            with contextlib.suppress(LostRankError):
+                neighbour.receive()
+        return self._taken_done()
 
-    def _release(self, number: int) -> None:
-        """Count one reader as done; this rank is a reader too, as a mean includes its own data."""
-        self._num_done[number] += 1
-        if self._num_done[number] == self._world:
-            del self._num_done[number]
-            self._memory.give_back(self._laid.pop(number))
+    def _taken_done(self) -> list[int]:
+        return [number for one in self._neighbours.values() for number in one.taken_done()]
 
 
 class _Exchange:
@@ -189,7 +169,7 @@ class _Exchange:
                 )
 
 
-def _subject(kind: str, dtype: torch.dtype, label: str) -> str:
+def subject_of(kind: str, dtype: torch.dtype, label: str) -> str:
     """Return the text that ranks compare and that error messages show."""
     return f"{kind} of {str(dtype).removeprefix('torch.')}" + (f" for {label}" if label else "")
 

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fullshard import _torch
 from fullshard.comm import Collectives, Done, Exchange, Pending
 from fullshard.device.streams import Lane, Mark, Reading, Stamp
 
@@ -17,10 +19,23 @@ class Span(NamedTuple):
     """A stretch of time on a lane, in seconds since the run began."""
 
     lane: str
-    """A value of ``Lane``; "wire" for collectives, "wait" for a wait of COMPUTE."""
+    """A value of ``Lane``; "wire" for collectives, "wait" for a wait of COMPUTE, "host"."""
     start_s: float
     end_s: float
     what: str
+
+
+def dry_host_tensor(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a 1-D tensor on the meta device that stands for memory of the host."""
+    with torch.inference_mode(False), _torch.no_dispatch():
+        tensor = torch.empty(numel, dtype=dtype, device="meta")
+    tensor.untyped_storage().at_home = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_at_home(storage: torch.UntypedStorage) -> bool:
+    """Return whether ``storage`` is that of a ``dry_host_tensor``."""
+    return getattr(storage, "at_home", False)
 
 
 class _Arriving(NamedTuple):
@@ -38,10 +53,12 @@ class _Arriving(NamedTuple):
 
 @dataclass(frozen=True)
 class _Reached:
+    lanes: DryLanes
     at_s: float
 
     def synchronize(self) -> None:
-        """Return at once: the host of a dry run waits for nothing."""
+        """Let the host's clock go on to this moment."""
+        self.lanes.now_s = max(self.lanes.now_s, self.at_s)
 
 
 class DryLanes:
@@ -82,9 +99,11 @@ class DryLanes:
         self._note(Span(self._lane, start_s, end_s, what))
         self._keep_up(end_s)
 
-    def take_host(self, seconds: float) -> None:
-        """Let the host be busy with something else than issuing operations."""
-        self.now_s += seconds
+    def take_host(self, seconds: float, what: str = "") -> None:
+        """Let the host be busy with something else than issuing operations: if told, with what."""
+        start_s, self.now_s = self.now_s, self.now_s + seconds
+        if what:
+            self._note(Span("host", start_s, self.now_s, what))
 
     def carry(self, exchange: Exchange) -> Pending:
         """Start a collective behind the work of the current lane."""
@@ -181,7 +200,7 @@ class DryLanes:
 
     def mark(self) -> Mark:
         """See ``Lanes``."""
-        return _Reached(self._at_s[self._lane])
+        return _Reached(self, self._at_s[self._lane])
 
     def stamp(self, lane: Lane) -> Stamp:
         """Return when the lane is through with its work."""

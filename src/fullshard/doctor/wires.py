@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.comm import Collectives
-from fullshard.comm.c10d import Loads, default_transport, ways_of
+from fullshard.comm.c10d import default_transport, ways_of
+from fullshard.comm.levels import Levels
 from fullshard.comm.meeting import SWITCH
 from fullshard.comm.native import Native
-from fullshard.comm.pairs import Pairs
 from fullshard.comm.shared import Shared
 from fullshard.doctor.facts import Facts, by_host
 from fullshard.errors import ConfigError
 
 SHARED_MEMORY = "shared memory"
-PAIRS = "pairs over gloo"
+MESSAGES = "messages between hosts"
 
 
 class Wire(NamedTuple):
@@ -45,7 +45,7 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
         averages=_torch.has_average(group, kind),
     )
     backend = _torch.backend_name(group, kind)
-    names = {Shared: SHARED_MEMORY, Pairs: PAIRS, Native: f"{backend}'s own"}
+    names = {Shared: SHARED_MEMORY, Levels: MESSAGES, Native: f"{backend}'s own"}
     return Wire(ranks, names[type(ways.gathers)], names[type(ways.reduces)], wire.adds_wide)
 
 
@@ -57,17 +57,15 @@ def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:
         return "a group of one rank"
     if wire.gathers == SHARED_MEMORY:
         return f"its {len(ranks)} ranks are on one host and read each other's memory"
-    if PAIRS not in (wire.gathers, wire.reduces) and "gloo" not in wire.gathers:
+    if wire.gathers != MESSAGES and "gloo" not in wire.gathers:
         return f"its ranks are on GPUs, on {hosts} host(s)"
+    if wire.gathers != MESSAGES:
+        return f"its ranks are on {hosts} host(s) that could not be connected beside gloo"
+    if hosts > 1:
+        return f"its ranks are on {hosts} hosts, and each shard goes once to each other host"
     off = [one.rank for one in ranks if one.variables.get(SWITCH) == "0"]
-    if hosts == 1:
-        why = f"{SWITCH} is 0 on rank(s) {off}" if off else "the system or its users forbid sharing"
-        return f"its ranks are on one host, but do not share memory: {why}"
-    loads = Loads.of([bytes.fromhex(one.host.key) for one in ranks])
-    return (
-        f"its ranks are on {hosts} hosts; shards into the busiest one: {loads.pairs} in pairs, "
-        f"{loads.ring_gather} by gloo's all-gather, {loads.ring_reduction} by its reduce-scatter"
-    )
+    why = f"{SWITCH} is 0 on rank(s) {off}" if off else "the system or its users forbid sharing"
+    return f"its ranks are on one host, but do not all share memory: {why}"
 
 
 def mesh_shape(given: str | None, world: int) -> dict[str, int] | None:

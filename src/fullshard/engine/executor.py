@@ -29,6 +29,7 @@ from fullshard.engine.steps import watch_steps
 from fullshard.engine.unit import Unit, check_lent_alike
 from fullshard.errors import BusyError, PeerError, ProtocolError
 from fullshard.schedule import (
+    IN_USE,
     Action,
     Event,
     Hold,
@@ -74,10 +75,10 @@ class Engine:
         self._uses: dict[int, Use] = {}  # the last use of each unit
         self._told_hidden: set[int] = set()
         self._asking: list[Gradients] = []  # waiting for flags to be read once backward has ended
-        for key, (unit, policy) in enumerate(zip(units, policies, strict=True)):
+        for key, unit in enumerate(units):
             unit.key = key
             unit.engine = self
-            self.scheduler.add(unit.state(policy))
+        self.scheduler.add(*map(Unit.state, units, policies))
         watch_steps(self)
         watch.begin()
 
@@ -339,9 +340,11 @@ class Engine:
 
         Raises:
             ProtocolError: parameters are on the meta device, or lent to the first rank, or
-                gradients are still being reduced for a handle; nothing was changed.
+                gradients are still being reduced for a handle, or the unit, which ranks may skip,
+                runs outside of the unit that it is gathered with; nothing was changed.
         """
         self.check_awaited("a forward")
+        self._check_carried(unit)
         task = self._backward.task()
         if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
             self.thread = threading.get_ident()
@@ -370,7 +373,7 @@ class Engine:
         use = self._uses.get(unit.key)
         if use is None or not use.running:
             return  # another hook failed before ours, so the member never entered
-        inside = self.units if unit.encloses else [unit]
+        inside = self.units if unit.num_inside else [unit]
         follows = use.end(() if failed else outputs, self.scheduler.last_use, inside)
         if failed:
             follows = Follows.NOTHING
@@ -411,6 +414,18 @@ class Engine:
             for bucket in unit.buckets:
                 bucket.drop_gradients()
 
+    def _check_carried(self, unit: Unit) -> None:
+        """Refuse a forward of a unit that only a running forward of its carrier makes usable."""
+        carrier = self.scheduler.residents.units[unit.key].carrier
+        if carrier is not None and not carrier.holds & IN_USE:
+            around = self.units[carrier.key].name or "(root)"
+            raise ProtocolError(
+                f"a forward of unit {unit.name}, which ranks may skip and which is therefore "
+                f"gathered with unit {around}, came outside of the forward of {around}: other "
+                f"ranks may not take part. Call it inside of that forward, or call "
+                "set_skip_tolerance(False) on it"
+            )
+
     def look_after(self, units: Iterable[Unit]) -> None:
         """Notice what was done to parameters between steps, and refuse units that cannot run.
 
@@ -431,7 +446,7 @@ class Engine:
         that waits for a backward stays, because it belongs to the weights of its forward.
         """
         self.weights_changed()
-        state = self.scheduler.residents.units[unit.key]
+        state = self.scheduler.residents.leading(unit.key)
         if state.residency is Residency.UNSHARDED and state.holds == Hold.USER:
             self.trigger(when.UserUnshard(unit.key))
             self.trigger(when.UserWait(unit.key))
@@ -451,7 +466,8 @@ class Engine:
             self.trigger(when.WeightsChanged())
 
     def _tell_hidden(self, unit: Unit) -> None:
-        if unit.key in self._told_hidden:
+        carrier = self.scheduler.residents.units[unit.key].carrier
+        if unit.key in self._told_hidden or carrier is not None:  # the carrier sees more
             return
         self._told_hidden.add(unit.key)
         log.warning(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.device import Lanes, Mark, host_tensor
+from fullshard.device import Lanes, Mark, dry_host_tensor, host_tensor
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Outbound:
         if self._sent is not None:
             self._sent.synchronize()  # the previous copy, which ended long ago
         if self._host is None:
-            self._host = host_tensor(target.numel(), target.dtype, pinned=True)
+            self._host = _on_host(target, pinned=True)
         self._host.copy_(shard)
         target.copy_(self._host, non_blocking=True)
         self._sent = self._lanes.mark()
@@ -54,7 +54,14 @@ def bring_home(row: Tensor, dtype: torch.dtype, offload: Offload, lanes: Lanes) 
     The host waits for a reduction that began two units ago; the device has work issued before.
     """
     on_bus = row.to(dtype) if dtype.itemsize < row.itemsize else row
-    host = host_tensor(row.numel(), on_bus.dtype, pinned=offload.pinned)
+    host = _on_host(on_bus, pinned=offload.pinned)
     host.copy_(on_bus, non_blocking=True)
     lanes.mark().synchronize()
     return host.to(dtype)
+
+
+def _on_host(like: Tensor, *, pinned: bool) -> Tensor:
+    """Return memory of the host for the elements of ``like``, which a dry run has on meta."""
+    if like.is_meta:
+        return dry_host_tensor(like.numel(), like.dtype)
+    return host_tensor(like.numel(), like.dtype, pinned=pinned)

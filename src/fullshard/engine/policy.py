@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,8 @@ class ReducePolicy:
     """The divisor of the sum over all ranks; None: the number of ranks."""
     fill_absent: bool = False
     """True if parameters that no rank has a gradient for get zeros instead of None."""
+    inspect: Callable[[Sequence[str], Sequence[Tensor | None]], object] | None = None
+    """A function called with names and this rank's gradients, whole, before they are reduced."""
     hook: Callable[[Tensor], object] | None = None
     """A function called with all reduced gradients of a bucket, 1-D, to change in place."""
     hook_stream: Any = None

@@ -327,6 +327,9 @@ class Gradients:
             grads = local_gradients(grads, self._spec.parallel)
         if self._spec.are_wrapped:
             grads = [None if grad is None else plain(grad) for grad in grads]
+        inspect = self._bucket.reduce_policy.inspect
+        if inspect is not None:
+            inspect([param.name for param in self._spec.layout.params], grads)
         pending, self._waiting.pending = self._waiting.pending, None
         if pending is None:
             return [grads[number] for number in numbers]

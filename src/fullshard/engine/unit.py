@@ -82,7 +82,7 @@ class Unit:
         *,
         device: torch.device,
         num_members: int,
-        encloses: bool,
+        num_inside: int,
     ) -> None:
         self.key = -1
         self.device = device
@@ -90,7 +90,7 @@ class Unit:
         self.name = name
         self.registration = registration
         self.num_members = num_members
-        self.encloses = encloses
+        self.num_inside = num_inside
         self.engine: object = None  # the ``Engine`` that runs the unit
         self.lending: Lending | None = None
         self.readers: list[Callable[[], None]] = []  # wait for what else reads the shards
@@ -156,7 +156,7 @@ class Unit:
             nbytes=self.nbytes,
             reduction_nbytes=self.reduction_nbytes,
             num_members=self.num_members,
-            encloses=self.encloses,
+            num_inside=self.num_inside,
             replicated=self.replicated,
             policy=policy,
         )

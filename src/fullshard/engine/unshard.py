@@ -36,7 +36,7 @@ class Unsharded:
         self._in_flight: Pending | None = None
         dtype = spec.unsharded_dtype(shard.dtype)
         layout = spec.layout
-        device = shard.device if spec.offload is None else spec.device
+        device = shard.device if spec.offload is None or shard.is_meta else spec.device
         is_alone = layout.world == 1 and layout.zero_copy
         self.borrows = is_alone and dtype == shard.dtype and spec.offload is None
         with torch.inference_mode(False), torch.no_grad():

@@ -43,6 +43,8 @@ def follow_order(unit: Unit) -> None:
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # not ``is``: each call makes an object
         return
     engine = engine_of(unit)
+    if engine.scheduler.residents.units[unit.key].carrier is not None:
+        return  # ranks may run it in any order
     order = _orders.setdefault(engine, _Order())
     if engine.scheduler.idle:
         order.iteration += 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fullshard.comm import broadcast_together, is_dry
+from fullshard.comm import broadcast_together, is_dry, played_by
 from fullshard.engine import Offload
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
 from fullshard.frontend.ownership import unit_of
@@ -95,7 +95,7 @@ def as_offload(cpu_offload: Any, device: torch.device) -> Offload | None:
         raise ArgumentTypeError(
             f"FullyShardedDataParallel(cpu_offload={cpu_offload!r}): expected a CPUOffload"
         )
-    on_host = cpu_offload.offload_params and device.type != "cpu"
+    on_host = cpu_offload.offload_params and played_by(device.type) != "cpu"
     return Offload(pinned=True) if on_host else None
 
 

@@ -12,7 +12,7 @@ shows one parameter for a whole unit; ``explain`` rewords torch's errors.
 from __future__ import annotations
 
 from fullshard.frontend.blocks import ChosenUnit, ChosenUnits, num_blocks, shard_blocks
-from fullshard.frontend.choice import Choice
+from fullshard.frontend.choice import CHOSEN, Choice
 from fullshard.frontend.contexts import iter_full_params, unshard_params
 from fullshard.frontend.controls import share_comm_ctx
 from fullshard.frontend.finalization import GradientReductionHandle

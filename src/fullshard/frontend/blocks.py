@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.buckets import Choices
 from fullshard.frontend.build import plan_unit, shard_modules
 from fullshard.frontend.checks import as_modules
-from fullshard.frontend.choice import Choice, recompute
+from fullshard.frontend.choice import CHOSEN, Choice, recompute
 from fullshard.frontend.fully_shard import checked_choices
 from fullshard.frontend.module import FSDPModule
 from fullshard.frontend.ownership import units_below
@@ -45,7 +45,8 @@ class ChosenUnit:
     """A unit that ``shard_blocks`` made, with the reason."""
 
     name: str
-    """Fully qualified name of the module; empty for the model itself."""
+    """Fully qualified name of the module, empty for the model itself; of blocks that form one unit
+    those of the first and the last."""
     kind: str
     """Name of the module's class before sharding."""
     numel: int
@@ -104,7 +105,8 @@ def shard_blocks(
             until its backward, which follows at once.
         ignored_params: as for ``fully_shard``.
         plan: what ``fullshard.plan(model, budget_nbytes=...)`` has chosen: mesh, layout, whether
-            units are resharded after forward, which blocks recompute activations, and budgets.
+            units are resharded after forward and offloaded, how many blocks form a unit, which
+            blocks recompute activations, and budgets.
         **options: other options of ``fully_shard``, the same for each unit.
 
     Returns:
@@ -123,13 +125,13 @@ def shard_blocks(
         )
     choice = None if plan is None else Choice.of(plan)
     if choice is not None:
-        if reshard_after_forward is not None or "layout" in options:
+        if reshard_after_forward is not None or not options.keys().isdisjoint(CHOSEN):
             raise ConfigError(
-                "shard_blocks(plan=...): the plan has chosen layout and reshard_after_forward; "
-                "leave them out, or give them to fullshard.plan"
+                f"shard_blocks(plan=...): the plan has chosen {', '.join(CHOSEN)}; leave them out, "
+                "or give them to fullshard.plan"
             )
         mesh = choice.checked_mesh(mesh)
-        reshard_after_forward, options["layout"] = choice.reshard_after_forward, choice.layout
+        options |= {name: getattr(choice, name) for name in CHOSEN}
     given = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
@@ -144,13 +146,14 @@ def shard_blocks(
     )
     blocks = [one.module for one in decided if one.unit.why in (Why.BLOCK, Why.POLICY)]
     recompute(blocks[: choice.recomputed if choice else 0])
-    for one in decided:
-        shard_modules([one.module], one.choices)
+    made = list(_grouped(decided, choice.blocks_per_unit if choice else 1))
+    for group in made:
+        shard_modules([one.module for one in group], group[0].choices)
     if choice is not None:
         assert isinstance(model, FSDPModule)
         model.set_prefetch_budget(choice.prefetch_nbytes)
         model.set_reduction_budget(choice.reduction_nbytes)
-    return ChosenUnits(tuple(one.unit for one in decided))
+    return ChosenUnits(tuple(_described(group) for group in made))
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,32 @@ class _Decided:
     unit: ChosenUnit
     module: nn.Module
     choices: Choices
+
+
+def _grouped(decided: Iterable[_Decided], size: int) -> Iterator[list[_Decided]]:
+    """Yield neighbouring blocks of one list that are sharded alike, ``size`` together."""
+    group: list[_Decided] = []
+    for one in decided:
+        if group and (len(group) == size or not _follows(group[-1], one)):
+            yield group
+            group = []
+        group.append(one)
+    yield group
+
+
+def _follows(one: _Decided, other: _Decided) -> bool:
+    (parent, _, at), (next_to, _, then) = (each.unit.name.rpartition(".") for each in (one, other))
+    numbered = at.isdigit() and then.isdigit() and int(then) == int(at) + 1
+    alike = one.choices is other.choices and one.unit.why is other.unit.why
+    return parent == next_to and numbered and alike and one.unit.why in (Why.BLOCK, Why.POLICY)
+
+
+def _described(group: Sequence[_Decided]) -> ChosenUnit:
+    first, last = group[0].unit, group[-1].unit
+    if first is last:
+        return first
+    numel = sum(one.unit.numel for one in group)
+    return replace(first, name=f"{first.name} to {last.name}", numel=numel)
 
 
 def _by_shape(model: nn.Module, choices: Choices) -> list[_Decided]:

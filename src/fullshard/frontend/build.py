@@ -61,7 +61,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         places,
         device=device,
         num_members=len(modules),
-        encloses=bool(below.units),
+        num_inside=len(below.units),
     )
     _move_buffers(below.modules, device)
     Engine.join((engine_of(u) for u in below.units), unit, UnitPolicy(choices.after_forward))
@@ -110,11 +110,15 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 def _name_units(modules: Sequence[nn.Module], unit: Unit) -> None:
     """Name all units of the tree relative to the new top module."""
+    names: dict[Unit, list[str]] = {}
     for root in modules:
         for name, module in root.named_modules():
             inner = unit_of(module)
             if inner is not None and inner is not unit:
-                inner.name = name if len(modules) == 1 else f"{type(root).__name__}.{name}"
+                full = name if len(modules) == 1 else f"{type(root).__name__}.{name}"
+                names.setdefault(inner, []).append(full)
+    for inner, members in names.items():
+        inner.name = members[0] if len(members) == 1 else f"{members[0]} to {members[-1]}"
     if len(modules) > 1:
         unit.name = ", ".join(type(module).__name__ for module in modules)
 

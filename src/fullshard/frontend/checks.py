@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from fullshard import _torch
+from fullshard.comm import played_by
 from fullshard.engine import MixedPrecisionPolicy, Offload
 from fullshard.errors import (
     AlreadyShardedError,
@@ -147,7 +148,7 @@ def checked_offload(policy: Any, device_type: str) -> Offload | None:
         pinned = policy.pin_memory
         if not isinstance(pinned, bool):
             raise ConfigError(f"CPUOffloadPolicy(pin_memory={pinned!r}): expected a bool")
-        return None if device_type == "cpu" else Offload(pinned)
+        return None if played_by(device_type) == "cpu" else Offload(pinned)
     if "OffloadPolicy" in known:
         return None
     raise ArgumentTypeError(

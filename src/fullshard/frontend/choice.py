@@ -12,8 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import default_mesh
+from fullshard.engine import OffloadPolicy
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.layout import LayoutStrategy, PerParameter
+
+CHOSEN = ("layout", "reshard_after_forward", "offload_policy")
+"""Options of ``fully_shard`` that a choice has."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,9 @@ class Choice:
     """Copies of the shards (HSDP)."""
     layout: LayoutStrategy = field(default_factory=PerParameter)
     reshard_after_forward: bool | int | None = None
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    blocks_per_unit: int = 1
+    """Neighbouring blocks that form one unit; what is left at the end of a list forms one, too."""
     recomputed: int = 0
     """Blocks, from the first on, whose activations are computed again in backward."""
     prefetch_nbytes: int | None = None
@@ -58,6 +65,10 @@ class Choice:
             yield "kept after forward"
         elif self.reshard_after_forward is not None:
             yield f"reshard_after_forward={self.reshard_after_forward}"
+        if self.offload_policy != OffloadPolicy():
+            yield "offloaded to the host"
+        if self.blocks_per_unit > 1:
+            yield f"{self.blocks_per_unit} blocks a unit"
         if self.recomputed:
             yield f"{self.recomputed} blocks recomputed"
         if self.prefetch_nbytes is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.engine import Engine, Unit
-from fullshard.errors import ArgumentTypeError, BusyError, NotBuiltError
+from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuiltError
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.frontend.places import places_of
+from fullshard.frontend.suspects import look_for_suspects, take_suspects
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK
 
@@ -110,6 +111,48 @@ class ShardedModule:
             "torch.distributed.checkpoint for instance"
         )
 
+    def set_skip_tolerance(self, tolerant: bool, *, recurse: bool = True) -> None:
+        """Set whether ranks may skip this unit, repeat it or run it in orders of their own.
+
+        For experts, branches that depend on data, layers dropped by each rank for itself. A skip
+        counts as zeros: gradients are the mean over all ranks, ``grad`` is None where no rank had
+        one. What ranks may skip is gathered, freed and reduced with the nearest unit around that
+        they may not skip, which has to run, forward and backward, on all ranks, and whose
+        ``reshard_after_forward`` decides. While it runs, its own and all their parameters are in
+        memory, and their gradients until its backward ends; no rank has to agree on anything.
+
+        Call this after ``fully_shard`` on the root, between steps, on all ranks. The units inside
+        of one that ranks may skip may be skipped as well, whatever they are set to. No PyTorch
+        counterpart; see ``docs/skipping.md``.
+
+        Raises:
+            ArgumentTypeError: if ``tolerant`` is not a bool.
+            BusyError: during a forward or backward, or while ``unshard_params`` lends a unit.
+            ConfigError: if a unit is in no other unit, so that there is nothing to run instead.
+        """
+        engine = unit_and_engine(self)[1]
+        _check_may_tolerate(self._units(recurse), engine, tolerant)
+        engine.end_reductions()
+        engine.weights_changed()
+        engine.reshard_all()
+        self._set(recurse, skip_tolerant=tolerant)
+
+    def set_gradient_check(self, enabled: bool) -> None:
+        """Set whether gradients are looked at before they are reduced, also of units inside.
+
+        Afterwards an infinity or NaN of one rank is on all ranks. Reads all gradients of this rank
+        in each backward, and the host waits for the device. No PyTorch counterpart.
+        """
+        look_for_suspects(self._units(recurse=True), enabled=enabled)
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Return, and forget, which gradients of this rank ``set_gradient_check`` found not finite.
+
+        Each as text, parameter and unit, in the order of the model: backward came to the last one
+        first.
+        """
+        return take_suspects(self, self._units(recurse=True))  # type: ignore[arg-type]
+
     def _units(self, recurse: bool) -> list[Unit]:
         module: nn.Module = self  # type: ignore[assignment]
         return units_below([module]) if recurse else [unit_and_engine(self)[0]]
@@ -138,6 +181,20 @@ def unit_and_engine(module: Any) -> tuple[Unit, Engine]:
             "or its class was used without fully_shard"
         )
     return unit, engine_of(unit)
+
+
+def _check_may_tolerate(units: Sequence[Unit], engine: Engine, tolerant: bool) -> None:
+    """Refuse ``set_skip_tolerance(tolerant)`` in the middle of a step, or for what is the root."""
+    what = f"set_skip_tolerance({tolerant!r})"
+    if not isinstance(tolerant, bool):
+        raise ArgumentTypeError(f"{what}: expected a bool")
+    engine.check_idle(what)
+    if tolerant and engine.units[-1] in units:
+        raise ConfigError(
+            f"{what} on unit {engine.units[-1].name or '(root)'}, which is inside of no other "
+            "unit: ranks may skip parts of a model, not all of it. Call it on units inside, "
+            "after fully_shard on the root"
+        )
 
 
 # Code on the stack while a forward runs, and the local variable that holds the module.

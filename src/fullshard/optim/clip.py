@@ -75,6 +75,23 @@ def clip_grad_norm_(
     """
     alike = _sorted_by_groups(parameters)
     norm = _norm(alike, norm_type, error_if_nonfinite, foreach)
+    _clip(alike, norm, max_norm, foreach)
+    return norm
+
+
+class NormedGradients:
+    """The gradients of ``parameters`` with their norm of order 2, to be clipped or not."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._alike = _sorted_by_groups(parameters)
+        self.norm = _norm(self._alike, 2.0, error_if_nonfinite=False, foreach=None)
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients as ``clip_grad_norm_`` does."""
+        _clip(self._alike, self.norm, max_norm, foreach=None)
+
+
+def _clip(alike: list[_Alike], norm: Tensor, max_norm: float, foreach: bool | None) -> None:
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for one in alike:
         for device_scale, grads in _by_device(one.joined, scale):
@@ -83,7 +100,6 @@ def clip_grad_norm_(
                     grad.mul_(device_scale.to(grad.dtype))
             else:
                 torch._foreach_mul_(grads, device_scale)
-    return norm
 
 
 def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:

@@ -9,6 +9,7 @@ in a step that could be another than the first.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,14 @@ from fullshard import _torch
 from fullshard.comm import Exchange, Pending, dry_world
 from fullshard.device import DryLanes, Span
 from fullshard.engine import Engine, Unit
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 from fullshard.plan import ledger as kinds
+from fullshard.plan.adamw import PlainAdamW
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.kernels import DeviceKernels
-from fullshard.plan.ledger import Ledger, Moment
+from fullshard.plan.ledger import Crossing, Ledger, Moment
 from fullshard.schedule import Action, Event, Op, Transcript
 from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, ForwardExit, GradsReady
 from fullshard.tensors import local_part
@@ -71,7 +73,8 @@ class Job:
     hardware: Hardware
     shard: Shard
     loss: Loss
-    optimizer: Callable[[Any], Optimizer]
+    optimizer: Callable[[Any], Optimizer] | None = None
+    """Called with the parameters; None: AdamW as PyTorch has it, without DTensors."""
     accumulate: int = 1
     """Microbatches of a step."""
     reduces_once: bool = False
@@ -101,6 +104,9 @@ class Step:
     most: Moment | None = None
     rest: dict[str, int] = field(default_factory=dict)
     """Bytes held when the step is over."""
+    most_at_home: Moment | None = None
+    """When most is held in the host's memory."""
+    crossings: list[Crossing] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     """The most bytes that the engine's buffers of each kind held."""
 
@@ -177,6 +183,7 @@ class _Run:
         self.step = Step(0.0)
         self.acting: tuple[str, str] = ("", "")
         self.engines: list[Engine] = []
+        self._is_offloaded = False
         self.lanes = DryLanes(
             duration_s=self._duration_s,
             note=self._note,
@@ -214,6 +221,7 @@ class _Run:
                 "fully_shard or shard_blocks, or to return a FullyShardedDataParallel"
             )
         self.engines = list(dict.fromkeys(map(engine_of, units)))
+        self._bring_home(units)
         for engine in self.engines:
             engine.run_dry(self.lanes)
             engine.recorder = engine.observer = _Witness(engine, self)
@@ -224,9 +232,32 @@ class _Run:
         ledger.book(model.buffers(), kinds.INPUTS)
         batch = tree_map(self._on_meta, job.batch)
         ledger.book(_tensors(batch), kinds.INPUTS)
-        optimizer = job.optimizer(model.parameters())
+        optimizer = self._make_optimizer(model)
         steps = [self._take_step(model, optimizer, batch) for _ in range(NUM_STEPS)]
         return Recorded(steps, list(units), dims)
+
+    def _bring_home(self, units: Sequence[Unit]) -> None:
+        """Let shards that are offloaded be in the host's memory."""
+        away = [bucket for unit in units for bucket in unit.buckets if bucket.spec.offload]
+        if away and self.job.hardware.host is None:
+            raise ConfigError(
+                f"plan: parameters are offloaded, but hardware {self.job.hardware.name!r} has no "
+                "host; describe it, Hardware(host=Host(...)), or plan without offload"
+            )
+        if any(bucket.spec.are_wrapped for bucket in away):
+            raise UnsupportedError(
+                "plan: offloaded parameters of a wrapper subclass cannot be planned; plan without "
+                "offload, or with plain parameters"
+            )
+        self.ledger.bring_home(local for bucket in away for local in bucket.shards.locals)
+        self._is_offloaded = bool(away)
+
+    def _make_optimizer(self, model: nn.Module) -> Optimizer:
+        job = self.job
+        if job.optimizer is not None:
+            return job.optimizer(model.parameters())
+        on_cpu = job.hardware.device == "cpu" or self._is_offloaded
+        return PlainAdamW(model.parameters(), foreach=not on_cpu)  # as PyTorch chooses itself
 
     def _on_meta(self, given: Any) -> Any:
         """Return tensors of the batch on the meta device; their values are known, if they have."""
@@ -264,7 +295,8 @@ class _Run:
         ledger.note()
         step.end_s = self.lanes.end()
         step.flops, step.moments = ledger.flops, ledger.moments
-        step.most, step.rest = ledger.most, ledger.held
+        step.most, step.rest = ledger.device.most, ledger.device.held
+        step.most_at_home, step.crossings = ledger.home.most, ledger.crossings
         for engine in self.engines:
             for kind, nbytes in engine.meter.peak_nbytes.items():
                 step.buffers[kind] = step.buffers.get(kind, 0) + nbytes
@@ -280,12 +312,13 @@ def _set_sync(engine: Engine, reduces: bool) -> None:
 def dry_run(job: Job) -> Recorded:
     """Run the steps of ``job``; the model and process groups that exist are left as they are."""
     run = _Run(job)
-    size = 1
-    for ranks in job.mesh.values():
-        size *= ranks
+    hardware, size = job.hardware, math.prod(job.mesh.values())
+    world = dry_world(
+        size, job.rank, carry=run.carry, adds_wide=hardware.adds_wide, device_type=hardware.device
+    )
     with (
-        dry_world(size, job.rank, carry=run.carry, adds_wide=job.hardware.adds_wide),
-        DeviceKernels(on_cpu=job.hardware.device == "cpu"),
+        world,
+        DeviceKernels(on_cpu=hardware.device == "cpu"),
         run.ledger,
     ):
         return run()

@@ -16,6 +16,8 @@ def plan_from(job: Job, found: Recorded) -> Plan:
     """Return the plan of ``job``, of which ``found`` is the dry run."""
     step = found.steps[-1]
     most = max((one.most for one in found.steps if one.most), key=lambda moment: moment.nbytes)
+    homes = [one.most_at_home for one in reversed(found.steps) if one.most_at_home]
+    most_at_home = max(homes, key=lambda moment: sum(moment.home.values()))
     groups = {carried.exchange.ranks for one in found.steps for carried in one.carried}
     hardware = job.hardware
     return Plan(
@@ -29,6 +31,7 @@ def plan_from(job: Job, found: Recorded) -> Plan:
             "framework": hardware.fixed_nbytes,
             "communicators": hardware.communicator_nbytes * len(groups),
         },
+        host=most_at_home.home,
         traffic=_traffic(step, found.dims),
         step_s=step.end_s - step.start_s,
         busy_s=sum(s.end_s - s.start_s for s, _ in step.spans if s.lane == Lane.COMPUTE),
@@ -111,4 +114,7 @@ def _traffic(step: Step, dims: Mapping[tuple[int, ...], str]) -> tuple[Traffic, 
         dim = dims.get(exchange.ranks) or f"{len(exchange.ranks)} neighbours"
         counts[dim, exchange.what] += 1
         nbytes[dim, exchange.what] += exchange.received_nbytes
+    for crossing in step.crossings:
+        counts["host", crossing.way] += 1
+        nbytes["host", crossing.way] += crossing.nbytes
     return tuple(Traffic(*key, counts[key], nbytes[key]) for key in counts)

@@ -31,6 +31,18 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """One rank's share of the machine that its device is in."""
+
+    memory_nbytes: int
+    """Bytes of the machine's memory that the rank may use."""
+    memory_bandwidth: float
+    """Bytes a second that operations of the rank read or write there."""
+    bus_bandwidth: float
+    """Bytes a second between that memory and the device's, one way."""
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One rank's device and the links from it, innermost first."""
 
@@ -42,6 +54,8 @@ class Hardware:
     memory_bandwidth: float
     """Bytes a second read or written by other operations."""
     links: tuple[Link, ...] = ()
+    host: Host | None = None
+    """The memory beside the device's; None: there is none, as on a CPU, so nothing is offloaded."""
     op_s: float = 0.0
     """Seconds of the host for each operation; a device other than the CPU works meanwhile."""
     action_s: float = 0.0
@@ -107,9 +121,14 @@ def _gpu(
     memory: float,
     within: float,
     between: float,
+    host: tuple[float, float, float, str],
     source: str,
 ) -> Hardware:
-    """Return a node of eight GPUs: TFLOP/s, and GB/s of memory and of links, one way."""
+    """Return a node of eight GPUs: TFLOP/s, and GB/s of memory and of links, one way.
+
+    ``host`` are GB and GB/s of the memory of the whole node, GB/s of PCIe of each GPU, one way, and
+    what has them.
+    """
     return Hardware(
         name,
         memory_nbytes=int(gbytes * 1e9),
@@ -123,29 +142,45 @@ def _gpu(
             Link(8, within * 1e9 * REACHED, 3e-6),
             Link(None, between * 1e9 * REACHED, 10e-6),
         ),
+        host=Host(
+            memory_nbytes=int(host[0] * 1e9 / 8 * REACHED),
+            memory_bandwidth=host[1] * 1e9 / 8 * REACHED,
+            bus_bandwidth=host[2] * 1e9 * REACHED,
+        ),
         op_s=5e-6,
         granule_nbytes=512,
         fixed_nbytes=700 << 20,
         communicator_nbytes=200 << 20,
-        source=f"{source}; op_s, latencies, fixed and communicator bytes are assumptions",
+        source=f"{source}; host: {host[3]}; op_s, latencies, fixed and communicator bytes, that "
+        f"all ranks together may use {REACHED:.0%} of the host, are assumptions",
     )
 
 
 _SHEET = "vendor's data sheet, dense, no sparsity"
+_ROME = (409.6, 32, "2 EPYC 7742, 16 channels of DDR4-3200, PCIe 4.0 x16 (DGX A100)")
+_SAPPHIRE = (614.4, 64, "2 Xeon 8480C, 16 channels of DDR5-4800, PCIe 5.0 x16 (DGX H100)")
+_EMERALD = (716.8, 64, "2 Xeon 8570, 16 channels of DDR5-5600, PCIe 5.0 x16 (DGX B200)")
+_LIKE_DGX_H100 = (614.4, 64, "assumed to be that of a DGX H100")
 PRESETS: Mapping[str, Hardware] = {
     one.name: one
     for one in (
         _gpu("a100-40gb", gbytes=40e0, bf16=312, fp32=19.5, memory=1555, within=300, between=25,
+             host=(1000, *_ROME),
              source=f"NVIDIA A100 SXM {_SHEET}; 200 Gbit/s of InfiniBand for each GPU"),
         _gpu("a100-80gb", gbytes=80e0, bf16=312, fp32=19.5, memory=2039, within=300, between=25,
+             host=(2000, *_ROME),
              source=f"NVIDIA A100 SXM {_SHEET}; 200 Gbit/s of InfiniBand for each GPU"),
         _gpu("h100", gbytes=80e0, bf16=989, fp32=67, memory=3350, within=450, between=50,
+             host=(2000, *_SAPPHIRE),
              source=f"NVIDIA H100 SXM {_SHEET}; 400 Gbit/s of InfiniBand for each GPU"),
         _gpu("h200", gbytes=141e0, bf16=989, fp32=67, memory=4800, within=450, between=50,
+             host=(2000, *_SAPPHIRE),
              source=f"NVIDIA H200 SXM {_SHEET}; 400 Gbit/s of InfiniBand for each GPU"),
         _gpu("b200", gbytes=180e0, bf16=2250, fp32=80, memory=7700, within=900, between=50,
+             host=(2000, *_EMERALD),
              source=f"NVIDIA DGX B200 {_SHEET}; 400 Gbit/s of InfiniBand for each GPU"),
         _gpu("mi300x", gbytes=192e0, bf16=1307, fp32=163.4, memory=5300, within=448, between=50,
+             host=(2000, *_LIKE_DGX_H100),
              source=f"AMD MI300X {_SHEET}; 400 Gbit/s of RDMA for each GPU"),
     )
 }  # fmt: skip
@@ -185,6 +220,8 @@ def hardware_of(given: Hardware | str | Path) -> Hardware:
         )
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-        return Hardware(**{**read, "links": tuple(Link(**link) for link in read["links"])})
+        links = tuple(Link(**link) for link in read["links"])
+        host = None if read.get("host") is None else Host(**read["host"])
+        return Hardware(**{**read, "links": links, "host": host})
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: no description of hardware ({error})") from error

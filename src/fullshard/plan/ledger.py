@@ -1,4 +1,4 @@
-"""The books of a dry run: which bytes are held for what, and how long each operation takes."""
+"""The books of a dry run: which bytes are held where and for what, and how long things take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import _torch
 from fullshard.comm import Exchange, Pending
-from fullshard.device import DryLanes
+from fullshard.device import DryLanes, is_at_home
 from fullshard.plan.flops import flops_of
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.values import Values, tensors_in
@@ -28,6 +28,7 @@ ACTIVATIONS = "activations"
 WHOLE_GRADIENTS = "whole_gradients"
 BACKWARD = "backward"
 STEP = "step"
+STAGING = "staging"
 """Kinds of bytes; those of the engine's buffers are called as in ``device.Kind``."""
 
 _TAKES_NO_TIME = set(
@@ -48,6 +49,8 @@ class Moment(NamedTuple):
     """What the model does at that moment: "forward", "after the forward", ..."""
     unit: str = ""
     """The unit that does it; empty if that is not of one unit."""
+    home: dict[str, int] = {}  # noqa: RUF012 - never changed
+    """What is held in the host's memory, of ``held`` that of the device's."""
 
     @property
     def where(self) -> str:
@@ -60,12 +63,50 @@ class Moment(NamedTuple):
         return sum(self.held.values())
 
 
+class Crossing(NamedTuple):
+    """A copy between the memories of host and device."""
+
+    way: str
+    """"to_device" or "to_host"."""
+    nbytes: int
+
+
+class Account:
+    """The bytes that are held in one memory, by kind."""
+
+    def __init__(self, now: Callable[[], Moment]) -> None:
+        self.most = Moment(0.0, {}, "")
+        self._now = now
+        self._held: Counter[str] = Counter()
+        self._nbytes = self._most_nbytes = 0
+
+    def restart(self) -> None:
+        """Forget when most was held, but not what is held."""
+        self._most_nbytes, self.most = self._nbytes, self._now()
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes that are held now, by kind."""
+        return dict(+self._held)
+
+    def change(self, kind: str, nbytes: int) -> None:
+        """Hold ``nbytes`` more, and remember what is held if it is more than ever."""
+        self._held[kind] += nbytes
+        self._nbytes += nbytes
+        if self._nbytes > self._most_nbytes:
+            self._most_nbytes, self.most = self._nbytes, self._now()
+
+
 class Ledger(TorchDispatchMode):
     """A mode that books each operation on tensors of the meta device as if it ran.
 
     A storage counts from the operation that made it until nothing refers to it any more, under the
     kind that was current then, or that it was ``book`` ed under since. Each operation takes time on
     the current one of ``lanes``: for its FLOPs, or for the bytes that it reads and writes.
+
+    Some of these tensors stand for memory of the host, on the account ``home``: those that were
+    ``bring_home`` brought there, or made so, and what is computed of them alone, which takes the
+    host's time. A copy from there or to there takes the time of the link between the two.
     ``carry``, by default that of ``lanes``, takes the collectives that the model issues itself.
     """
 
@@ -82,11 +123,10 @@ class Ledger(TorchDispatchMode):
         self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
-        self.most = Moment(0.0, {}, "")
+        self.crossings: list[Crossing] = []
         self._hardware = hardware
         self._lanes = lanes
-        self._held: Counter[str] = Counter()
-        self._nbytes = self._most_nbytes = 0
+        self.device, self.home = Account(self._now), Account(self._now)
         self._books: dict[int, _Entry] = {}  # by the id of the storage
 
     @contextmanager
@@ -100,23 +140,29 @@ class Ledger(TorchDispatchMode):
 
     def book(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Book the memory that plain ``tensors`` are in under ``kind`` from now on."""
-        for given in tensors:
-            whole = _torch.whole_on_meta(given)
-            tensor = given if whole is None else whole
-            if tensor.is_meta or self._hardware.device == "cpu":
-                self._enter(tensor.untyped_storage(), kind, move=True)
+        for tensor in map(_whole, tensors):
+            small = not (tensor.is_meta or self._hardware.device == "cpu")  # counts of steps
+            if not small or self.home.held:
+                self._enter(tensor.untyped_storage(), kind, move=True, at_home=small)
+
+    def bring_home(self, tensors: Iterable[Tensor]) -> None:
+        """Let the memory that plain ``tensors`` are in be the host's, empty so far."""
+        for tensor in map(_whole, tensors):
+            entry = self._books[id(tensor.untyped_storage())]
+            if entry.account is self.device:
+                nbytes = tensor.untyped_storage().nbytes()
+                self._books[id(tensor.untyped_storage())] = entry._replace(
+                    account=self.home, nbytes=nbytes
+                )
+                self.device.change(entry.kind, -entry.nbytes)
+                self.home.change(entry.kind, nbytes)
 
     def resized(self, kind: str, nbytes: int, storage: torch.UntypedStorage | None) -> None:
         """Take note that a buffer of the engine changed its size, as ``StorageMeter.watch``."""
         if storage is not None:
             self._enter(storage, str(kind), move=True)
         else:
-            self._change(str(kind), nbytes)
-
-    @property
-    def held(self) -> dict[str, int]:
-        """Bytes that are held now, by kind."""
-        return dict(+self._held)
+            self.device.change(str(kind), nbytes)
 
     def turn_to(self, doing: str, unit: str = "") -> None:
         """Take note of what the model does from now on."""
@@ -125,9 +171,9 @@ class Ledger(TorchDispatchMode):
     def restart(self) -> None:
         """Forget peak, moments and FLOPs so far, but not what is held."""
         self.flops = 0.0
-        self.moments = []
-        self._most_nbytes = 0
-        self._look()
+        self.moments, self.crossings = [], []
+        self.device.restart()
+        self.home.restart()
 
     def note(self) -> None:
         """Remember what is held now."""
@@ -141,12 +187,14 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # the class runs it on the tensors inside, which come by here
         kwargs = kwargs or {}
         read = tensors_in(args) + tensors_in(kwargs)
+        at_home = [self._is_at_home(one) for one in read if one.is_meta]
         out = self.values.run(op, args, kwargs, read)
         made = tensors_in(out) if isinstance(out, (Tensor, tuple, list)) else []
         if _makes_memory(op):
             for tensor in made:
                 if tensor.is_meta:
-                    self._enter(tensor.untyped_storage(), self.kind)
+                    home = bool(at_home) and all(at_home)
+                    self._enter(tensor.untyped_storage(), self.kind, at_home=home)
         name = op.overloadpacket.__name__
         what = _torch.functional_collective(op)
         if what is not None:
@@ -155,54 +203,94 @@ class Ledger(TorchDispatchMode):
             return out
         if op.is_view or name in _TAKES_NO_TIME or not any(one.is_meta for one in (*made, *read)):
             return out
-        self._take_time(name, flops_of(op, args, kwargs, out), read, made)
+        if name == "copy_" and len(set(at_home)) == 2:
+            self._cross(
+                read[0].nbytes, to_host=at_home[0], blocks=not _is_non_blocking(args, kwargs)
+            )
+        elif at_home and all(at_home):
+            self._take_host(name, read, made)
+        else:
+            self._take_time(name, flops_of(op, args, kwargs, out), read, made)
         return out
 
+    def _is_at_home(self, tensor: Tensor) -> bool:
+        storage = _whole(tensor).untyped_storage()
+        entry = self._books.get(id(storage))
+        if entry is None and is_at_home(storage):  # made where no mode sees it
+            self._enter(storage, GRADIENTS if self.kind == GRADIENTS else STAGING, at_home=True)
+            return True
+        return entry is not None and entry.account is self.home
+
+    def _cross(self, nbytes: int, *, to_host: bool, blocks: bool) -> None:
+        assert self._hardware.host is not None
+        way = "to_host" if to_host else "to_device"
+        self.crossings.append(Crossing(way, nbytes))
+        self._lanes.spend(nbytes / self._hardware.host.bus_bandwidth, way)
+        if blocks:
+            self._lanes.mark().synchronize()
+
+    def _take_host(self, name: str, read: list[Tensor], made: list[Tensor]) -> None:
+        assert self._hardware.host is not None
+        nbytes = sum(one.nbytes for one in (*read, *made))
+        took_s = nbytes / self._hardware.host.memory_bandwidth
+        self._lanes.take_host(self._hardware.op_s + took_s, name)
+
     def _take_time(self, name: str, flops: float, read: list[Tensor], made: list[Tensor]) -> None:
-        nbytes = sum(one.nbytes for one in read) + sum(one.nbytes for one in made)
+        nbytes = sum(one.nbytes for one in (*read, *made))
         dtype = str(read[0].dtype if read else torch.float32).removeprefix("torch.")
         self.flops += flops
         self._lanes.spend(self._hardware.op_duration_s(flops, nbytes, dtype), name)
 
-    def _enter(self, storage: torch.UntypedStorage, kind: str, *, move: bool = False) -> None:
+    def _enter(
+        self,
+        storage: torch.UntypedStorage,
+        kind: str,
+        *,
+        move: bool = False,
+        at_home: bool = False,
+    ) -> None:
         """Book ``storage`` at its present size; ``move`` it to ``kind`` if it is booked already."""
-        key, nbytes = id(storage), self._rounded(storage.nbytes())
+        key = id(storage)
         entry = self._books.get(key)
         if entry is None:
+            account = self.home if at_home else self.device
+            nbytes = self._rounded(storage.nbytes(), account)
             reference = weakref.ref(storage, self._forgetting(key))
-            self._books[key] = _Entry(reference, kind, nbytes)
-            self._change(kind, nbytes)
+            self._books[key] = _Entry(reference, kind, nbytes, account)
+            account.change(kind, nbytes)
             return
+        nbytes = self._rounded(storage.nbytes(), entry.account)
         kind = kind if move else entry.kind
         if (kind, nbytes) != (entry.kind, entry.nbytes):
             self._books[key] = entry._replace(kind=kind, nbytes=nbytes)
-            self._held[entry.kind] -= entry.nbytes
-            self._nbytes -= entry.nbytes
-            self._change(kind, nbytes)
+            entry.account.change(entry.kind, -entry.nbytes)
+            entry.account.change(kind, nbytes)
 
     def _forgetting(self, key: int) -> Callable[[object], None]:
         def forget(_: object) -> None:
             entry = self._books.pop(key)
-            self._change(entry.kind, -entry.nbytes)
+            entry.account.change(entry.kind, -entry.nbytes)
 
         return forget
 
-    def _rounded(self, nbytes: int) -> int:
-        granule = self._hardware.granule_nbytes
+    def _rounded(self, nbytes: int, account: Account) -> int:
+        granule = 1 if account is self.home else self._hardware.granule_nbytes
         return -(-nbytes // granule) * granule
 
-    def _change(self, kind: str, nbytes: int) -> None:
-        self._held[kind] += nbytes
-        self._nbytes += nbytes
-        self._look()
-
-    def _look(self) -> None:
-        """Remember what is held if it is more than ever."""
-        if self._nbytes > self._most_nbytes:
-            self._most_nbytes, self.most = self._nbytes, self._now()
-
     def _now(self) -> Moment:
-        return Moment(self._lanes.computed_s, self.held, self.doing, self.unit)
+        at_s, held, home = self._lanes.computed_s, self.device.held, self.home.held
+        return Moment(at_s, held, self.doing, self.unit, home)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return what ``tensor`` is a part of on the meta device, whose memory it shares."""
+    whole = _torch.whole_on_meta(tensor)
+    return tensor if whole is None else whole
+
+
+def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return an argument of ``copy_``."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 @cache
@@ -215,3 +303,4 @@ class _Entry(NamedTuple):
     storage: weakref.ref[torch.UntypedStorage]
     kind: str
     nbytes: int
+    account: Account

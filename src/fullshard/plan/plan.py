@@ -40,11 +40,12 @@ class Traffic(NamedTuple):
     """The collectives of one kind in a step."""
 
     dim: str
-    """The mesh dim whose ranks take part; "2 of shard" for neighbours along a dim."""
+    """The mesh dim whose ranks take part; "2 of shard" for neighbours along a dim; "host" for
+    copies between host and device."""
     what: str
     num_calls: int
     received_nbytes: int
-    """Bytes that this rank has to receive; it sends as many."""
+    """Bytes that this rank has to receive, or copies; of collectives it sends as many."""
 
 
 class Tried(NamedTuple):
@@ -52,6 +53,7 @@ class Tried(NamedTuple):
 
     choice: Choice
     peak_nbytes: int
+    host_nbytes: int
     step_s: float
     fits: bool
 
@@ -73,6 +75,9 @@ class Plan:
     """What is held between steps, by kind."""
     reserved: Mapping[str, int]
     """What is held beside tensors: by the framework and by communicators."""
+    host: Mapping[str, int]
+    """What is held in the host's memory beside the device's when most is, by kind; all of an
+    offloaded unit between steps is there."""
     traffic: tuple[Traffic, ...]
     step_s: float
     busy_s: float
@@ -101,9 +106,22 @@ class Plan:
         return sum(unit.padding * unit.unsharded_nbytes for unit in self.units)
 
     @property
+    def host_nbytes(self) -> int:
+        """The most bytes that the rank holds in the host's memory beside the device's."""
+        return sum(self.host.values())
+
+    @property
+    def excess_nbytes(self) -> int:
+        """Bytes beyond the memory of the hardware, device and host together."""
+        excess = max(0, self.peak_nbytes - self.hardware.memory_nbytes)
+        if self.hardware.host is not None:
+            excess += max(0, self.host_nbytes - self.hardware.host.memory_nbytes)
+        return excess
+
+    @property
     def fits(self) -> bool:
         """Whether the memory of the hardware is enough."""
-        return self.peak_nbytes <= self.hardware.memory_nbytes
+        return not self.excess_nbytes
 
     @property
     def wait_s(self) -> float:
@@ -126,6 +144,8 @@ class Plan:
             "peak_nbytes": self.peak_nbytes,
             "peak": _as_json(self.peak) | {"nbytes": self.peak.nbytes},
             "rest": dict(self.rest),
+            "host_nbytes": self.host_nbytes,
+            "host": dict(self.host),
             "reserved": dict(self.reserved),
             "step_s": self.step_s,
             "busy_s": self.busy_s,
@@ -154,10 +174,11 @@ class Plan:
         yield ""
         yield f"memory   {in_bytes(self.peak_nbytes)} of {has} at the peak: {verdict}"
         yield f"         the peak is at: {self.peak.where}"
-        held = {**self.peak.held, **self.reserved}
-        for kind, nbytes in sorted(held.items(), key=lambda one: -one[1]):
-            if nbytes:
-                yield f"         {in_bytes(nbytes):>10}  {kind.replace('_', ' ')}"
+        yield from _by_kind({**self.peak.held, **self.reserved})
+        if self.host and self.hardware.host is not None:
+            has = in_bytes(self.hardware.host.memory_nbytes)
+            yield f"host     {in_bytes(self.host_nbytes)} of {has} at its peak"
+            yield from _by_kind(self.host)
         yield f"time     {in_seconds(self.step_s)} a step, {in_seconds(self.busy_s)} computing, "
         yield f"         {in_seconds(self.wait_s)} waiting for communication"
         yield f"         {self.flops:.3g} FLOP, {self.utilization:.0%} of what the device reaches"
@@ -189,22 +210,30 @@ class Plan:
                     f"{in_bytes(runner_up.peak_nbytes)}"
                 )
         else:
-            over = in_bytes(chosen.peak_nbytes - budget)
+            over = in_bytes(self.excess_nbytes)
             yield f"nothing fits: the least is {chosen.choice}, {over} above {in_bytes(budget)}"
             most = max(self.peak.held.items(), key=lambda one: one[1])
             yield f"        most of it is {most[0].replace('_', ' ')}, {in_bytes(most[1])}"
-        yield from table(
-            ("tried", "peak", "step", ""),
-            [
-                (str(one.choice), in_bytes(one.peak_nbytes), in_seconds(one.step_s),
-                 "fits" if one.fits else "too large")
-                for one in self.tried
-            ],
-        )  # fmt: skip
+        columns = [("tried", *(str(one.choice) for one in self.tried))]
+        columns.append(("peak", *(in_bytes(one.peak_nbytes) for one in self.tried)))
+        if any(one.host_nbytes for one in self.tried):
+            columns.append(("host", *(in_bytes(one.host_nbytes) for one in self.tried)))
+        columns.append(("step", *(in_seconds(one.step_s) for one in self.tried)))
+        columns.append(("", *("fits" if one.fits else "too large" for one in self.tried)))
+        head, *rows = zip(*columns, strict=True)
+        yield from table(head, rows)
+
+
+def _by_kind(held: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each kind of bytes, the most first."""
+    for kind, nbytes in sorted(held.items(), key=lambda one: -one[1]):
+        if nbytes:
+            yield f"         {in_bytes(nbytes):>10}  {kind.replace('_', ' ')}"
 
 
 def _as_json(moment: Moment) -> dict[str, Any]:
-    return {"at_s": moment.at_s, "held": dict(moment.held), "where": moment.where}
+    home = {"home": dict(moment.home)} if moment.home else {}
+    return {"at_s": moment.at_s, "held": dict(moment.held), "where": moment.where, **home}
 
 
 _COLUMNS = (

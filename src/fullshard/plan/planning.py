@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.frontend import Choice, num_blocks, shard_blocks
+from fullshard.frontend import CHOSEN, Choice, num_blocks, shard_blocks
 from fullshard.frontend.ownership import units_below
-from fullshard.plan.adamw import PlainAdamW
 from fullshard.plan.dry_run import Job, Loss, Optimizer, Shard, dry_run
 from fullshard.plan.found import plan_from
 from fullshard.plan.hardware import Hardware, hardware_of
@@ -63,14 +62,16 @@ def plan(
         loss: called with the sharded model and the batch, returns a scalar. None: the ``loss`` of
             the model's output, or the mean of the first tensor in it.
         optimizer: called with the parameters. None: ``torch.optim.AdamW``, on the local
-            tensors and, as PyTorch chooses itself, by lists of them unless on a CPU.
+            tensors and, as PyTorch chooses itself, by lists of them unless on a CPU, where
+            offloaded parameters are.
         accumulate: microbatches of a step.
         reduces_once: True if only the last microbatch of a step reduces gradients (no-sync).
         rank: which rank to be; with uneven shards, rank 0 has the largest.
-        budget_nbytes: bytes that a rank may hold. With it, layout, copies (unless ``mesh`` is
-            given), resharding, blocks that recompute activations, and budgets are chosen, by one
-            dry run for each that is tried: the fastest that fits. ``shard_blocks(model,
-            plan=plan)`` applies the choice; ``options`` that are given stay as they are.
+        budget_nbytes: bytes of the device that a rank may hold. With it, layout, copies (unless
+            ``mesh`` is given), resharding, blocks that recompute activations, offload, blocks of a
+            unit, and budgets are chosen, by one dry run for each that is tried: the fastest that
+            fits. ``shard_blocks(model, plan=plan)`` applies the choice; ``options`` that are given
+            stay as they are.
         target_s: seconds of a step that are fast enough: among choices that are, the one that
             needs the least memory is taken.
         **options: of ``shard_blocks``, such as ``mp_policy``, ``layout``, ``policy`` and
@@ -93,7 +94,7 @@ def plan(
         batch=batch,
         rank=rank,
         loss=loss or mean_loss,
-        optimizer=optimizer or partial(PlainAdamW, foreach=machine.device != "cpu"),
+        optimizer=optimizer,
         accumulate=_at_least_one("accumulate", accumulate),
         reduces_once=reduces_once,
     )
@@ -124,11 +125,14 @@ def _search(
     target_s: float | None,
 ) -> Plan:
     """Choose what ``options`` leave open, and copies if the mesh ``is_free``."""
-    fixed = {name for name in ("layout", "reshard_after_forward") if name in options}
+    job = given(mesh=mesh, shard=_chosen_shard(None, options))
+    fixed = {name for name in CHOSEN if name in options}
     start = Choice(
         replicas=next(iter(mesh.values())) if len(mesh) == 2 else 1,
         **{name: options.pop(name) for name in fixed},
     )
+    if job.hardware.host is None:
+        fixed.add("offload_policy")
     world = math.prod(mesh.values())
 
     def plan_for(choice: Choice) -> Plan:
@@ -140,7 +144,6 @@ def _search(
             del sizes["replicate"]
         return _plan(given(mesh=sizes if is_free else mesh, shard=shard))
 
-    job = given(mesh=mesh, shard=_chosen_shard(None, options))
     reach = job.hardware.links[0].reach if job.hardware.links else None
     nodes = world // reach if reach else 1
     return Search(
@@ -149,7 +152,8 @@ def _search(
         fixed=fixed,
         num_blocks=num_blocks(job.model, options.get("policy")),
         shapes=[nodes] if is_free and reach and 1 < nodes and world % reach == 0 else [],
-    ).run(target_s)
+        target_s=target_s,
+    ).run()
 
 
 def _checked_model(model: Any) -> nn.Module:

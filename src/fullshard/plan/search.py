@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from fullshard.engine import CPUOffloadPolicy
 from fullshard.errors import FullshardError
 from fullshard.frontend import Choice
 from fullshard.layout import PerParameter, Ragged
@@ -19,9 +20,9 @@ _GAIN = 0.995
 class Search:
     """A search from one choice to better ones, each tried by a dry run.
 
-    First the arrangement (layout, copies), then as few recomputed blocks as fit, then what trades
-    memory for time: units that stay whole after forward, and budgets. ``fixed`` names fields that
-    the user has set.
+    First the arrangement (layout, copies), then as few recomputed blocks as fit, on the device or
+    offloaded, then what trades memory for time: units that stay whole after forward, units of
+    several blocks, and budgets. ``fixed`` names fields that the user has set.
     """
 
     def __init__(
@@ -32,15 +33,17 @@ class Search:
         fixed: Collection[str],
         num_blocks: int,
         shapes: list[int],
+        target_s: float | None = None,
     ) -> None:
         self._plan_for = plan_for
         self._fixed = fixed
         self._num_blocks = num_blocks
         self._shapes = shapes
+        self._target_s = target_s
         self._plans: dict[Choice, Plan] = {}
         self.best = start
 
-    def run(self, target_s: float | None) -> Plan:
+    def run(self) -> Plan:
         """Return the plan for the best choice, with all that were tried."""
         self._look_at(self.best)
         for change in self._arrangements():
@@ -48,21 +51,23 @@ class Search:
         self._make_fit()
         for change in self._trades():
             self._try(**change)
-        order = sorted(self._plans, key=lambda choice: self._rank(choice, target_s))
-        if target_s is None and self._look_at(self.best).fits:  # others may be faster by nothing
+        order = sorted(self._plans, key=self._rank)
+        if (
+            self._target_s is None and self._look_at(self.best).fits
+        ):  # others may be faster by nothing
             order.sort(key=lambda choice: choice != self.best)
         tried = tuple(
-            Tried(choice, plan.peak_nbytes, plan.step_s, plan.fits)
+            Tried(choice, plan.peak_nbytes, plan.host_nbytes, plan.step_s, plan.fits)
             for choice, plan in ((choice, self._plans[choice]) for choice in order)
         )
         return replace(self._plans[order[0]], choice=order[0], tried=tried)
 
-    def _rank(self, choice: Choice, target_s: float | None) -> tuple[float, ...]:
+    def _rank(self, choice: Choice) -> tuple[float, ...]:
         """Order choices: those that fit come first, by time; if fast enough, by memory."""
-        plan = self._plans[choice]
+        plan = self._look_at(choice)
         if not plan.fits:
-            return 2, plan.peak_nbytes, 0
-        if target_s is not None and plan.step_s <= target_s:
+            return 2, plan.excess_nbytes, 0
+        if self._target_s is not None and plan.step_s <= self._target_s:
             return 0, plan.peak_nbytes, plan.step_s
         return 1, plan.step_s, plan.peak_nbytes
 
@@ -74,6 +79,9 @@ class Search:
 
     def _trades(self) -> Iterator[dict[str, Any]]:
         yield {"reshard_after_forward": False}
+        for blocks in (2, 4, 8):
+            if blocks <= self._num_blocks and 2 * self.best.blocks_per_unit == blocks:
+                yield {"blocks_per_unit": blocks}
         largest = max(unit.unsharded_nbytes for unit in self._look_at(self.best).units)
         for units in (2, 4):
             yield {"prefetch_nbytes": units * largest}
@@ -81,26 +89,39 @@ class Search:
             yield {"reduction_nbytes": 2 * units * largest}
 
     def _make_fit(self) -> None:
-        """Recompute as few blocks as are needed, as if each saved as much as every other."""
-        low = self._look_at(self.best)
-        if low.fits or not self._num_blocks or "recomputed" in self._fixed:
-            return
-        all_of_them = replace(self.best, recomputed=self._num_blocks)
-        high = self._look_at(all_of_them)
-        self.best = all_of_them if high.peak_nbytes < low.peak_nbytes else self.best
-        if not high.fits:
-            return
-        share = (low.peak_nbytes - low.hardware.memory_nbytes) / (
-            low.peak_nbytes - high.peak_nbytes
-        )
-        self.best = replace(self.best, recomputed=self._fewest(math.ceil(share * self._num_blocks)))
+        """Recompute as few blocks as are needed; offload if that takes less of the device's time.
 
-    def _fewest(self, guess: int) -> int:
+        Offload is also tried where everything fits, but the least memory is asked for.
+        """
+        found = [self._recomputing(self.best)]
+        here = self._look_at(found[0])
+        wanted = self._target_s is not None or not self._look_at(self.best).fits
+        if wanted and "offload_policy" not in self._fixed:
+            away = replace(self.best, offload_policy=CPUOffloadPolicy())
+            faster = self._look_at(away).step_s < here.step_s  # which recomputation only slows down
+            if self._target_s is not None or not here.fits or faster:
+                found.append(self._recomputing(away))
+        self.best = min(found, key=self._rank)
+
+    def _recomputing(self, start: Choice) -> Choice:
+        """Return ``start`` with the fewest recomputed blocks that fit, as if all saved as much."""
+        low = self._look_at(start)
+        if low.fits or not self._num_blocks:
+            return start
+        all_of_them = replace(start, recomputed=self._num_blocks)
+        high = self._look_at(all_of_them)
+        if not high.fits:
+            return all_of_them if high.excess_nbytes < low.excess_nbytes else start
+        share = low.excess_nbytes / max(1, low.peak_nbytes - high.peak_nbytes)
+        guess = math.ceil(share * self._num_blocks)
+        return replace(start, recomputed=self._fewest(start, guess))
+
+    def _fewest(self, start: Choice, guess: int) -> int:
         """Return the fewest recomputed blocks that fit; none do not, and all do."""
         least, most = 0, self._num_blocks
         while most - least > 1:
             probe = guess if least < guess < most else (least + most) // 2
-            if self._look_at(replace(self.best, recomputed=probe)).fits:
+            if self._look_at(replace(start, recomputed=probe)).fits:
                 most, guess = probe, probe - 1  # a good guess is confirmed by its neighbour
             else:
                 least, guess = probe, probe + 1
@@ -122,7 +143,7 @@ class Search:
         if now.fits:
             better = found.fits and found.step_s < _GAIN * now.step_s
         else:
-            better = found.fits or found.peak_nbytes < _GAIN * now.peak_nbytes
+            better = found.fits or found.excess_nbytes < _GAIN * now.excess_nbytes
         if better:
             self.best = then
 

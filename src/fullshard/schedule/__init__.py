@@ -11,6 +11,7 @@ from fullshard.schedule.actions import Action, Op
 from fullshard.schedule.record import Event, Observer, Recorder, Transcript
 from fullshard.schedule.scheduler import Scheduler
 from fullshard.schedule.state import (
+    IN_USE,
     AfterForward,
     Ahead,
     Hold,

@@ -125,17 +125,17 @@ class Prefetcher:
             unit = order.units[position]
             if states[unit].is_held:
                 continue
-            free_nbytes -= states[unit].nbytes
+            free_nbytes -= states[unit].moved_nbytes
             if free_nbytes < 0:
                 return
             self._guess(position, unit, out)
 
     def _guess(self, position: int, unit: int, out: Actions) -> None:
-        state = self._residents.units[unit]
+        state = self._residents.leading(unit)
         if not state.is_held:
             self._residents.gather(state, out)
             state.holds |= Hold.GUESS
-            self._guesses[unit] = position
+            self._guesses[state.key] = position
 
     def _drop(self, unit: int, out: Actions) -> None:
         del self._guesses[unit]

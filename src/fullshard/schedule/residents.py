@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fullshard.schedule.actions import FENCE, Action
-from fullshard.schedule.state import IN_USE, Hold, Residency, UnitState
+from fullshard.schedule.state import IN_USE, AfterForward, Hold, Residency, UnitState
 
 Actions = list[Action]
 
@@ -32,8 +32,13 @@ class Residents:
     def held_nbytes(self) -> int:
         """Return the unsharded bytes, those being gathered included, the root's excluded."""
         if self.root is not None and self.root.is_held:
-            return self._held_nbytes - self.root.nbytes
+            return self._held_nbytes - self.root.moved_nbytes
         return self._held_nbytes
+
+    def leading(self, unit: int) -> UnitState:
+        """Return the unit that decides when ``unit`` moves: its carrier, or itself."""
+        state = self.units[unit]
+        return state.carrier or state
 
     def need(self, state: UnitState, out: Actions) -> None:
         """Make the unit unsharded, whatever its residency is."""
@@ -73,11 +78,15 @@ class Residents:
         state.move(_GATHERING)
         state.generation = self.generation
         out.append(state.do.unshard)
+        for one in state.carries:
+            self.gather(one, out)
 
     def wait(self, state: UnitState, out: Actions) -> None:
         """Finish unsharding the unit, or show it again if it was concealed."""
         state.move(_UNSHARDED)
         out.append(state.do.wait)
+        for one in state.carries:
+            self.wait(one, out)
 
     def hide(self, state: UnitState) -> None:
         """Hold the unit until the weights change: a graph that we do not see may read it."""
@@ -88,12 +97,22 @@ class Residents:
         """Release the units whose hidden graphs belong to weights that have changed since."""
         for state in [self.units[key] for key in sorted(self.hidden)]:
             if state.generation != self.generation and not state.holds & IN_USE:
-                state.holds &= ~Hold.HIDDEN
-                self.hidden.discard(state.key)
-                self.settle(state, out)
+                self.unhide(state, out)
+
+    def unhide(self, state: UnitState, out: Actions) -> None:
+        """Release a hidden unit."""
+        state.holds &= ~Hold.HIDDEN
+        self.hidden.discard(state.key)
+        if state.carries and not state.residency:  # freed in name only, see ``settle``
+            out.extend(one.do.reshard for one in (state, *state.carries))
+        self.settle(state, out)
 
     def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
-        """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do."""
+        """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do.
+
+        What a unit with others inside hides may depend on what the rank ran of these. So a hidden
+        carrier keeps its memory, but counts as sharded and is gathered again, as on other ranks.
+        """
         if not state.residency or state.holds & ~_UNSEEN:
             return
         if state.residency is _SECONDARY:
@@ -104,12 +123,13 @@ class Residents:
             self.wait(state, out)  # a buffer cannot be freed while a collective writes into it
         if state.holds:
             if state.residency is _UNSHARDED:
-                state.move(_CONCEALED)
-                out.append(state.do.conceal)
-            return
-        self._held_nbytes -= state.nbytes
-        state.move(_SECONDARY if to_secondary else _SHARDED)
-        out.append(state.do.reshard_to_secondary if to_secondary else state.do.reshard)
+                self._conceal(state, out)
+            if not state.carries or state.holds & Hold.LATE:
+                return
+            if not to_secondary:
+                self._count_as_sharded(state)
+                return
+        self._free(state, out, to_secondary=to_secondary)
 
     def put_off(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
         """Add a hold so that the unit is freed only once the next gather has begun.
@@ -126,7 +146,7 @@ class Residents:
         """Free the unit that was put off if ``state`` would not fit beside it."""
         if self._late is None or budget is None or state.is_held:
             return
-        if self.held_nbytes() + state.nbytes > budget:
+        if self.held_nbytes() + state.moved_nbytes > budget:
             self.end_late(out)
 
     def end_late(self, out: Actions) -> None:
@@ -136,6 +156,54 @@ class Residents:
             state.holds &= ~Hold.LATE
             self.settle(state, out, to_secondary=to_secondary)
 
+    def regroup(self) -> None:
+        """Find the carrier of each unit that ranks may skip, once all units are sharded.
+
+        A rank may skip what lies inside such a unit as well, so all of it has the nearest unit
+        around as its carrier. Every rank runs the carrier, so it gathers, frees and reduces what it
+        carries at moments that ranks agree on, whatever each of them runs of it.
+        """
+        around: list[UnitState] = []
+        carried: dict[int, list[UnitState]] = {key: [] for key in self.units}
+        for key in sorted(self.units, reverse=True):
+            state = self.units[key]
+            while around and key < around[-1].key - around[-1].num_inside:
+                around.pop()
+            nearest = around[-1] if around else None
+            state.carrier = nearest and nearest.carrier
+            if state.policy.skip_tolerant and state.carrier is None:
+                state.carrier = nearest
+            state.holds &= ~Hold.CARRIED
+            if state.carrier is not None:
+                state.holds |= Hold.CARRIED
+                carried[state.carrier.key].append(state)
+            around.append(state)
+        for key, state in self.units.items():
+            state.carries = tuple(reversed(carried[key]))
+
+    def _conceal(self, state: UnitState, out: Actions) -> None:
+        state.move(_CONCEALED)
+        out.append(state.do.conceal)
+        for one in state.carries:
+            self._conceal(one, out)
+
+    def _count_as_sharded(self, state: UnitState) -> None:
+        self._held_nbytes -= state.nbytes
+        state.move(_SHARDED)
+        for one in state.carries:
+            self._count_as_sharded(one)
+
+    def _free(self, state: UnitState, out: Actions, *, to_secondary: bool) -> None:
+        self._held_nbytes -= state.nbytes
+        state.move(_SECONDARY if to_secondary else _SHARDED)
+        out.append(state.do.reshard_to_secondary if to_secondary else state.do.reshard)
+        for one in state.carries:  # not all of them may have a smaller group of ranks
+            smaller = to_secondary and one.policy.after_forward is AfterForward.SECONDARY
+            self._free(one, out, to_secondary=smaller)
+
     def _drop_secondary(self, state: UnitState, out: Actions) -> None:
         state.move(_SHARDED)
         out.append(state.do.reshard)
+        for one in state.carries:
+            if one.residency is _SECONDARY:
+                self._drop_secondary(one, out)

@@ -57,9 +57,10 @@ class Scheduler:
         self._tasks: dict[int, Task] = {}
         self.reductions = Reductions()
 
-    def add(self, unit: UnitState) -> None:
-        """Register a unit."""
-        self._units[unit.key] = unit
+    def add(self, *units: UnitState) -> None:
+        """Register units."""
+        self._units.update((unit.key, unit) for unit in units)
+        self.residents.regroup()
 
     def on(self, trigger: Trigger) -> tuple[Action, ...]:
         """Return the actions that follow from ``trigger``, in order."""
@@ -107,7 +108,7 @@ class Scheduler:
             self._begin_iteration(state, out)
         if not outside:
             self._task(event.task)
-        elif state.use is None:
+        elif state.use is None and state.carrier is None:
             self.residents.refresh(state, out)
         entered = state.use is None
         if state.use is None:
@@ -115,6 +116,8 @@ class Scheduler:
             state.waiting_members = set(range(state.num_members))
             self._num_uses += 1
         self._stack.append((event.unit, state.use))
+        if state.carrier is not None:
+            return  # it is unsharded, and other ranks may not run it
         state.holds |= Hold.FORWARD
         self.residents.make_room(state, self.policy.prefetch_budget, out)
         self.residents.need(state, out)
@@ -136,6 +139,9 @@ class Scheduler:
             pass  # inner uses that an exception ended without a ``ForwardExit``
         if any(unit == event.unit for unit, _ in self._stack):
             return  # the unit called itself; the exit of the outer call ends the use
+        if state.carrier is not None:
+            state.use = None
+            return
         outside = event.task == NO_TASK
         if event.follows >= _BACKWARD and not event.failed and state.use is not None:
             if outside:
@@ -157,6 +163,8 @@ class Scheduler:
         if state.use is None:
             return
         state.use = None
+        for one in state.carries:
+            one.use = None
         outside = event.task == NO_TASK
         if not outside:
             self._task(event.task).recomputed.add(state.key)
@@ -193,7 +201,7 @@ class Scheduler:
                 self.residents.settle(state, out)
         else:
             left = (self._units[key] for key in reversed(iteration.left))
-            self._back.follow([unit.key for unit in left if unit.policy.unshard_in_backward])
+            self._back.follow([u.key for u in left if u.policy.unshard_in_backward or u.carries])
         if not event.failed:
             self._learned[iteration.root] = iteration.entered
 
@@ -203,7 +211,7 @@ class Scheduler:
         state = self._units[event.unit]
         task = self._task(event.task)
         self._leave_younger(task, event.task, event.until, out)
-        if event.use in task.open_uses:
+        if event.use in task.open_uses or state.carrier is not None:
             return
         task.open_uses[event.use] = event.unit
         if event.use in state.graph_uses:
@@ -212,13 +220,14 @@ class Scheduler:
         if event.accumulates is _NOWHERE:
             task.dealt_with.add(event.unit)
             if self.policy.manual_finalization:
-                state.pending = True  # the caller may assign the results to ``.grad`` by hand
+                for one in (state, *state.carries):
+                    one.pending = True  # the caller may assign the results to ``.grad`` by hand
         elif event.accumulates is _ELSEWHERE and event.unit not in task.dealt_with:
             task.due.add(event.unit)
         if event.keeps_graph:
             self.residents.hide(state)
         state.holds = state.holds & ~Hold.RECOMPUTE | Hold.BACKWARD
-        if state.policy.unshard_in_backward:
+        if state.policy.unshard_in_backward or state.carries:
             self.residents.need(state, out)
         self._back.met(
             event.unit,
@@ -267,12 +276,14 @@ class Scheduler:
         moment either: if other units run between the calls of this unit, its last gradient may come
         before, between or after theirs, depending on how each rank uses its parameters.
         """
-        outer = self._outer_task(event.unit, event.task)
-        (outer or self._task(event.task)).due.add(event.unit)
+        carrier = self._units[event.unit].carrier
+        unit = event.unit if carrier is None else carrier.key
+        outer = self._outer_task(unit, event.task)
+        (outer or self._task(event.task)).due.add(unit)
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
         task = self._tasks.pop(event.task, None) or Task(self._num_uses)
-        task.due.update(event.leftovers)
+        task.due.update(self.residents.leading(key).key for key in event.leftovers)
         self._leave_younger(task, event.task, -1, out)
         touched = dict.fromkeys((*task.entered, *sorted(task.dealt_with | task.due)))
         ended: list[UnitState] = []
@@ -336,7 +347,8 @@ class Scheduler:
     def _task_died(self, event: when.TaskDied, out: Actions) -> None:
         task = self._tasks.pop(event.task, None) or Task(0)
         due = sorted(task.due)  # a nested task may have left units here
-        out.extend(self._units[key].do.discard for key in dict.fromkeys((*event.leftovers, *due)))
+        for state in map(self._units.__getitem__, dict.fromkeys((*event.leftovers, *due))):
+            out.extend(one.do.discard for one in (state, *state.carries))
         if self._tasks:
             return
         self._back.give_up(out)
@@ -357,6 +369,8 @@ class Scheduler:
         task.dealt_with.add(state.key)
         task.due.discard(state.key)
         self.reductions.start(state, out, self.policy.reduction_budget)
+        for one in state.carries:
+            self.reductions.start(one, out, self.policy.reduction_budget)
 
     def _task(self, number: int) -> Task:
         task = self._tasks.get(number)
@@ -370,19 +384,19 @@ class Scheduler:
     # the user
 
     def _user_unshard(self, event: when.UserUnshard, out: Actions) -> None:
-        state = self._units[event.unit]
+        state = self.residents.leading(event.unit)
         state.holds |= Hold.USER
         self.residents.begin(state, out, fence=self.idle)
 
     def _user_wait(self, event: when.UserWait, out: Actions) -> None:
-        state = self._units[event.unit]
+        state = self.residents.leading(event.unit)
         if state.residency is Residency.GATHERING:
             self.residents.begin(state, out, fence=self.idle)
         if state.residency in (Residency.GATHERING, Residency.CONCEALED):
             self.residents.wait(state, out)
 
     def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
-        state = self._units[event.unit]
+        state = self.residents.leading(event.unit)
         self.residents.end_stale_hidden(out)
         state.holds &= ~(Hold.USER if state.holds & IN_USE else _NOT_IN_USE)
         self.residents.settle(state, out)
@@ -391,7 +405,10 @@ class Scheduler:
         self.residents.generation += 1
 
     def _set_policy(self, event: when.SetPolicy, out: Actions) -> None:
-        self._units[event.unit].policy = event.policy
+        state = self._units[event.unit]
+        before, state.policy = state.policy, event.policy
+        if before.skip_tolerant is not event.policy.skip_tolerant:
+            self.residents.regroup()
 
     def _set_machine_policy(self, event: when.SetMachinePolicy, out: Actions) -> None:
         self.policy = event.policy
@@ -411,11 +428,12 @@ class Scheduler:
             guesses.follow(())
         self.reductions.finish(out)
         self.residents.end_late(out)
-        self.residents.hidden.clear()
+        for key in sorted(self.residents.hidden):
+            self.residents.unhide(self._units[key], out)
         for state in self.residents.units.values():
             state.use = None
             state.graph_uses.clear()
-            state.holds = 0
+            state.holds &= Hold.CARRIED
             state.pending = state.partial = False
             self.residents.settle(state, out)
             out.append(state.do.forget)

@@ -71,6 +71,8 @@ class Hold:
     """The unit was prefetched."""
     LATE = 1 << 7
     """The use was left; the unit is freed once the next gather begins (``Residents.put_off``)."""
+    CARRIED = 1 << 8
+    """The unit moves with its carrier, so nothing else frees it (``Residents.regroup``)."""
 
 
 IN_USE = Hold.FORWARD | Hold.BACKWARD | Hold.RECOMPUTE
@@ -104,6 +106,8 @@ class UnitPolicy:
     """Units to gather when this unit enters forward, instead of the next one in learned order."""
     backward_prefetch: tuple[int, ...] = ()
     """Units to gather when this unit enters backward, in the same way."""
+    skip_tolerant: bool = False
+    """True if each rank may skip the unit, repeat it or run it in an order of its own."""
 
     def renumbered(self, key_of: Mapping[int, int]) -> UnitPolicy:
         """Return this policy with unit keys mapped by ``key_of``; drop units missing from it."""
@@ -146,15 +150,16 @@ class UnitState:
 
     ``nbytes`` counts the unsharded bytes, ``reduction_nbytes`` the bytes that a reduction holds
     until it is through with the shards; ``num_members`` counts the modules that share the unit;
-    ``encloses`` is True if there are units inside its modules; ``replicated`` is True if other
-    ranks hold the same shards, so that gradients are reduced over those ranks too.
+    ``num_inside`` counts the units inside its modules, which are those with the keys just below;
+    ``replicated`` is True if other ranks hold the same shards, so that gradients are reduced over
+    those ranks too.
     """
 
     key: int
     nbytes: int
     reduction_nbytes: int = 0
     num_members: int = 1
-    encloses: bool = False
+    num_inside: int = 0
     replicated: bool = False
     policy: UnitPolicy = UnitPolicy()
     residency: Residency = Residency.SHARDED
@@ -172,6 +177,10 @@ class UnitState:
     """Uses whose backward may come -> number of times that it has come."""
     graph_generation: int = 0
     """The generation of the weights that the forwards of ``graph_uses`` read."""
+    carrier: UnitState | None = field(default=None, repr=False, compare=False)
+    """The unit with which this one is gathered, freed and reduced; None: it moves by itself."""
+    carries: tuple[UnitState, ...] = field(default=(), repr=False, compare=False)
+    """The units of which this one is the carrier, by key."""
     do: UnitActions = field(init=False)
 
     def __post_init__(self) -> None:
@@ -181,6 +190,13 @@ class UnitState:
     def is_held(self) -> bool:
         """True if the unsharded parameters are in memory or being gathered."""
         return self.residency >= _GATHERING
+
+    @property
+    def moved_nbytes(self) -> int:
+        """The unsharded bytes of the unit and of all that it carries."""
+        if not self.carries:
+            return self.nbytes
+        return self.nbytes + sum(one.nbytes for one in self.carries)
 
     def move(self, to: Residency) -> None:
         """Change the residency; nothing else may change it."""

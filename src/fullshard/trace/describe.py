@@ -24,7 +24,7 @@ def unit_as_json(unit: Unit, engine: Engine, number: int) -> dict[str, Any]:
         "shard_nbytes": sum(bucket.shards.nbytes for bucket in unit.buckets),
         "reduction_nbytes": unit.reduction_nbytes,
         "shards": max(worlds, default=1),
-        "encloses": unit.encloses,
+        "encloses": unit.num_inside > 0,
         "after_forward": engine.policy_of(unit).after_forward.value,
     }
 

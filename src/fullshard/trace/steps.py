@@ -1,7 +1,7 @@
 """What is kept of the steps of a trace: the last and the slowest whole, sums of all.
 
 This runs once a step, beside the training; entries are put together only when a trace is over
-(``plan/reading.py``).
+(``trace/reading.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a trace hears of engines while they run: a list of tuples, and little else.
 
 Everything here runs beside every action of a step, so nothing is looked up, formatted or added up
-that could be later (``plan/steps.py``).
+that could be later (``trace/steps.py``).
 """
 
 from __future__ import annotations
@@ -61,17 +61,19 @@ class Tape:
         self._since_s = start_s
         self._trains = False  # a forward was run from which a gradient may flow
         self._has_grads = False  # a backward has ended
+        self._evaluated = False  # an evaluation has ended, but for what is freed after it
         self._changed_s: float | None = None  # when weights changed last
 
     def heard(self, trigger: Trigger, depth: int, at_s: float) -> None:
         """Take note of a trigger that may end a segment; ``depth`` counts forwards that run."""
+        self._end_evaluation()
         kind = type(trigger)
         if kind is ForwardEnter:
             if depth == 1 and trigger.task == NO_TASK:  # type: ignore[union-attr]
                 self._begin_forward()
         elif kind is ForwardExit:
             if depth == 0 and trigger.task == NO_TASK:  # type: ignore[union-attr]
-                self._end_forward(trigger, at_s)  # type: ignore[arg-type]
+                self._end_forward(trigger)  # type: ignore[arg-type]
         elif kind is WeightsChanged:
             self._changed_s = at_s
         else:  # of an optimizer that steps in backward, the end is the end of the backward
@@ -103,14 +105,20 @@ class Tape:
             self._trains = self._has_grads = False
             self._changed_s = None
 
-    def _end_forward(self, trigger: ForwardExit, at_s: float) -> None:
+    def _end_forward(self, trigger: ForwardExit) -> None:
         if trigger.follows >= Follows.BACKWARD:
             self._trains = True
         elif not (trigger.failed or self._trains or self._has_grads):
-            self.close(SegmentKind.EVALUATION, at_s)
+            self._evaluated = True
+
+    def _end_evaluation(self) -> None:
+        if self._evaluated:
+            self._evaluated = False
+            self.close(SegmentKind.EVALUATION, self.entries[-1][1])
 
     def end(self) -> None:
         """Hand over what is left: the last step, if it is complete."""
+        self._end_evaluation()
         if self._has_grads and self._changed_s is not None:
             self.close(SegmentKind.STEP, self._changed_s)
         self.close(SegmentKind.PART, _now())

@@ -47,7 +47,9 @@ class ChatTokenizer:
         except ImportError as error:
             raise ConfigError("chats need transformers: pip install 'fullshard[hf]'") from error
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # OSError, ValueError, KeyError and more
             reason = textwrap.shorten(str(error), width=300)
             raise ConfigError(

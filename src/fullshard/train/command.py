@@ -95,6 +95,9 @@ def train_command(
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate; default: by the size of the model.")
     ] = None,
+    max_skipped: Annotated[
+        int, typer.Option(help="Steps in a row to skip if loss or gradients are not finite.")
+    ] = _DEFAULT.max_skipped,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = _DEFAULT.dtype,
     layout: Annotated[
         LayoutName, typer.Option(help="How parameters lie in the shards.")
@@ -122,6 +125,9 @@ def train_command(
             metavar="NAME|FILE",
         ),
     ] = _DEFAULT.hardware,
+    trace: Annotated[
+        bool, typer.Option(help="Record what workers do, for fullshard trace.")
+    ] = _DEFAULT.trace,
 ) -> int:
     """Train a language model on real text, fully sharded over local workers.
 

@@ -77,7 +77,7 @@ class TrainConfig:
     """Everything that decides what a run computes.
 
     Attributes:
-        out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and ``loss.png``.
+        out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and others.
         model: a name in ``SIZES``, or ``hf:`` and the path of a ``transformers`` configuration.
         init: a folder of weights to begin with, and of their tokenizer, as transformers writes it.
         lora: rank of the adapters that are trained instead of the weights of ``init``.
@@ -99,8 +99,11 @@ class TrainConfig:
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
+        max_skipped: steps in a row that may be skipped because something is not finite.
         reshard: free each block's full parameters between its forward and its backward.
         hardware: what the run is planned for, see ``fullshard.plan``; None plans bytes only.
+        trace: record what all workers do, see ``fullshard.trace``, and write it to ``trace/`` of
+            ``out`` when the run ends.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
         resume: continue from the newest complete checkpoint of ``out``.
 
@@ -128,6 +131,7 @@ class TrainConfig:
     warmup: int = 40
     weight_decay: float = 0.1
     clip: float = 1.0
+    max_skipped: int = 10
     dtype: Dtype = Dtype.FP32
     layout: LayoutName = LayoutName.PER_PARAMETER
     replicas: int = 1
@@ -138,6 +142,7 @@ class TrainConfig:
     eval_every: int = 100
     eval_sequences: int = 256
     hardware: str | None = None
+    trace: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -146,6 +151,7 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         if self.min_workers is not None:
             _at_least("min_workers", self.min_workers, 1)
+        _at_least("max_skipped", self.max_skipped, 0)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)
         if self.model not in SIZES and not self.model.startswith(HF):

@@ -1,15 +1,21 @@
-"""Measurements of a worker's memory and of its waiting time."""
+"""Measurements of a worker's memory, of its waiting time, and of all that it does."""
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
+
+from .config import TrainConfig
+from .rundir import RunDir
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
@@ -31,3 +37,16 @@ def shard_nbytes(model: nn.Module) -> int:
 def waited_s(model: nn.Module) -> float:
     """Return the total seconds that computation waited for communication; use differences."""
     return model.waited_s() if isinstance(model, fullshard.FSDPModule) else 0.0
+
+
+def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context that records what the model does if asked for, beside the run's plan.
+
+    It is the whole start: what is kept has a bound, and a failure may come late.
+    """
+    if not config.trace:
+        return nullcontext()
+    plan = json.loads(run.plan.read_text(encoding="utf-8")) if run.plan.exists() else None
+    if plan is not None and not plan["has_times"]:
+        del plan["step_s"]
+    return fullshard.trace(model, run.trace, plan=plan)

@@ -15,6 +15,12 @@ from torch import nn
 from fullshard import unshard_params
 from fullshard.errors import ConfigError
 
+_IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa", "flex_attention"),
+    "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
+}
+"""What a configuration may choose: kernels of PyTorch's."""
+
 # Fields that do not describe the model: origin, version, dtype, caching.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 
@@ -50,7 +56,7 @@ class HfArchitecture:
         family: Any = AutoModelForCausalLM  # typed in part only
         try:
             # A configuration names the dtype of the published weights; new weights are fp32.
-            model = family.from_config(self.config, dtype=torch.float32)
+            model = family.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
             if checkpoint_activations:
                 _enable_checkpoints(model)
         except Exception as error:  # inconsistent sizes fail anywhere in the model's code
@@ -90,13 +96,28 @@ def load_hf(path: str) -> HfArchitecture:
     # Otherwise every worker would repeat the same messages.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        # Unless it is told not to, transformers asks at a terminal whether to run a folder's code.
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more
         raise _refusal(path, error) from error
+    _check_kernels(path, config)
     if not hasattr(config.get_text_config(), "vocab_size"):
         raise ConfigError(f"--model hf:{path}: a {config.model_type} is no language model")
     config.use_cache = False  # the key-value cache is useless in training
     return HfArchitecture(path, config)
+
+
+def _check_kernels(path: str, config: Any) -> None:
+    """Raise ``ConfigError`` if a file chooses code that transformers would fetch and run."""
+    inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    for one in (config, *inner):
+        for option, known in _IMPLEMENTATIONS.items():
+            named = getattr(one, f"_{option}", None)
+            if named not in (None, *known):
+                raise ConfigError(
+                    f"--model hf:{path}: its {option} is {named!r}, whose code transformers may "
+                    f"fetch from a hub; expected {', '.join(known)}, or none"
+                )
 
 
 def _enable_checkpoints(model: Any) -> None:

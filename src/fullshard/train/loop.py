@@ -18,14 +18,14 @@ from torch.optim import AdamW, Optimizer
 
 import fullshard
 from fullshard.checkpoint import Checkpointer, load_weights
-from fullshard.errors import ConfigError
-from fullshard.optim import ShardedOptimizer, clip_grad_norm_
+from fullshard.errors import ConfigError, NonFiniteError
+from fullshard.optim import ShardedOptimizer, StepGuard
 
 from .adapters import add_adapters
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
 from .data import Order, TokenizedText
-from .gauges import peak_memory_nbytes, shard_nbytes, waited_s
+from .gauges import peak_memory_nbytes, recording, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
 from .progress import Reporter
 from .quantized import conversions, quantize_linears
@@ -67,6 +67,7 @@ def train(
         Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
         MetricsFile(run.metrics, enabled=world.is_first) as metrics,
         stopping() as trainer.stopping,
+        recording(config, run, trainer.model),
     ):
 
         def tell(step: StartedStep) -> None:
@@ -196,6 +197,8 @@ class StartedStep(NamedTuple):
     started_s: float
     rows: Rows
     """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop."""
+    skipped: int
+    """Steps skipped so far, this one included."""
     evaluates: bool
     """True if an evaluation follows the step."""
 
@@ -210,6 +213,9 @@ class Trainer:
         self.architecture = choose_architecture(config)
         self.model = build_sharded_model(config, self.architecture, world)
         self.optimizer = build_optimizer(self.model, config)
+        self.guard = StepGuard(
+            self.model, self.optimizer, max_norm=config.clip, max_skipped=config.max_skipped
+        )
         self.checkpointer = Checkpointer(
             RunDir(Path(config.out)).checkpoints,
             every=config.save_every,
@@ -233,7 +239,7 @@ class Trainer:
         self.stops = False  # whether any worker was asked to stop; the same on all workers
 
     def start(self, step: int) -> StartedStep:
-        """Issue one optimizer step; on a GPU the host does not wait for it."""
+        """Issue one optimizer step; on a GPU the host waits for the gradients, not for more."""
         config = self.config
         started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
@@ -241,19 +247,22 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self._forward_backward(step)
-        grad_norm = clip_grad_norm_(self.model.parameters(), config.clip)
-        self.optimizer.step()
+        try:
+            self.guard.step(loss)
+        except NonFiniteError as error:
+            self.checkpointer.wait()
+            raise ConfigError(f"step {step}: {error}; --lr is {config.lr}") from error
         self.optimizer.zero_grad()
         rows = self.world.rows_later(
             loss,
             waited_s(self.model) - waited_before_s,
             peak_memory_nbytes(self.world.device),
             self.shard_nbytes,
-            grad_norm,
+            self.guard.norm,
             float(self.stopping.is_asked),
         )
         evaluates = step % config.eval_every == 0 or step == config.steps
-        return StartedStep(step, lr, started_s, rows, evaluates)
+        return StartedStep(step, lr, started_s, rows, self.guard.skipped, evaluates)
 
     def record(self, started: StartedStep) -> StepRecord:
         """Wait for a step and return its record, with an evaluation if one is due."""
@@ -261,19 +270,13 @@ class Trainer:
         figures = started.rows.read()
         losses, waits_s, peaks, shards, grad_norms, asked = figures.unbind(dim=1)
         self.stops = self.stops or bool(asked.any())
-        mean_loss = losses.mean().item()
-        if not math.isfinite(mean_loss):  # the same on all workers, so all stop
-            self.checkpointer.wait()
-            raise ConfigError(
-                f"the loss is {mean_loss} at step {step}: lower --lr than {config.lr}"
-            )
         now_s = time.perf_counter()
         seconds = now_s - max(started.started_s, self._ended_s)  # it ran after the previous step
         self._ended_s = now_s
         num_tokens = config.batch * config.seq * config.accumulate * self.world.size
         return StepRecord(
             step=step,
-            loss=mean_loss,
+            loss=losses[losses.isfinite()].mean().item(),
             tokens_per_s=num_tokens / seconds,
             lr=started.lr,
             grad_norm=grad_norms[self.world.rank].item(),
@@ -282,6 +285,7 @@ class Trainer:
             shard_nbytes=int(shards.max()),
             waiting=waits_s.mean().item() / seconds,
             eval_bits_per_byte=self.evaluate() if started.evaluates else None,
+            skipped=started.skipped or None,
         )
 
     def _forward_backward(self, step: int) -> Tensor:

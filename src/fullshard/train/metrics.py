@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ class StepRecord:
         peak_memory_nbytes: peak memory of a worker since its start, maximum over workers.
         shard_nbytes: parameters kept by a worker, maximum over workers.
         waiting: fraction of the step spent waiting for communication, mean over workers.
+        loss: mean over the workers whose loss is finite; not a number if none is.
+        skipped: steps skipped since the start because something was not finite; None: none.
     """
 
     step: int
@@ -30,11 +33,13 @@ class StepRecord:
     shard_nbytes: int
     waiting: float
     eval_bits_per_byte: float | None = None
+    skipped: int | None = None
 
     def to_json(self) -> str:
-        """Return one line of JSON; without an evaluation its key is absent."""
+        """Return one line of JSON, without keys whose value is None or not finite."""
         record = dataclasses.asdict(self)
-        return json.dumps({key: value for key, value in record.items() if value is not None})
+        known = {k: v for k, v in record.items() if v is not None and math.isfinite(v)}
+        return json.dumps(known)
 
 
 class MetricsFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from .metrics import read_metrics
@@ -19,7 +20,7 @@ def draw_loss(metrics: Path, picture: Path) -> bool:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display and without touching the user's backend
     left = figure.add_subplot()
-    left.plot([r["step"] for r in records], [r["loss"] for r in records], linewidth=1)
+    left.plot([r["step"] for r in records], [r.get("loss", math.nan) for r in records], linewidth=1)
     left.set(xlabel="step", ylabel="training loss (nats per token)")
     left.grid(alpha=0.3)
     if evaluated:

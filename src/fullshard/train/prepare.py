@@ -58,12 +58,13 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run.lock)
-        aside = None if config.resume else run.set_aside()
+        aside = run.set_aside(resumes=config.resume)
         config.save(run.config)
     except OSError as error:
         raise ConfigError(f"--out {config.out}: cannot be written ({error})") from error
     if aside is not None:
-        print(f"{run.path} held an earlier run; it lies in {aside} now")
+        what = "the trace of an earlier start" if config.resume else "an earlier run"
+        print(f"{run.path} held {what}; it lies in {aside} now")
     print(
         f"training {config.model} ({num_parameters:,} parameters) on "
         f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "

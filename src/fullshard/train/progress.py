@@ -95,6 +95,8 @@ def _line(record: StepRecord, *, total: int, left_s: float) -> str:
         f"lr={record.lr:.2e} peak_memory_nbytes={record.peak_memory_nbytes} "
         f"shard_nbytes={record.shard_nbytes} waiting={record.waiting:.3f} left_s={left_s:.0f}"
     )
+    if record.skipped:
+        text += f" skipped={record.skipped}"
     if record.eval_bits_per_byte is not None:
         text += f" eval_bits_per_byte={record.eval_bits_per_byte:.4f}"
     return text

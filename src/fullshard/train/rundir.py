@@ -5,7 +5,8 @@ runs/default/
   metrics.jsonl          one JSON object per step
   checkpoints/step-000100/, ...
   loss.png               if matplotlib is installed
-  earlier-1/             files that a start without --resume found here
+  trace/                 what the last start recorded, if asked for: docs/tracing.md
+  earlier-1/             files that a start without --resume found here, or an earlier start's trace
   fullshard.lock         names the process that trains here; locked during training
 """
 
@@ -65,6 +66,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def trace(self) -> Path:
+        """Path of the folder of what workers recorded, and of the report."""
+        return self.path / "trace"
+
+    @property
     def lock(self) -> Path:
         """Path of the file that the job training here has locked."""
         return self.path / "fullshard.lock"
@@ -73,10 +79,13 @@ class RunDir:
         """Return the newest complete checkpoint."""
         return latest(self.checkpoints)
 
-    def set_aside(self) -> Path | None:
-        """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none."""
+    def set_aside(self, *, resumes: bool) -> Path | None:
+        """Move files of an earlier run to ``earlier-<n>`` and return it; None if there are none.
+
+        A start that ``resumes`` the run moves only what was recorded of the start before.
+        """
         ours = (self.config, self.metrics, self.checkpoints, self.picture, self.plan)
-        found = [path for path in ours if path.exists()]
+        found = [path for path in (self.trace, *(() if resumes else ours)) if path.exists()]
         if not found:
             return None
         names = (self.path / f"earlier-{number}" for number in itertools.count(1))

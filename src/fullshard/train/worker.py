@@ -158,6 +158,8 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
     """Print a sample, export, draw the loss and print the paths of all output."""
     run = RunDir(Path(config.out))
     console = plain_console(enabled=world.is_first)
+    if config.trace:
+        console.print(f"trace        fullshard trace {config.out}  makes the report of this start")
     if trained.step < config.steps:
         console.print(
             f"stopped after step {trained.step} of {config.steps}; "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fullshard.watch.statement import Absence, Group, Issued, Statement
 
-__all__ = ["NOTHING", "Diagnosis", "Kind", "diagnose"]
+__all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
 
 
 class Kind(enum.Enum):
@@ -43,6 +43,7 @@ class Diagnosis(NamedTuple):
 
 
 NOTHING = Diagnosis(Kind.NOTHING, (), "")
+UNDECIDED = Diagnosis(Kind.UNDECIDED, (), "")
 
 
 class _Wait(NamedTuple):
@@ -73,8 +74,8 @@ def diagnose(
     waits = list(_waits(said))
     return (
         _lost(said, absent, waits)
-        or _failed(said, waits, patience_s)
         or _apart(said)
+        or _failed(said, waits, patience_s)
         or _late(said, absent, waits, patience_s)
         or NOTHING
     )
@@ -114,7 +115,7 @@ def _failed(
     if not in_vain:
         if any(one.is_open for one in others):
             if all(one.failed_s < patience_s for one in failed.values()):
-                return Diagnosis(Kind.UNDECIDED, tuple(failed), "")
+                return UNDECIDED
         elif len({_counts(statement) for statement in said.values()}) == 1:
             return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
@@ -163,21 +164,24 @@ def _late(
     waits: Sequence[_Wait],
     patience_s: float,
 ) -> Diagnosis | None:
-    """Find the ranks that others wait for and that wait for nobody themselves."""
-    if all(wait.group.waited_s < patience_s for wait in waits):
-        return None
+    """Find the ranks that others wait for and that wait for nobody themselves.
+
+    A wait for what all ranks have issued is not in vain: it is about to end.
+    """
     behind: dict[int, list[_Wait]] = {}
     for wait in waits:
+        if wait.group.waited_s < patience_s:
+            continue
         for rank in wait.group.ranks:
             if rank in absent or (rank in said and _is_behind(said[rank], wait)):
                 behind.setdefault(rank, []).append(wait)
-    if not behind:
-        return None
-    waiting = {wait.rank for wait in waits}
-    roots = sorted(rank for rank in behind if rank not in waiting)
-    if not roots:
+    in_vain = {wait.rank for these in behind.values() for wait in these}
+    roots = sorted(behind.keys() - {wait.rank for wait in waits})
+    if behind and not roots and behind.keys() <= in_vain:
         text = "ranks wait for each other: " + "; ".join(wait.text() for wait in waits[:8])
-        return Diagnosis(Kind.APART, tuple(sorted(waiting)), text)
+        return Diagnosis(Kind.APART, tuple(sorted(in_vain)), text)
+    if not roots:
+        return None
     texts = []
     for rank in roots:
         if rank in absent:

@@ -11,8 +11,8 @@ from types import TracebackType
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Entry, Ledger
 from fullshard.comm.pulse import patience_s
-from fullshard.errors import PeerError
-from fullshard.watch.diagnosis import Diagnosis, Kind
+from fullshard.errors import LostRankError, PeerError
+from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Step, described, steps
 from fullshard.watch.watcher import Watcher, watcher
 
@@ -25,7 +25,12 @@ def explain(error: RuntimeError, of: Ledger, entry: Entry) -> Exception:
     """Return what to raise for ``error``, which ended collective ``entry``: the fault, if found."""
     watching = watcher()
     if of.era.error is None and watching is not None:
-        watching.ask()
+        watching.last = UNDECIDED
+        is_lost = isinstance(error, LostRankError)  # connections close a moment before a process
+        _ask_until(
+            watching,
+            lambda: watching.last.is_fault or not (is_lost or watching.last.kind is Kind.UNDECIDED),
+        )
     if of.era.error is None or (isinstance(error, PeerError) and error.args == _text(of)):
         return error
     return of.era.error()
@@ -62,7 +67,7 @@ def confess(error: Exception) -> None:
     places = [step.place for step in steps() if step.place]
     watching.failed_at_s = time.monotonic()
     watching.failure = ", ".join([described(error), *places[:1]])
-    watching.last = Diagnosis(Kind.UNDECIDED, (), "")
+    watching.last = UNDECIDED
     _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
 
 

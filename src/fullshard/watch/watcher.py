@@ -91,12 +91,9 @@ class Watcher:
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
                 asks, self._asks = self._asks, []
-                rung = self._store.add(_RINGS, 0)
-                if rung == self._heard and (asks or self._is_impatient()):
-                    rung = self._store.add(_RINGS, 1)
-                while self._heard < rung and not self._is_over:
-                    self._heard += 1
-                    self._take_part(self._heard)
+                if asks or self._is_impatient():
+                    self._ask_all()
+                self._answer_all()
                 for done in asks:
                     done.set()
         except RuntimeError as error:  # of the store: who keeps it is gone
@@ -105,6 +102,20 @@ class Watcher:
             self._is_over = True
             for done in self._asks:
                 done.set()
+
+    def _ask_all(self) -> None:
+        """Have a round that begins from now on; what was said before may be out of date."""
+        rung = self._store.add(_RINGS, 0)
+        self._answer_all()
+        if self._heard <= rung:
+            self._store.set(_ring_key(self._store.add(_RINGS, 1)), "")
+
+    def _answer_all(self) -> None:
+        """Take part in all rounds that have begun."""
+        # By looks only: file stores grow by whatever else is asked.
+        while not self._is_over and self._store.check([_ring_key(self._heard + 1)]):
+            self._heard += 1
+            self._take_part(self._heard)
 
     def _is_impatient(self) -> bool:
         """Return whether a wait is too long; asks again later and later about the same one."""
@@ -187,7 +198,7 @@ class Watcher:
         return Statement(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
-            any(step.is_open for step in steps()),
+            any(step.is_open and not step.was_dropped for step in steps()),
             failure,
             time.monotonic() - at_s,
             self._stack(),
@@ -236,6 +247,10 @@ def error_of(found: Diagnosis) -> FullshardError:
     return PeerError(found.text)
 
 
+def _ring_key(number: int) -> str:
+    return f"fullshard/ring/{number}"
+
+
 def _said_key(number: int, rank: int) -> str:
     return f"fullshard/said/{number}/{rank}"
 
@@ -258,7 +273,7 @@ def begin() -> None:
     group = dist.group.WORLD
     if group is None or group in _watchers or group.size() == 1:
         return
-    if not _torch.has_processes(group):
+    if not _torch.reaches_processes(_torch.default_store()):
         return
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())

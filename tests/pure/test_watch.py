@@ -1,0 +1,137 @@
+"""The diagnosis, a function of what all ranks say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
+from fullshard.watch.statement import Absence, Group, Issued, Statement
+
+PATIENCE_S = 5.0
+ORDER = ("a", "b", "c", "b", "a")
+
+
+def issued(number: int, unit: str) -> Issued:
+    return Issued(number, "gather", f"unit {unit} (weight; digest 1)", 8)
+
+
+def statement(
+    rank: int,
+    units: tuple[str, ...],
+    *,
+    world: int = 3,
+    waits_s: float | None = None,
+    is_open: bool = True,
+    failure: str = "",
+    failed_s: float = 0.0,
+    stack: str = "",
+) -> Statement:
+    """A rank that issued a gather of each of ``units`` and may wait for the last one."""
+    recent = tuple(issued(number, unit) for number, unit in enumerate(units))
+    waiting = None if waits_s is None else len(units) - 1
+    group = Group("0", tuple(range(world)), len(units), recent, waiting, waits_s or 0.0)
+    return Statement(rank, (group,), is_open, failure, failed_s, stack)
+
+
+def found(*said: Statement, absent: Mapping[int, Absence] | None = None) -> Diagnosis:
+    return diagnose({one.rank: one for one in said}, absent or {}, patience_s=PATIENCE_S)
+
+
+def test_statements_come_back_from_json() -> None:
+    one = statement(2, ("a", "b"), waits_s=1.5, failure="E: no", stack="f (x.py:3)")
+    assert Statement.decoded(one.encoded()) == one
+
+
+def test_what_differs_first_is_told() -> None:
+    what = found(
+        statement(0, ("a", "b", "c"), waits_s=0.1),
+        statement(1, ("a", "c", "b"), stack="load (x.py:3)"),
+        statement(2, ("a", "b", "c")),
+    )
+    assert (what.kind, what.ranks) == (Kind.APART, (1,))
+    assert "collective 1 of the group of ranks 0, 1, 2 is the gather of unit b on" in what.text
+    assert "ranks 0, 2, and the gather of unit c on rank 1" in what.text
+    assert "rank 1 is at load (x.py:3)" in what.text
+
+
+def test_who_failed_while_others_wait_is_told() -> None:
+    what = found(
+        statement(0, ("a", "b"), waits_s=0.1),
+        statement(1, ("a",), is_open=False, failure="ValueError: no, in the forward of unit a"),
+        statement(2, ("a", "b"), waits_s=0.1),
+    )
+    assert (what.kind, what.ranks) == (Kind.FAILED, (1,))
+    assert what.text.startswith("rank 1 failed: ValueError: no, in the forward of unit a; rank 0")
+
+
+def test_who_failed_is_waited_for_until_others_wait_or_fail_likewise() -> None:
+    failed = statement(1, ("a",), is_open=False, failure="E", failed_s=0.1)
+    alike = statement(0, ("a",), is_open=False, failure="E"), statement(2, ("a",), is_open=False)
+    assert found(failed, statement(0, ("a",)), statement(2, ("a",))).kind is Kind.UNDECIDED
+    assert found(failed, *alike).kind is Kind.NOTHING
+    late = failed._replace(failed_s=PATIENCE_S + 1)
+    assert found(late, statement(0, ("a",)), statement(2, ("a",))).kind is Kind.FAILED
+
+
+def test_a_wait_for_what_all_have_issued_is_not_in_vain() -> None:
+    failed = statement(1, ("a", "b"), is_open=False, failure="E", failed_s=0.1)
+    others = statement(0, ("a", "b"), waits_s=9.0), statement(2, ("a", "b"), waits_s=9.0)
+    assert found(failed, *others).kind is Kind.UNDECIDED
+    assert found(statement(1, ("a", "b", "c"), waits_s=9.0), *others).kind is Kind.NOTHING
+
+
+def test_who_is_late_is_told_after_the_patience() -> None:
+    late = statement(1, ("a",), stack="load (x.py:3)")
+    early = statement(0, ("a", "b"), waits_s=1.0), statement(2, ("a", "b"), waits_s=1.0)
+    assert found(late, *early).kind is Kind.NOTHING
+    waiting = statement(0, ("a", "b"), waits_s=6.0), statement(2, ("a", "b"), waits_s=6.0)
+    what = found(late, *waiting)
+    assert (what.kind, what.ranks, what.is_fault) == (Kind.LATE, (1,), False)
+    assert "rank 1 has not come to it after the gather of unit a, and is at load" in what.text
+
+
+@pytest.mark.parametrize(("is_final", "kind"), [(True, Kind.LOST), (False, Kind.LATE)])
+def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
+    waiting = statement(0, ("a", "b"), waits_s=6.0), statement(2, ("a", "b"), waits_s=6.0)
+    what = found(*waiting, absent={1: Absence("was stopped by a signal", is_final)})
+    assert (what.kind, what.ranks) == (kind, (1,))
+    assert what.text.startswith("rank 1 was stopped by a signal; rank 0 waits for the gather of")
+
+
+def test_whom_nobody_needs_may_end() -> None:
+    rest = statement(0, ("a", "b"), is_open=False), statement(2, ("a", "b"), is_open=False)
+    assert found(*rest, absent={1: Absence("ended its program", True)}).kind is Kind.NOTHING
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
+    def one(rank: int, first: str, second: str) -> Statement:
+        waits = Group(first, (0, 1), 1, (issued(0, "a"),), 0, 6.0)
+        return Statement(rank, (waits, Group(second, (0, 1), 0, (), None, 0.0)), True, "", 0.0, "")
+
+    what = found(one(0, "x", "y"), one(1, "y", "x"))
+    assert (what.kind, what.ranks) == (Kind.APART, (0, 1))
+    assert "ranks wait for each other" in what.text
+
+
+@given(st.data())
+def test_ranks_in_one_order_are_never_at_fault(data: st.DataObject) -> None:
+    """However far each has come, whoever waits: nobody is to blame but those who are late."""
+    world = data.draw(st.integers(2, 5))
+    said = []
+    for rank in range(world):
+        units = ORDER[: data.draw(st.integers(0, len(ORDER)))]
+        waits = data.draw(st.none() | st.floats(0, 20)) if units else None
+        said.append(statement(rank, units, world=world, waits_s=waits))
+    least = min(len(one.groups[0].recent) for one in said)
+    what = found(*said)
+    assert what.kind in (Kind.NOTHING, Kind.LATE)
+    for rank in what.ranks:
+        assert said[rank].groups[0].waiting is None
+    if what.kind is Kind.LATE:
+        assert any(len(said[rank].groups[0].recent) == least for rank in what.ranks) or any(
+            len(one.groups[0].recent) == least and one.groups[0].waiting is not None for one in said
+        )

@@ -1,0 +1,67 @@
+"""Training on hosts that share nothing but a network: network namespaces, made for the test."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bench.hosts import NoHosts, enter, hosts, sent_nbytes
+from fullshard.comm.c10d import Transport, ways_of
+from fullshard.comm.levels import Levels
+from tests.ranks.net import apart, batch, make, shard
+
+WORLD, PER_HOST = 4, 2
+TIMEOUT_S = 120.0
+
+
+def train(process: int, names: Sequence[str], folder: str) -> None:
+    """One step; how far it is from that of the unsharded model, who is near whom, what was sent."""
+    enter(names[process // PER_HOST])
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=process, world_size=WORLD)
+    plain = make()
+    model = shard(copy.deepcopy(plain))
+    dist.barrier()
+    before = sent_nbytes()
+    model(batch(process)).square().mean().backward()
+    plain(torch.cat([batch(rank) for rank in range(WORLD)])).square().mean().backward()
+    for one in (plain, model):
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    dist.barrier()
+    sent = sent_nbytes() - before
+    assert dist.group.WORLD is not None
+    way = ways_of(dist.group.WORLD, Transport.SHARED).gathers
+    assert isinstance(way, Levels)
+    said = {"apart": apart(model, plain), "circles": way._routes.circles, "sent": sent}
+    Path(folder, f"{process}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+def test_a_step_on_two_hosts_of_two_ranks(tmp_path: Path) -> None:
+    with ExitStack() as ending:
+        try:
+            names = ending.enter_context(hosts(WORLD // PER_HOST))
+        except NoHosts as why:
+            pytest.skip(f"NOT TESTED: {why}")
+        context = mp.start_processes(train, (names, str(tmp_path)), nprocs=WORLD, join=False)
+        assert context is not None
+        for process in context.processes:
+            ending.callback(process.kill)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not context.join(1.0):  # raises what a rank raised
+            assert time.monotonic() < deadline, "the ranks hang"
+    for rank in range(WORLD):
+        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert said["apart"] <= 1e-12
+        assert said["circles"] == [[0, 1], [2, 3]]
+        assert said["sent"] > 0
