@@ -43,6 +43,7 @@ from fullshard.frontend import (
 )
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.plan import plan
+from fullshard.recover import Life, Restart, resilient
 from fullshard.tensors import RaggedTensor
 from fullshard.trace import Trace, trace
 
@@ -61,6 +62,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
+    "Life",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -73,6 +75,7 @@ __all__ = [
     "Ragged",
     "RaggedTensor",
     "ReduceScatter",
+    "Restart",
     "ShardPlacementResult",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -89,6 +92,7 @@ __all__ = [
     "optim",
     "plan",
     "register_fsdp_forward_method",
+    "resilient",
     "shard_blocks",
     "share_comm_ctx",
     "stream_params",

@@ -5,6 +5,7 @@ When a PyTorch release breaks fullshard, look here first: this stays one file, h
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import weakref
@@ -36,8 +37,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpStrategy
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -318,11 +323,53 @@ def reaches_processes(store: dist.Store) -> bool:
 
 def own_store() -> dist.Store:
     """Return the default store through a connection of its own, which no other thread uses."""
+    return connected_anew(default_store())
+
+
+def connected_anew(store: dist.Store) -> dist.Store:
+    """Return ``store`` through a connection of its own, which no other thread uses."""
     try:
-        own: dist.Store = default_store().clone()  # type: ignore[attr-defined]
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
         return own
     except RuntimeError:  # stores without connections do not need it
-        return default_store()
+        return store
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let the default ``group`` and its store wait for peers for ``timeout``."""
+    c10d._set_pg_timeout(timeout, group)
+    default_store().set_timeout(timeout)
+
+
+def drop_groups() -> None:
+    """Forget all process groups and what PyTorch keeps by them, without waiting for any peer.
+
+    NCCL's are aborted, which ends what runs on devices. Gloo's close their connections, and so wake
+    those who wait for us, once nobody holds them any longer.
+    """
+    forget_meshes()
+    if dist.is_initialized():
+        c10d._abort_process_group()
+    c10d._world.group_count = 0  # names of groups count; a group that failed to be made has counted
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor remembers by mesh.
+
+    All meshes of a shape are equal: it would hand out meshes whose groups are gone, or now are
+    others. And a mesh keeps the threads of its groups, which wake up a hundred times a second.
+    """
+    _clear_sharding_prop_cache()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    if _VERSION < (2, 12):  # its dispatcher keeps some for ever, where nobody reaches them
+        for one in gc.get_objects():
+            if type(one) is DTensorSpec:
+                object.__setattr__(one, "mesh", None)
+            elif type(one) is OpStrategy:
+                one.strategies.clear()
 
 
 def group_options(group: dist.ProcessGroup, device_type: str) -> Any:

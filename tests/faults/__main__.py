@@ -3,6 +3,7 @@
 python -m tests.faults --kills 1000           kill jobs that save, and say what they lost
 python -m tests.faults table [words] --write  every fault on one rank, and who is named
 python -m tests.faults random --count 1000    random ones
+python -m tests.faults recover --count 100    jobs that go on without the ranks that were killed
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from tests.faults import at_random, table
+from tests.faults import at_random, recovery, table
 from tests.faults.jobs import Result
 from tests.faults.judge import Kind, Verdict
 from tests.faults.kills import Failed, Killer
@@ -92,6 +93,28 @@ def strike(arguments: Sequence[str]) -> int:
     return int(found[Kind.NAMED.value] < options.count)
 
 
+def recover(arguments: Sequence[str]) -> int:
+    """Run jobs that go on when ranks of theirs are lost."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults recover")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first job")
+    parser.add_argument("--show", action="store_true", help="what ranks told, of all jobs")
+    options = parser.parse_args(arguments)
+    seconds = []
+
+    def tell(number: int, plan: recovery.Plan, seen: recovery.Seen) -> None:
+        seconds.append(seen.seconds)
+        print(f"{number} | {seen.seconds:.0f} s | {seen.wrong or 'goes on'} | {plan}", flush=True)
+        if seen.wrong or options.show:
+            print(seen.told, flush=True)
+
+    numbers = range(options.first, options.first + options.count)
+    wrong = recovery.run_random(options.seed, numbers, tell)
+    print(f"{options.count} jobs, {wrong} went wrong, the longest took {max(seconds):.0f} s")
+    return int(wrong > 0)
+
+
 def said(result: Result) -> str:
     """What each rank of a job told, shortened."""
     return "\n".join(
@@ -101,7 +124,11 @@ def said(result: Result) -> str:
     )
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"table": tabulate, "random": strike}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "table": tabulate,
+    "random": strike,
+    "recover": recover,
+}
 
 
 def main() -> int:

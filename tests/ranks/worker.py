@@ -27,15 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _pytest.config import apply_warning_filters
-from torch.distributed.tensor import _redistribute
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpStrategy
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from fullshard import _torch
 from tests.ranks.strict import strict
-from tests.versions import TORCH
 
 HOST = "127.0.0.1"
 STACK_SIGNAL = signal.SIGUSR1
@@ -94,7 +88,7 @@ class GroupKeeper:
         """Be in no group; peers waiting for this rank see a closed connection, not a hang."""
         self._number = None
         if dist.is_initialized():
-            _forget_meshes()
+            _torch.forget_meshes()  # or later jobs would be handed the meshes of this one
             gc.collect()  # models are cycles; they hold meshes, and these the threads of groups
             dist.destroy_process_group()
 
@@ -151,26 +145,6 @@ def _loaded(call: bytes) -> Any:
         gc.collect()  # or the jobs before would stay as well
         gc.freeze()
     return loaded
-
-
-def _forget_meshes() -> None:
-    """Clear what DTensor remembers by mesh.
-
-    All meshes of a shape are equal: it would hand later jobs the meshes of this one, whose groups
-    are gone, or now are others. And a mesh keeps the threads of its groups, which wake up a hundred
-    times a second each: those of a few hundred jobs take most of a machine's time.
-    """
-    _clear_sharding_prop_cache()
-    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
-    if TORCH < (2, 12):  # its dispatcher keeps some of these for ever, where nobody reaches them
-        for one in gc.get_objects():
-            if type(one) is DTensorSpec:
-                object.__setattr__(one, "mesh", None)
-            elif type(one) is OpStrategy:
-                one.strategies.clear()
 
 
 @contextmanager

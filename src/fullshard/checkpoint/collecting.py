@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -117,7 +117,12 @@ class Collected:
             self.parts[name] = local
 
 
-@lru_cache(maxsize=16)  # PyTorch computes the ranks of a mesh at every access
+# PyTorch computes the ranks of a mesh at every access. Meshes hold process groups, so weakly.
+_grids: weakref.WeakKeyDictionary[DeviceMesh, Grid] = weakref.WeakKeyDictionary()
+
+
 def grid_of(mesh: DeviceMesh) -> Grid:
     """Return shape and ranks of a mesh."""
-    return Grid(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    if mesh not in _grids:
+        _grids[mesh] = Grid(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    return _grids[mesh]

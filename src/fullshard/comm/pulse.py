@@ -78,12 +78,12 @@ def begin_pulse() -> None:
     """Give signs of life from now on, until the default process group is destroyed."""
     group = dist.group.WORLD
     if group is not None and group not in _pulses:
-        _pulses[group] = _Pulse(_torch.own_store(), group.rank())
+        _pulses[group] = Pulse(_torch.own_store(), group.rank())
         weakref.finalize(group, _pulses[group].end)
 
 
-class _Pulse:
-    """The thread of this process."""
+class Pulse:
+    """The thread of this process; gives signs of life of ``rank`` until its ``end``."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
@@ -109,7 +109,7 @@ class _Pulse:
                 return
 
 
-_pulses: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pulse] = weakref.WeakKeyDictionary()
+_pulses: weakref.WeakKeyDictionary[dist.ProcessGroup, Pulse] = weakref.WeakKeyDictionary()
 
 
 def _key(rank: int) -> str:

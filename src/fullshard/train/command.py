@@ -81,6 +81,10 @@ def train_command(
     nproc: Annotated[
         int | None, typer.Option(help="Local workers; default: one per GPU, 2 on CPU.")
     ] = None,
+    min_workers: Annotated[
+        int | None,
+        typer.Option(help="Go on without workers that are lost, while so many are left."),
+    ] = _DEFAULT.min_workers,
     steps: Annotated[int, typer.Option(help="Steps of the whole schedule.")] = _DEFAULT.steps,
     stop_after: Annotated[
         int | None, typer.Option(help="Stop early after this step, the schedule unchanged.")
@@ -163,6 +167,11 @@ def resolve(context: typer.Context) -> TrainConfig:
             nproc=default_nproc(), lr=default_lr(model, tuned="init" in asked, lora="lora" in asked)
         )
     if is_worker():
+        if asked.get("min_workers") is not None:
+            raise ConfigError(
+                "--min-workers is for workers that fullshard train starts; torchrun ends all of "
+                "them and starts them again, see its --max-restarts: leave --min-workers out"
+            )
         asked["nproc"] = _nproc_of_launcher(given)
     for key in ("data", "init", "export"):
         if key in asked:

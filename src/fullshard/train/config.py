@@ -88,6 +88,7 @@ class TrainConfig:
         data: a file of text, JSONL or parquet, or a folder of them; ``None`` reads Python's own
             standard library.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
+        min_workers: go on without workers that are lost, while so many are left; None: end.
         steps: optimizer steps of the whole schedule.
         stop_after: step after which to stop early, without changing the schedule.
         batch: sequences per worker and microbatch.
@@ -119,6 +120,7 @@ class TrainConfig:
     merge: bool = False
     data: str | None = None
     nproc: int = 2
+    min_workers: int | None = None
     steps: int = 600
     stop_after: int | None = None
     batch: int = 8
@@ -147,6 +149,8 @@ class TrainConfig:
         counts = "nproc steps batch seq accumulate replicas save_every eval_every"
         for name in counts.split():
             _at_least(name, getattr(self, name), 1)
+        if self.min_workers is not None:
+            _at_least("min_workers", self.min_workers, 1)
         _at_least("max_skipped", self.max_skipped, 0)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)

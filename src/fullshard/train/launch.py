@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from .config import TrainConfig
 from .prepare import prepare
 from .rundir import RunDir
+from .survivors import run_survivors
 from .world import STORE, check_gpus
 
 
@@ -45,7 +46,7 @@ def _run(config: TrainConfig) -> int:
     """Start the workers, wait for them, report a failure and return the exit code."""
     run = RunDir(Path(config.out))
     try:
-        _start_workers(config.nproc, run.config)
+        _start_workers(config, run.config)
     except ChildFailedError as error:
         return _explain(error.failures, config, run)
     except (SignalException, KeyboardInterrupt) as error:
@@ -63,24 +64,36 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start_workers(nproc: int, config: Path) -> None:
-    """Run the workers of a training job and wait for them."""
-    start_workers(nproc, "-m", "fullshard.train.worker", str(config))
+def _start_workers(config: TrainConfig, path: Path) -> None:
+    """Run the workers of a training job, whose configuration is at ``path``, and wait for them."""
+    arguments = ("-m", "fullshard.train.worker", str(path))
+    if config.min_workers is None:
+        start_workers(config.nproc, *arguments)
+        return
+    with _shared_folder(config.nproc) as folder:
+        run_survivors(config.nproc, Path(folder), *arguments)
 
 
-def start_workers(nproc: int, *arguments: str) -> None:
-    """Run ``nproc`` times ``python ARGUMENTS`` by torchrun's launcher, wait, and share the cores.
+@contextmanager
+def _shared_folder(nproc: int) -> Iterator[str]:
+    """Make a folder for what ``nproc`` workers of this machine share, and share the cores.
 
     Stores unpickle their content, and PyTorch's TCP stores listen to the network. As all workers
     are on this machine, rendezvous uses files of this user, and gloo and NCCL only loopback.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // nproc)))
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder, _silent_logs():
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         os.environ[STORE] = f"{folder}/store"
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # no TCP store in the launcher
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        yield folder
+
+
+def start_workers(nproc: int, *arguments: str) -> None:
+    """Run ``nproc`` times ``python ARGUMENTS`` by torchrun's launcher, and wait."""
+    with _shared_folder(nproc) as folder, _silent_logs():
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # no TCP store in the launcher
         launcher = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

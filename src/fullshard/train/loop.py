@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -48,10 +49,16 @@ class Trained(NamedTuple):
     step: int
 
 
-def train(config: TrainConfig, text: TokenizedText, world: World) -> Trained:
+def train(
+    config: TrainConfig,
+    text: TokenizedText,
+    world: World,
+    reached: Callable[[int], None] = lambda step: None,
+) -> Trained:
     """Train to ``config.last_step``, from scratch or from the newest checkpoint.
 
-    If any worker gets SIGTERM or SIGINT, all save and end after their step.
+    Calls ``reached`` after each step. If any worker gets SIGTERM or SIGINT, all save and end after
+    their step.
     """
     run = RunDir(Path(config.out))
     trainer = Trainer(config, text, world)
@@ -82,6 +89,7 @@ def train(config: TrainConfig, text: TokenizedText, world: World) -> Trained:
                 last = None
             if is_due or trainer.stops:
                 trainer.save(step)
+            reached(step)
         trainer.checkpointer.wait()
     return Trained(trainer.model, step)
 

@@ -18,9 +18,11 @@ import traceback
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import fullshard
 from fullshard.errors import ConfigError, FullshardError
 
 from .architecture import Architecture, choose_architecture, load_text_for
@@ -28,7 +30,7 @@ from .config import TrainConfig
 from .data import TokenizedText
 from .export import export
 from .loop import Trained, train
-from .metrics import read_metrics
+from .metrics import drop_after, read_metrics
 from .picture import draw_loss
 from .planned import drift
 from .prepare import prepare
@@ -54,12 +56,43 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
         ConfigError: ``prepare`` refuses; raised on all workers alike.
     """
     with join_world() as world:
-        config = _going_on(config, world)
-        text = _load_text(config, world)
-        lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
-        with lock or nullcontext():
-            trained = train(config, text, world)
-            _finish(config, text, trained, world)
+        if config.min_workers is None:
+            _work(_going_on(config, world), world, prepared=prepared)
+        else:
+            fullshard.resilient(
+                partial(_live, config, world),
+                max_restarts=config.nproc,
+                min_world=config.min_workers,
+            )
+
+
+def _work(
+    config: TrainConfig,
+    world: World,
+    *,
+    prepared: bool,
+    reached: Callable[[int], None] = lambda step: None,
+) -> None:
+    text = _load_text(config, world)
+    lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
+    with lock or nullcontext():
+        trained = train(config, text, world, reached)
+        _finish(config, text, trained, world)
+
+
+def _live(config: TrainConfig, world: World, life: fullshard.Life) -> None:
+    """Train with the workers that are left, from what was saved before others were lost."""
+    world = dataclasses.replace(world, rank=life.rank, size=life.world)
+    if life.number:
+        run = RunDir(Path(config.out))
+        has_saved = world.is_first and run.newest_checkpoint() is not None
+        resumes = bool(world.rows(has_saved)[0].any())
+        if world.is_first and not resumes:
+            drop_after(run.metrics, 0)
+        fits = world.size % config.replicas == 0
+        replicas = config.replicas if fits else 1
+        config = dataclasses.replace(config, resume=resumes, replicas=replicas)
+    _work(config, world, prepared=True, reached=life.reached)
 
 
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:

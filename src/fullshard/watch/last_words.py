@@ -16,7 +16,7 @@ from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Step, described, steps
 from fullshard.watch.watcher import ASK_S, Watcher, watcher
 
-__all__ = ["explain", "settle"]
+__all__ = ["confess", "explain", "settle"]
 
 _PAUSE_S = 0.02
 
@@ -59,18 +59,25 @@ def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
         time.sleep(_PAUSE_S)
 
 
+def confess(error: Exception) -> None:
+    """Tell the other ranks of an exception that ends what this rank does, until they know it."""
+    watching = watcher()
+    if watching is None or str(error) == watching.last.text:  # else all know, and end by it, too
+        return
+    places = [step.place for step in steps() if step.place]
+    watching.failed_at_s = time.monotonic()
+    watching.failure = ", ".join([described(error), *places[:1]])
+    watching.last = UNDECIDED
+    _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
+
+
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Tell the other ranks of an exception that ends this program, then the user."""
     watching = watcher()
-    if watching is not None and issubclass(kind, Exception):
-        if str(error) != watching.last.text:  # else all know, and end by the same error
-            places = [step.place for step in steps() if step.place]
-            watching.failed_at_s = time.monotonic()
-            watching.failure = ", ".join([described(error), *places[:1]])
-            watching.last = UNDECIDED
-            _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
+    if watching is not None and isinstance(error, Exception):
+        confess(error)
         watching.leave(f"ended by {watching.failure or described(error)}")
     _before(kind, error, trace)
 

@@ -24,9 +24,10 @@ class Roll:
         self._seen: dict[int, tuple[int, float]] = {}  # by rank: a sign's number, when seen first
 
     def is_dead(self, rank: int) -> bool:
-        """Return whether the process of ``rank`` is of this host and has ended."""
+        """Return whether ``rank`` has said its last words, or was of this host and has ended."""
         sign = last_sign(self._store, rank)
-        return sign is not None and sign.is_of_the_dead
+        is_gone = sign is not None and sign.is_of_the_dead
+        return is_gone or self._store.check([ended_key(rank)])
 
     def saw(self, signs: Mapping[int, int]) -> None:
         """Take note of the numbers of signs of life that another rank found."""

@@ -159,7 +159,7 @@ class Watcher:
             self._judge(number, 0)
 
     def _dead(self, number: int) -> list[int]:
-        """Return the ranks of this host that ended and have not answered."""
+        """Return the ranks that ended, as far as this host knows, and have not answered."""
         return [
             rank
             for rank in range(self.world)

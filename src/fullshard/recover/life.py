@@ -1,0 +1,78 @@
+"""What a training is told of the job that it is called in, and what it tells of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+
+__all__ = ["Life", "Restart"]
+
+log = logging.getLogger("fullshard")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Why a training was called again, and what that cost."""
+
+    why: str
+    """What failed; a text in which ranks have the numbers that they had then."""
+    lost: tuple[int, ...]
+    """The ranks that are gone, by the numbers that they had when the job began."""
+    world: int
+    """How many ranks are left."""
+    steps_lost: int | None = None
+    """Steps done again; None while that is not known, or if ``reached`` was not called."""
+    seconds: float | None = None
+    """From the fault to the end of the first step afterwards; None while that is not known."""
+
+
+class Life:
+    """The job between two faults: one call of the training.
+
+    Attributes:
+        number: how often the training was called before.
+        rank, world: this rank's number, and how many there are; those of the default process group.
+        restarts: why it was called again, each time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        restarts: Sequence[Restart] = (),
+        *,
+        reached: int | None = None,
+        failed_at_s: float = 0.0,
+    ) -> None:
+        self.number = len(restarts)
+        self.rank, self.world = rank, world
+        self.restarts = tuple(restarts)
+        self.last_step: int | None = None
+        self._reached_before, self._failed_at_s = reached, failed_at_s
+
+    def reached(self, step: int) -> None:
+        """Tell that ``step`` is done; the first call after a restart says what that has cost."""
+        if self.last_step is None and self.restarts:
+            before = self._reached_before
+            told = dataclasses.replace(
+                self.restarts[-1],
+                steps_lost=None if before is None else max(0, before - step + 1),
+                seconds=time.monotonic() - self._failed_at_s,
+            )
+            self.restarts = (*self.restarts[:-1], told)
+            if self.rank == 0:
+                log.warning("%s", _told(told, step))
+        self.last_step = step
+
+
+def _told(restart: Restart, step: int) -> str:
+    lost = f", without rank(s) {', '.join(map(str, restart.lost))} of the first" * bool(
+        restart.lost
+    )
+    again = "" if restart.steps_lost is None else f", {restart.steps_lost} step(s) were lost"
+    return (
+        f"the job goes on with {restart.world} rank(s){lost}: step {step} is done "
+        f"{restart.seconds:.1f} s after the fault{again}"
+    )

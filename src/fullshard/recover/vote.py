@@ -1,0 +1,204 @@
+"""How all ranks of a job find, at the end of a life, what comes next, and who is left.
+
+They talk through a store that outlives any of them. Each says how its life ended. Who finds that
+all have spoken that ever will writes down what comes next, unless another has done so: the store
+takes the first, and all do what stands there. So it does not matter who dies meanwhile; who dies
+afterwards is missed in the next life, and at its end.
+
+Here ranks are *members*: they keep the numbers that they had when the job began.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from fullshard import _torch
+from fullshard.comm.pulse import Pulse
+from fullshard.errors import LostRankError
+from fullshard.watch import Roll, ended_key
+
+__all__ = ["End", "Next", "Said", "Verdict", "Voter"]
+
+log = logging.getLogger("fullshard")
+
+_POLL_S = 0.01
+_LOOK_S = 2.0  # so long after the first, ranks of other hosts are looked for
+_TELL_S = 30.0
+
+
+class End(enum.Enum):
+    """How the life of a member ended."""
+
+    DONE = "done"
+    """The training returned."""
+    FAULT = "fault"
+    """By a fault that other ranks know of."""
+    RAISED = "raised"
+    """By an exception of its own."""
+
+
+class Next(enum.Enum):
+    """What comes next."""
+
+    OVER = "over"
+    """All who are left are done."""
+    RAISE = "raise"
+    """Each raises what it has raised: nobody was lost, and all failed by themselves, alike."""
+    AGAIN = "again"
+    """The training is called again."""
+
+
+class Verdict(NamedTuple):
+    """What comes next, for whom."""
+
+    next: Next
+    members: tuple[int, ...]
+    """Who is left, in the order of their new ranks."""
+    lost: Mapping[int, str]
+    """Who is not, and why."""
+    why: str
+    """What failed, as the first of those said who failed."""
+
+
+class Said(NamedTuple):
+    """How a life ended for one member."""
+
+    end: End
+    text: str = ""
+    """The exception."""
+    place: str = ""
+    """Its class, and where it was raised: equal for members that failed alike."""
+
+
+class Voter:
+    """One member, and the store through which it talks.
+
+    Args:
+        limit_s: how long to wait for members that live, once one has failed, in seconds.
+    """
+
+    def __init__(self, store: dist.Store, member: int, *, limit_s: float) -> None:
+        self._member = member
+        self._limit_s = limit_s
+        self._store = _torch.connected_anew(store)
+        self._roll = Roll(self._store)
+        self._pulse = Pulse(_torch.connected_anew(store), member)
+
+    def leave(self, how: str) -> None:
+        """Tell that this member will not vote any more, and ``how`` it left: a clause."""
+        self._pulse.end()
+        with _store_answers():
+            self._store.set(ended_key(self._member), how)
+
+    def vote(self, life: int, members: Sequence[int], said: Said) -> Verdict:
+        """Say how ``life`` ended here, and return what comes next, the same on all ``members``.
+
+        Raises:
+            LostRankError: the store is gone; or the others did not wait for this member.
+        """
+        with _store_answers():
+            self._store.set(self._key(life, self._member), json.dumps([said.end.value, *said[1:]]))
+            verdict = self._awaited(life, members)
+        if self._member not in verdict.members:
+            raise LostRankError(
+                f"the other ranks go on without this one, which {verdict.lost[self._member]}"
+            )
+        return verdict
+
+    def _awaited(self, life: int, members: Sequence[int]) -> Verdict:
+        """Wait until the verdict is there, or all have spoken that will; then write it."""
+        began_s = told_s = looked_s = time.monotonic()
+        lost: dict[int, str] = {}
+        while True:
+            if self._store.check([f"{life}/verdict"]):
+                return _decoded(self._store.get(f"{life}/verdict"))
+            missing = [one for one in members if not self._has_spoken(life, one)]
+            lost = {one: why for one, why in lost.items() if one in missing}
+            gone = [one for one in missing if one not in lost and self._roll.is_dead(one)]
+            lost |= {one: why.why for one, why in self._roll.absences(gone).items()}
+            awaited = [one for one in missing if one not in lost]
+            now_s = time.monotonic()
+            if not awaited:
+                return self._written(life, members, lost)
+            if now_s - looked_s > _LOOK_S:
+                looked_s = now_s
+                found = self._roll.absences(awaited)
+                lost |= {one: absence.why for one, absence in found.items() if absence.is_final}
+            if now_s - told_s > _TELL_S:
+                told_s = now_s
+                log.warning("waiting for rank(s) %s, who live", ", ".join(map(str, awaited)))
+            if now_s - began_s > self._limit_s and self._has_failed(life, members):
+                why = f"lives, but did not come in {self._limit_s:g} s"
+                return self._written(life, members, lost | dict.fromkeys(awaited, why))
+            time.sleep(_POLL_S)
+
+    def _has_failed(self, life: int, members: Sequence[int]) -> bool:
+        return any(one.end is not End.DONE for one in self._said(life, members).values())
+
+    def _said(self, life: int, members: Sequence[int]) -> dict[int, Said]:
+        said = {}
+        for one in members:
+            if self._has_spoken(life, one):
+                end, *rest = json.loads(self._store.get(self._key(life, one)))
+                said[one] = Said(End(end), *rest)
+        return said
+
+    def _has_spoken(self, life: int, member: int) -> bool:
+        return self._store.check([self._key(life, member)])
+
+    def _written(self, life: int, members: Sequence[int], lost: Mapping[int, str]) -> Verdict:
+        """Write the verdict, unless another member has; return what stands there."""
+        said = {one: what for one, what in self._said(life, members).items() if one not in lost}
+        gone = {one: why for one, why in lost.items() if one not in said}
+        gone |= {one: _DIED for one in said if one != self._member and self._roll.is_dead(one)}
+        own = _judged({one: what for one, what in said.items() if one not in gone}, gone)
+        text = json.dumps([own.next.value, own.members, [*own.lost.items()], own.why])
+        return _decoded(self._store.compare_set(f"{life}/verdict", "", text))
+
+    @staticmethod
+    def _key(life: int, member: int) -> str:
+        return f"{life}/said/{member}"
+
+
+_DIED = "ended without a word: killed, or it crashed"
+
+
+def _judged(said: Mapping[int, Said], lost: Mapping[int, str]) -> Verdict:
+    """Return what comes next."""
+    ends = {one.end for one in said.values()}
+    why = next((one.text for one in said.values() if one.end is End.FAULT), "")
+    why = why or next((one.text for one in said.values() if one.text), "")
+    following = Next.AGAIN
+    if ends == {End.DONE}:
+        following = Next.OVER
+    elif ends == {End.RAISED} and not lost and len({one.place for one in said.values()}) == 1:
+        following = Next.RAISE
+    return Verdict(following, tuple(sorted(said)), dict(lost), why)
+
+
+def _decoded(text: bytes) -> Verdict:
+    following, members, lost, why = json.loads(text)
+    return Verdict(Next(following), tuple(members), dict(lost), why)
+
+
+@contextmanager
+def _store_answers() -> Iterator[None]:
+    try:
+        yield
+    except LostRankError:
+        raise
+    except RuntimeError as error:  # torch's DistError
+        raise LostRankError(
+            f"resilient: the store of the process group does not answer ({error}), so the ranks "
+            "that are left cannot meet. It has to outlive every rank: let the launcher keep it, as "
+            "torchrun does, or give init_process_group a TCPStore(is_master=False) of another "
+            "process, or a FileStore"
+        ) from error

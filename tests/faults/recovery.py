@@ -1,0 +1,167 @@
+"""Jobs that go on without ranks that are killed, and what they have to end with."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.faults.jobs import _fault_s, _notes, context
+from tests.faults.rank import NUM_BLOCKS, Wire
+from tests.faults.resilient_rank import Plan, Stroke, undisturbed, work
+from tests.faults.rows import Fault, Phase, What
+from tests.faults.strike import diary_of
+
+LIMIT_S = 90.0
+"""So long a job may take, on a loaded machine."""
+_MOMENTS = [
+    Phase.BUILD,
+    Phase.DATA,
+    Phase.GATHER,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.OPTIMIZER,
+    Phase.SAVE,
+]
+
+
+class Seen(NamedTuple):
+    """What came of a job: what was wrong, what ranks told, and how long it took, in seconds."""
+
+    wrong: str
+    told: str
+    seconds: float
+
+
+def run(plan: Plan) -> Seen:
+    """Run a job to its end, or end it; nothing of it is left."""
+    folder = Path(tempfile.mkdtemp(prefix="recovery-"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    began_s = time.monotonic()
+    members: list[Any] = [
+        context.Process(target=work, args=(plan, member, str(folder), store.port))
+        for member in range(plan.world)
+    ]
+    for one in members:
+        one.start()
+    try:
+        hang = _watched(plan, members, folder)
+        return Seen(hang or _wrong(plan, folder), _told(plan, folder), time.monotonic() - began_s)
+    finally:
+        for one in members:
+            one.kill()
+            one.join()
+        shutil.rmtree(folder)
+
+
+def _watched(plan: Plan, members: Sequence[Any], folder: Path) -> str:
+    """Wait until all have ended that have to; kill whom the plan says."""
+    deadline_s = time.monotonic() + LIMIT_S
+    later = dict(plan.later)
+    stopped = {one.member for one in plan.strokes if one.fault.what is What.STOP}
+    while any(one.is_alive() for one in members):
+        time.sleep(0.01)
+        struck_s = _fault_s(folder) if later else None
+        if struck_s is not None:
+            for member in [
+                m for m, delay_s in later.items() if time.monotonic() > struck_s + delay_s
+            ]:
+                del later[member]
+                with suppress(ProcessLookupError):
+                    os.kill(members[member].pid, signal.SIGKILL)
+        if stopped and not any(one.is_alive() for m, one in enumerate(members) if m not in stopped):
+            for member in stopped:  # the others have gone on; it comes back too late
+                os.kill(members[member].pid, signal.SIGCONT)
+            stopped = set()
+        if time.monotonic() > deadline_s:
+            alive = [m for m, one in enumerate(members) if one.is_alive()]
+            for member in alive:
+                os.kill(members[member].pid, signal.SIGABRT)  # they print their stacks
+                members[member].join(2)
+            return f"members {alive} did not end in {LIMIT_S:g} s"
+    return ""
+
+
+def _wrong(plan: Plan, folder: Path) -> str:
+    """Return what is wrong with what the members have left."""
+    expected = undisturbed(plan.steps)
+    lives = set()
+    for member in range(plan.world):
+        notes = _notes(diary_of(folder, member))
+        ended = next((note for note in notes if note["what"] == "ended"), None)
+        late = any(s.member == member and s.fault.what is What.STOP for s in plan.strokes)
+        if late:
+            if ended is None or "go on without this one" not in ended["text"]:
+                return f"member {member}, which came back, ended by {ended}"
+            continue
+        if ended is None or ended["kind"]:
+            if member in plan.killed:
+                continue
+            return f"member {member} ended by {ended}"
+        weights = torch.load(folder / f"weights-{member}.pt")
+        if not torch.allclose(weights, expected, rtol=1e-9, atol=1e-9):
+            off = (weights - expected).abs().max()
+            return f"member {member}: weights are off by {off:.1e}"
+        lives.add(str(next(note["lost"] for note in notes if note["what"] == "restarts")))
+    if len(lives) > 1:
+        return f"members tell different restarts: {lives}"
+    return ""
+
+
+def _told(plan: Plan, folder: Path) -> str:
+    lines = []
+    for member in range(plan.world):
+        for note in _notes(diary_of(folder, member)):
+            details = {k: v for k, v in note.items() if k not in ("what", "at_s")}
+            lines.append(f"    {member} {note['at_s']:.2f} {note['what']}: {details}")
+        with suppress(OSError):
+            lines.append((folder / f"printed-{member}").read_text(errors="replace")[-3000:])
+    return "\n".join(lines)
+
+
+def drawn(seed: int, number: int) -> Plan:
+    """Return a random plan, always the same for the same numbers."""
+    dice = random.Random(f"{seed} {number}")
+    world = dice.choice([2, 3, 3, 4, 4])
+    whats = [What.KILL, What.KILL, What.KILL, What.OS_EXIT, What.RAISE, What.STOP]
+    victims = dice.sample(range(world), k=min(world - 1, dice.choice([1, 1, 2, 2, 3])))
+    strokes, later = [], []
+    for life, member in enumerate(victims):
+        if life and dice.random() < 0.5:
+            later.append((member, dice.uniform(0, 2)))
+            continue
+        phase = dice.choice(_MOMENTS if life else _MOMENTS[1:])
+        what = dice.choice(whats)
+        if what is What.RAISE and phase in (Phase.BUILD, Phase.SAVE):
+            what = What.KILL
+        fault = Fault(what, phase, block=dice.randrange(NUM_BLOCKS))
+        step = 2 * dice.randint(1, 3) if phase is Phase.SAVE else dice.randint(1, 7)
+        strokes.append(Stroke(member, life, step, fault))
+    return Plan(
+        world,
+        tuple(strokes),
+        tuple(later),
+        dice.choice([*Wire]),
+        dice.choice(["sync", "async"]),
+    )
+
+
+def run_random(seed: int, numbers: Sequence[int], tell: Callable[[int, Plan, Seen], None]) -> int:
+    """Run random jobs, one after the other; return how many went wrong."""
+    wrong = 0
+    for number in numbers:
+        plan = drawn(seed, number)
+        seen = run(plan)
+        wrong += bool(seen.wrong)
+        tell(number, plan, seen)
+    return wrong

@@ -1,0 +1,170 @@
+"""One rank of a small job that goes on when others of its ranks are lost."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard import Life, checkpoint, fully_shard, resilient
+from tests.faults.rank import WIDTH, Model, Wire, _Copying, described
+from tests.faults.rows import Fault, Phase, What
+from tests.faults.strike import Diary, Strike, watch_gathers
+
+ROWS = 12
+"""Rows of a step, in all; worlds of 1 to 4 ranks divide them."""
+PATIENCE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Stroke:
+    """A fault that happens to a member, a rank by its first number, in one life of the job."""
+
+    member: int
+    life: int
+    step: int
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job and what happens to it.
+
+    Attributes:
+        every: after so many steps a checkpoint is saved.
+        later: members that are killed from outside, each so many seconds after the first stroke.
+    """
+
+    world: int
+    strokes: tuple[Stroke, ...] = ()
+    later: tuple[tuple[int, float], ...] = ()
+    wire: Wire = Wire.SHARED
+    mode: str = "sync"
+    steps: int = 7
+    every: int = 2
+
+    @property
+    def killed(self) -> set[int]:
+        """Who does not live to the end."""
+        deadly = (What.KILL, What.OS_EXIT, What.STOP)
+        struck = {one.member for one in self.strokes if one.fault.what in deadly}
+        return struck | {member for member, _ in self.later}
+
+
+def batch(step: int) -> Tensor:
+    """Return all rows of a step."""
+    noise = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, WIDTH, generator=noise, dtype=torch.float64)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """Train on the rows ``x``."""
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def built(strike: Strike) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model, not sharded; the optimizer is made by whoever shards it."""
+    torch.manual_seed(0)
+    model = Model(strike).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def undisturbed(steps: int) -> Tensor:
+    """Return the weights of a training in one process, to which nothing happens."""
+    model, optimizer = built(Strike())
+    for step in range(1, steps + 1):
+        one_step(model, optimizer, batch(step))
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+class Rank:
+    """One member of the job."""
+
+    def __init__(self, plan: Plan, member: int, folder: Path, diary: Diary) -> None:
+        self.plan, self.member, self.folder, self.diary = plan, member, folder, diary
+        self.strike = Strike()
+
+    def train(self, life: Life) -> Tensor:
+        """Train from the newest checkpoint, as a user would write it; return the weights."""
+        plan, strike = self.plan, self._strike(life.number)
+        model, _ = built(strike)
+        mesh = dist.init_device_mesh("cpu", (life.world,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer.register_step_pre_hook(lambda *_: strike.meet(Phase.OPTIMIZER))
+        strike.meet(Phase.BUILD)
+        checkpoints = checkpoint.Checkpointer(
+            self.folder / "checkpoints", every=plan.every, keep=2, mode=plan.mode
+        )
+        loaded = checkpoints.load(model, optimizer)
+        first = loaded.step if loaded else 0
+        self.diary.note("begins", life=life.number, world=life.world, step=first)
+        for step in range(first + 1, plan.steps + 1):
+            strike.step = step
+            strike.meet(Phase.DATA)
+            one_step(model, optimizer, batch(step).chunk(life.world)[life.rank])
+            if checkpoints.is_due(step):
+                strike.meet(Phase.SAVE)
+                checkpoints.save(model, optimizer, step=step)
+            life.reached(step)
+        checkpoints.wait()
+        strike.meet(Phase.END)
+        dist.barrier()  # of the user's, which fullshard does not see
+        self.diary.note("restarts", lost=[one.lost for one in life.restarts])
+        whole = checkpoint.full_state_dict(model, rank0_only=False)
+        return torch.cat([one.detach().flatten() for one in whole.values()])
+
+    def _strike(self, life: int) -> Strike:
+        found = (one for one in self.plan.strokes if (one.member, one.life) == (self.member, life))
+        stroke = next(found, None)
+        strike = Strike()
+        if stroke is not None:
+            strike = Strike(stroke.fault, stroke.step, self.diary)
+            strike.step = stroke.step if stroke.fault.phase is Phase.BUILD else 0
+        self.strike.__dict__ = strike.__dict__  # gathers are watched by one for all lives
+        return self.strike
+
+
+def work(plan: Plan, member: int, folder: str, port: int) -> None:
+    """Be ``member`` of a job whose store is on ``port``, and end the process."""
+    root = Path(folder)
+    out = os.open(root / f"printed-{member}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    faulthandler.enable()
+    os.environ |= {
+        "FULLSHARD_PATIENCE_S": str(PATIENCE_S),
+        "FULLSHARD_SHARED_MEMORY": plan.wire.value,
+    }
+    diary = Diary(root, member)
+    logging.getLogger("fullshard").addHandler(_Copying(diary))
+    ended: dict[str, Any] = {"kind": "", "text": ""}
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=member,
+            world_size=plan.world,
+            timeout=timedelta(seconds=30),
+        )
+        rank = Rank(plan, member, root, diary)
+        watch_gathers(rank.strike)
+        weights = resilient(rank.train, max_restarts=4)
+        torch.save(weights, root / f"weights-{member}.pt")
+    except BaseException as error:
+        ended = described(error)
+    diary.note("ended", **ended)
+    os._exit(0)

@@ -1,0 +1,47 @@
+"""A short part of ``python -m tests.faults recover``: jobs go on without ranks that were killed.
+
+The processes are not those of the session's pool, as they are killed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.rank import Wire
+from tests.faults.recovery import drawn, run
+from tests.faults.resilient_rank import Plan, Stroke
+from tests.faults.rows import Fault, Phase, What
+
+
+def killed(member: int, life: int, step: int, phase: Phase) -> Stroke:
+    return Stroke(member, life, step, Fault(What.KILL, phase))
+
+
+PLANS = {
+    # The second while the others take up the checkpoint.
+    "two after each other": Plan(4, (killed(0, 0, 5, Phase.FORWARD), killed(2, 1, 3, Phase.BUILD))),
+    "in a save": Plan(3, (killed(1, 0, 4, Phase.SAVE),), wire=Wire.SOCKETS, mode="async"),
+}
+MORE = {
+    "stopped": Plan(3, (Stroke(1, 0, 5, Fault(What.STOP, Phase.BACKWARD)),)),
+    "raised": Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.FORWARD)),)),
+    "all but one": Plan(3, (killed(0, 0, 5, Phase.GATHER),), ((2, 0.0),)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_job_goes_on_without_ranks_that_are_killed(plan: Plan) -> None:
+    """With the weights of a training that nothing happened to, whatever its world."""
+    seen = run(plan)
+    assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("plan", MORE.values(), ids=MORE)
+def test_a_job_goes_on_after_other_faults(plan: Plan) -> None:
+    test_a_job_goes_on_without_ranks_that_are_killed(plan)
+
+
+def test_random_plans_are_the_same_again() -> None:
+    assert [drawn(0, n) for n in range(200)] == [drawn(0, n) for n in range(200)]
+    assert {one.fault.phase for n in range(200) for one in drawn(0, n).strokes} > {Phase.SAVE}

@@ -1,0 +1,88 @@
+"""The command with --min-workers: a worker is killed, and the job goes on without it.
+
+These tests start processes of their own, as one of them is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from fullshard.train.rundir import RunDir
+from tests.ranks.train_shell import Outcome, Shell, children_of, torchrun
+
+STEPS = 8
+OPTIONS = f"--data text --steps {STEPS} --batch 2 --seq 32 --save-every 2 --eval-every 8".split()
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell.with_a_little_text(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture(scope="module")
+def bereft(shell: Shell) -> Outcome:
+    """A run of three workers, of which the first is killed once something was saved."""
+    options = ("--out", "bereft", "--nproc", "3", "--min-workers", "2", *OPTIONS)
+    with shell.started(*options) as job:
+        shell.wait_for(RunDir(shell.folder / "bereft").checkpoints / "step-000002")
+        os.kill(_first_of(job.pid), signal.SIGKILL)
+        return shell.end_of(job)
+
+
+def _first_of(launcher: int) -> int:
+    """Return the process of rank 0."""
+    for pid in children_of(launcher):
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if b"\0RANK=0\0" in b"\0" + file.read():
+                return pid
+    raise AssertionError(f"{launcher} has no worker of rank 0")
+
+
+def begun_again(outcome: Outcome) -> int:
+    """Return the step from which the job went on."""
+    found = re.search(r"goes on with 2 rank\(s\), .* step (\d+) is done", outcome.err)
+    assert found, outcome.err
+    return int(found[1]) - 1
+
+
+def test_a_job_goes_on_when_its_first_worker_is_killed(shell: Shell, bereft: Outcome) -> None:
+    assert bereft.exitcode == 0, bereft.err
+    assert "worker 0 was ended by SIGKILL" in bereft.err
+    assert begun_again(bereft) in (2, 4, 6), bereft.err
+    assert [record["step"] for record in shell.metrics("bereft")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.more
+def test_it_is_the_run_that_changes_its_workers_at_the_same_checkpoint(
+    shell: Shell, bereft: Outcome
+) -> None:
+    step = begun_again(bereft)
+    options = ("--out", "changed", "--nproc", "3", *OPTIONS, "--stop-after", str(step))
+    assert shell.train(*options).exitcode == 0
+    assert shell.train("--out", "changed", "--resume", "--nproc", "2").exitcode == 0
+    for left, right in zip(shell.metrics("changed"), shell.metrics("bereft"), strict=True):
+        for key in ("step", "loss", "lr", "grad_norm", "eval_bits_per_byte"):
+            assert right.get(key) == left.get(key), (key, right)
+
+
+@pytest.mark.more
+def test_too_few_workers_end_the_job(shell: Shell) -> None:
+    options = ("--out", "few", "--nproc", "2", "--min-workers", "2", *OPTIONS)
+    with shell.started(*options) as job:
+        shell.wait_for(RunDir(shell.folder / "few").checkpoints / "step-000002")
+        os.kill(children_of(job.pid)[-1], signal.SIGKILL)
+        outcome = shell.end_of(job)
+    assert outcome.exitcode != 0
+    assert "1 rank(s) are left, fewer than min_world=2" in outcome.err
+    assert "--resume  goes on from" in outcome.err
+
+
+@pytest.mark.more
+def test_torchrun_has_its_own_way(shell: Shell) -> None:
+    outcome = shell.train("--min-workers", "1", "--out", "elastic", *OPTIONS, program=torchrun(2))
+    assert outcome.exitcode != 0
+    assert "leave --min-workers out" in outcome.err
