@@ -5,40 +5,25 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from fullshard import _torch, watch
-from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
-from fullshard.engine.acts import (
-    BY_ITSELF,
-    GIVES_GRADIENTS,
-    ON_GRADIENTS,
-    ON_UNITS,
-    STARTS,
-    TAKES_GRADIENTS,
-)
+from fullshard.device import Lanes, make_lanes
+from fullshard.engine.actor import Actor
 from fullshard.engine.autograd import Backward, Use
-from fullshard.engine.reduce import Gradients, settle
 from fullshard.engine.steps import watch_steps
 from fullshard.engine.unit import Unit, check_lent_alike
 from fullshard.errors import BusyError, PeerError, ProtocolError
 from fullshard.schedule import (
     IN_USE,
-    Action,
     Event,
     Hold,
     MachinePolicy,
-    Observer,
-    Op,
     Recorder,
     Residency,
-    Scheduler,
     UnitPolicy,
 )
 from fullshard.schedule import triggers as when
@@ -47,8 +32,10 @@ from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 log = logging.getLogger("fullshard")
 
 
-class Engine:
+class Engine(Actor):
     """The engine of one tree of modules: its units, with one scheduler and one set of lanes.
+
+    It hears triggers and asks the scheduler; what that answers is carried out as ``Actor`` says.
 
     Each call of ``fully_shard`` joins the engines of the units below, so that in the end the root's
     engine runs all units, whichever of them runs forward first.
@@ -60,21 +47,14 @@ class Engine:
         policies: Sequence[UnitPolicy],
         machine: MachinePolicy | None = None,
     ) -> None:
-        self.units = list(units)
-        self.scheduler = Scheduler()
+        super().__init__(units, Backward(self.trigger))
         self.scheduler.policy = machine or MachinePolicy()
-        self.meter = StorageMeter()
         self.recorder: Recorder | None = None
-        self.observer: Observer | None = None
         self.is_dry = False
         self.thread = threading.get_ident()  # the thread of the last forward outside of backward
-        self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
-        self._backward = Backward(self.trigger)
         self._lanes: Lanes | None = None
-        self._step = watch.Step()
         self._uses: dict[int, Use] = {}  # the last use of each unit
         self._told_hidden: set[int] = set()
-        self._asking: list[Gradients] = []  # waiting for flags to be read once backward has ended
         for key, unit in enumerate(units):
             unit.key = key
             unit.engine = self
@@ -202,100 +182,12 @@ class Engine:
             self.recorder.record(Event(trigger, actions))
         if type(trigger) in _ENDS:
             try:
-                self._act_all(actions, to_the_end=True)
+                self.act_all(actions, to_the_end=True)
             finally:
                 if type(trigger) is not when.Reset and not self.scheduler.in_backward:
                     self._end_step(failed=type(trigger) is when.TaskDied)
         elif actions:
-            self._act_all(actions, to_the_end=False)
-
-    def _act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
-        if not actions:
-            return
-        with torch.no_grad(), _torch.outside_of_transforms():
-            if to_the_end:
-                self._act_to_the_end(actions)
-                if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
-                    self.lanes.join(Lane.COMPUTE, Lane.GATHER)
-            else:
-                act = self._actor
-                for action in actions:
-                    act(action)
-                self._settle()
-
-    def _act_to_the_end(self, actions: Sequence[Action]) -> None:
-        """Carry out all actions even if one fails, then raise the first failure.
-
-        The scheduler assumes that all actions were done, and nobody would retry them. Only actions
-        that need other ranks are skipped, once those ranks may be gone.
-        """
-        failure: Exception | None = None
-        act = self._actor
-        for action in actions:
-            apart = failure is not None and not isinstance(failure, ProtocolError)
-            if apart and action.op not in BY_ITSELF:
-                continue
-            try:
-                act(action)
-            except Exception as error:
-                failure = failure or error
-        if failure is None or isinstance(failure, ProtocolError):
-            self._settle()
-        if failure is not None:
-            raise failure
-
-    def _settle(self) -> None:
-        """Read which gradients exist where that is not known yet, once backward has ended."""
-        if self._asking and not self.scheduler.in_backward:
-            asking, self._asking = self._asking, []
-            settle(dict.fromkeys(asking), self.lanes)
-
-    @property
-    def _actor(self) -> Callable[[Action], None]:
-        """What carries out an action, under the eyes of an observer if there is one."""
-        return self._act if self.observer is None else self._act_observed
-
-    def _act_observed(self, action: Action) -> None:
-        assert self.observer is not None
-        with self.observer.acting(action):
-            self._act(action)
-
-    def _act(self, action: Action) -> None:
-        if action.unit is None:
-            self._fence()
-            return
-        unit = self.units[action.unit]
-        if not _torch.is_profiling():
-            self._do(action.op, unit)
-            return
-        with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):
-            self._do(action.op, unit)
-
-    def _do(self, op: Op, unit: Unit) -> None:
-        if op in STARTS:
-            self._step.check()
-        if op is Op.UNSHARD:
-            self._unshard(unit)
-            return
-        if op in ON_GRADIENTS:
-            for gradients in unit.gradients():
-                ON_GRADIENTS[op](gradients)
-        else:
-            ON_UNITS[op](unit)
-        if op in TAKES_GRADIENTS:
-            self._backward.reduced(unit)
-        elif op in GIVES_GRADIENTS:
-            self._asking += [one for one in unit.gradients() if one.asked is not None]
-
-    def _fence(self) -> None:
-        """Make gathers wait for the values that the optimizer wrote."""
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is None:
-            self.lanes.join(Lane.GATHER, Lane.COMPUTE)
-        else:
-            self.lanes.wait_event(Lane.GATHER, event)
-        if not len(self.scheduler.reductions):  # their memory may belong to an earlier stream
-            self.lanes.rest()
+            self.act_all(actions, to_the_end=False)
 
     def run_dry(self, lanes: Lanes) -> None:
         """Run from now on with parameters on the meta device, on ``lanes`` where nothing happens.
@@ -409,7 +301,7 @@ class Engine:
             self.trigger(when.Reset())
         except (PeerError, ProtocolError) as error:  # what was in flight will never end
             log.debug("after a fault: %s", error)
-        self._asking.clear()
+        self.forget_asked()
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.drop_gradients()
@@ -476,17 +368,6 @@ class Engine:
             "forward after an optimizer step. Return the tensor, or detach what needs no gradient",
             unit.name or "(root)",
         )
-
-    # acts
-
-    def _unshard(self, unit: Unit) -> None:
-        fresh = unit.materialize(self.lanes, self.meter)
-        if fresh:
-            self._backward.watch(unit, fresh)
-            unit.sync_requires_grad()
-        if self.scheduler.idle:  # the user unshards; otherwise a root has just looked after us
-            unit.was_written()
-        unit.start_unshard()
 
 
 def _named(unit: Unit) -> str:

@@ -1,0 +1,146 @@
+"""Carrying out the actions of a scheduler: which part of a unit does what, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from fullshard import _torch, watch
+from fullshard.device import Lane, Lanes, StorageMeter
+from fullshard.engine.acts import (
+    BY_ITSELF,
+    GIVES_GRADIENTS,
+    ON_GRADIENTS,
+    ON_UNITS,
+    STARTS,
+    TAKES_GRADIENTS,
+)
+from fullshard.engine.autograd import Backward
+from fullshard.engine.reduce import Gradients, settle
+from fullshard.engine.unit import Unit
+from fullshard.errors import ProtocolError
+from fullshard.schedule import Action, Observer, Op, Scheduler
+
+
+class Actor:
+    """The units of an engine, and how actions on them are carried out; a base of ``Engine``."""
+
+    def __init__(self, units: Sequence[Unit], backward: Backward) -> None:
+        self.units = list(units)
+        self.scheduler = Scheduler()
+        self.meter = StorageMeter()
+        self.observer: Observer | None = None
+        self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
+        self._backward = backward
+        self._step = watch.Step()
+        self._asking: list[Gradients] = []  # waiting for flags to be read once backward has ended
+
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of the units' device."""
+        raise NotImplementedError
+
+    def act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
+        """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails."""
+        if not actions:
+            return
+        with torch.no_grad(), _torch.outside_of_transforms():
+            if to_the_end:
+                self._act_to_the_end(actions)
+                if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
+                    self.lanes.join(Lane.COMPUTE, Lane.GATHER)
+            else:
+                act = self._actor
+                for action in actions:
+                    act(action)
+                self._settle()
+
+    def _act_to_the_end(self, actions: Sequence[Action]) -> None:
+        """Carry out all actions even if one fails, then raise the first failure.
+
+        The scheduler assumes that all actions were done, and nobody would retry them. Only actions
+        that need other ranks are skipped, once those ranks may be gone.
+        """
+        failure: Exception | None = None
+        act = self._actor
+        for action in actions:
+            apart = failure is not None and not isinstance(failure, ProtocolError)
+            if apart and action.op not in BY_ITSELF:
+                continue
+            try:
+                act(action)
+            except Exception as error:
+                failure = failure or error
+        if failure is None or isinstance(failure, ProtocolError):
+            self._settle()
+        if failure is not None:
+            raise failure
+
+    def _settle(self) -> None:
+        """Read which gradients exist where that is not known yet, once backward has ended."""
+        if self._asking and not self.scheduler.in_backward:
+            asking, self._asking = self._asking, []
+            settle(dict.fromkeys(asking), self.lanes)
+
+    def forget_asked(self) -> None:
+        """Forget gradients of which it is not known whether they exist."""
+        self._asking.clear()
+
+    @property
+    def _actor(self) -> Callable[[Action], None]:
+        """What carries out an action, under the eyes of an observer if there is one."""
+        return self._act if self.observer is None else self._act_observed
+
+    def _act_observed(self, action: Action) -> None:
+        assert self.observer is not None
+        with self.observer.acting(action):
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        if action.unit is None:
+            self._fence()
+            return
+        unit = self.units[action.unit]
+        if not _torch.is_profiling():
+            self._do(action.op, unit)
+            return
+        with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):
+            self._do(action.op, unit)
+
+    def _do(self, op: Op, unit: Unit) -> None:
+        if op in STARTS:
+            self._step.check()
+        if op is Op.UNSHARD:
+            self._unshard(unit)
+            return
+        if op in ON_GRADIENTS:
+            for gradients in unit.gradients():
+                ON_GRADIENTS[op](gradients)
+        else:
+            ON_UNITS[op](unit)
+        if op in TAKES_GRADIENTS:
+            self._backward.reduced(unit)
+        elif op in GIVES_GRADIENTS:
+            self._asking += [one for one in unit.gradients() if one.asked is not None]
+
+    def _fence(self) -> None:
+        """Make gathers wait for the values that the optimizer wrote."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is None:
+            self.lanes.join(Lane.GATHER, Lane.COMPUTE)
+        else:
+            self.lanes.wait_event(Lane.GATHER, event)
+        if not len(self.scheduler.reductions):  # their memory may belong to an earlier stream
+            self.lanes.rest()
+
+    def _unshard(self, unit: Unit) -> None:
+        fresh = unit.materialize(self.lanes, self.meter)
+        if fresh:
+            self._backward.watch(unit, fresh)
+            unit.sync_requires_grad()
+        if self.scheduler.idle:  # the user unshards; otherwise a root has just looked after us
+            unit.was_written()
+        unit.start_unshard()
