@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import logging
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import Life, checkpoint, fully_shard, resilient
-from tests.faults.rank import WIDTH, Model, Wire, _Copying, described
+from tests.faults.rank import _DIE_WITH_PARENT, WIDTH, Model, Wire, _Copying, described
 from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import Diary, Strike, watch_gathers
 
@@ -139,6 +142,8 @@ class Rank:
 
 def work(plan: Plan, member: int, folder: str, port: int) -> None:
     """Be ``member`` of a job whose store is on ``port``, and end the process."""
+    if sys.platform == "linux":  # a rank that is stopped must not outlive a test that was ended
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     root = Path(folder)
     out = os.open(root / f"printed-{member}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)

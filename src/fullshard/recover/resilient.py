@@ -104,7 +104,7 @@ class _Job(Generic[Result]):
             how = f"ended by {type(last).__name__}: {last}"
             raise
         finally:
-            self._voter.leave(how)
+            self._voter.leave(how, self._members)
 
     def _live(self) -> tuple[tuple[Result] | None, Exception | None, Said]:
         """Call the training once; leave the process groups if it failed."""

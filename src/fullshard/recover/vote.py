@@ -10,6 +10,7 @@ Here ranks are *members*: they keep the numbers that they had when the job began
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
@@ -32,6 +33,7 @@ log = logging.getLogger("fullshard")
 _POLL_S = 0.01
 _LOOK_S = 2.0  # so long after the first, ranks of other hosts are looked for
 _TELL_S = 30.0
+_PART_S = 5.0
 
 
 class End(enum.Enum):
@@ -92,11 +94,19 @@ class Voter:
         self._roll = Roll(self._store)
         self._pulse = Pulse(_torch.connected_anew(store), member)
 
-    def leave(self, how: str) -> None:
-        """Tell that this member will not vote any more, and ``how`` it left: a clause."""
+    def leave(self, how: str, members: Sequence[int]) -> None:
+        """Tell that this member will not vote any more, and ``how`` it left: a clause.
+
+        The first one, whose process may keep the store, lets the other ``members`` leave before.
+        """
         self._pulse.end()
-        with _store_answers():
+        with contextlib.suppress(RuntimeError):  # the store may be gone
             self._store.set(ended_key(self._member), how)
+            until_s = time.monotonic() + _PART_S
+            while self._member == 0 and time.monotonic() < until_s:
+                if all(self._roll.is_dead(one) for one in members):
+                    return
+                time.sleep(_POLL_S)
 
     def vote(self, life: int, members: Sequence[int], said: Said) -> Verdict:
         """Say how ``life`` ended here, and return what comes next, the same on all ``members``.
