@@ -48,8 +48,8 @@ EXEMPT = {
         "event.record(self._current() if lane is Lane.COMPUTE else self._stream(lane))",
     ): "takes the time",
     ("StreamLanes.waited_s", "after.synchronize()"): "takes the time",
-    ("_Pulse.end", "self._thread.join(2 * _PULSE_S)"): "a thread that nothing is written by",
-    ("Engine.trigger", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
+    ("Pulse.end", "self._thread.join(2 * PULSE_S)"): "a thread that nothing is written by",
+    ("Actor.act_all", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
     ("Engine.trigger", "self.recorder.record(Event(trigger, actions))"): "records for people",
 }
 
