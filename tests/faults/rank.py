@@ -24,6 +24,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, checkpoint, fully_shard
+from fullshard.optim import StepGuard
 from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import Diary, Strike, watch_gathers
 
@@ -168,9 +169,13 @@ def one_step(job: Job, model: nn.Module, optimizer: Any, x: Tensor, strike: Stri
     if strike.is_due(What.NAN, Phase.FORWARD):
         loss = loss * float("nan")
     loss.backward()
-    if job.fault.what is What.NAN:
+    if job.fault.what is not What.NAN:
+        optimizer.step()
+    elif job.engine is Engine.TORCH:
         nn.utils.clip_grad_norm_(model.parameters(), 1e9, error_if_nonfinite=True)
-    optimizer.step()
+        optimizer.step()
+    else:
+        StepGuard(model, optimizer, max_skipped=0).step(loss)
 
 
 def save(job: Job, model: nn.Module, optimizer: Any, folder: Path, step: int) -> None:

@@ -31,25 +31,8 @@ JOBS = [
     Job(Fault(What.STALL, Phase.DATA, stall_s=4.0), Engine.UNITS, Wire.SHARED, 2),
 ]
 
-NOT_NAMED = frozenset(
-    {
-        What.SKIP,
-        What.SWAP,
-        What.OTHER_WIDTH,
-        What.RAISE,
-        What.CAUGHT,
-        What.KILL,
-        What.STOP,
-        What.STALL,
-    }
-)
-"""What cannot be told before ranks compare what they did, and end each other's waits."""
-
-
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.fault.what.name}-{job.wire.name}")
 def test_a_fault_on_one_rank_is_named_on_the_others(job: Job) -> None:
-    if job.fault.what in NOT_NAMED:
-        pytest.skip("ranks do not compare yet what they did")
     result, verdict = table.seen(job)
     assert verdict.kind is Kind.NAMED, (str(verdict), result.endings)
 

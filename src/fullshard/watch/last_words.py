@@ -54,7 +54,7 @@ def settle(step: Step) -> None:
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
     """Ask until a failure of this rank is known for what it is, or patience ends."""
     until_s = time.monotonic() + patience_s() + ASK_S
-    while not is_known() and time.monotonic() < until_s:
+    while not (is_known() or watching.is_over) and time.monotonic() < until_s:
         watching.ask()
         time.sleep(_PAUSE_S)
 
@@ -62,7 +62,7 @@ def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
 def confess(error: Exception) -> None:
     """Tell the other ranks of an exception that ends what this rank does, until they know it."""
     watching = watcher()
-    if watching is None or str(error) == watching.last.text:  # else all know, and end by it, too
+    if watching is None or str(error) == watching.fault:  # else all know, and end by it, too
         return
     places = [step.place for step in steps() if step.place]
     watching.failed_at_s = time.monotonic()

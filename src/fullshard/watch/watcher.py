@@ -54,6 +54,8 @@ class Watcher:
         self.failed_at_s = 0.0
         self.last = NOTHING
         """What was found last."""
+        self.fault = ""
+        """The text of the last fault."""
         self._store = _torch.own_store()
         self._roll = Roll(self._store)
         self._main = threading.main_thread().ident
@@ -65,6 +67,11 @@ class Watcher:
         self._heard = self._store.add(_RINGS, 0)
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
         self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing is watched any more: this rank ends, or the store is gone."""
+        return self._is_over
 
     def ask(self) -> None:
         """Ask where all ranks are, and return once all know it, or some seconds later."""
@@ -194,6 +201,7 @@ class Watcher:
             return
         log.error("%s", found.text)
         if found.is_fault:
+            self.fault = found.text
             end_era(lambda: error_of(found))
 
     def _statement(self) -> Statement:
