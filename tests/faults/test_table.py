@@ -31,6 +31,7 @@ JOBS = [
     Job(Fault(What.STALL, Phase.DATA, stall_s=4.0), Engine.UNITS, Wire.SHARED, 2),
 ]
 
+
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.fault.what.name}-{job.wire.name}")
 def test_a_fault_on_one_rank_is_named_on_the_others(job: Job) -> None:
     result, verdict = table.seen(job)

@@ -10,6 +10,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from fullshard.errors import UnsupportedError
+
 __all__ = ["dial", "listener"]
 
 _SIOCGIFADDR = 0x8915
@@ -24,11 +26,12 @@ def listener() -> tuple[socket.socket, bytes]:
     else one of those that the host's name stands for.
 
     Raises:
-        OSError: if there is no such address, or gloo is to use something else than plain TCP.
+        OSError: if there is no such address.
+        UnsupportedError: gloo is to use something else than plain TCP.
     """
     transport = os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper()
     if transport not in _PLAIN:
-        raise OSError(f"gloo uses {transport}")
+        raise UnsupportedError(f"gloo uses {transport}")
     failure = OSError("no address")
     for host in _hosts():
         try:

@@ -23,6 +23,7 @@ from fullshard.comm.addresses import listener
 from fullshard.comm.desks import NBYTES, Desk, NearDesk, Told, listen
 from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.routes import Routes, circles_of
+from fullshard.errors import UnsupportedError
 
 SWITCH = "FULLSHARD_SHARED_MEMORY"
 """Environment variable; a rank on which it is 0 shares memory with no other."""
@@ -86,7 +87,7 @@ def _partners(group: dist.ProcessGroup, routes: Routes) -> dict[int, socket.sock
     keys = [secrets.token_bytes(NBYTES) for _ in range(world)]
     with contextlib.ExitStack() as opened:
         listening, address, port = None, bytes(NBYTES), 0
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnsupportedError):
             listening, address = listener()
             opened.callback(listening.close)
             port = listening.getsockname()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from fullshard.errors import ProtocolError
 from fullshard.schedule import Action, Observer, Op, Scheduler
 
 
-class Actor:
+class Actor(ABC):
     """The units of an engine, and how actions on them are carried out; a base of ``Engine``."""
 
     def __init__(self, units: Sequence[Unit], backward: Backward) -> None:
@@ -39,9 +40,9 @@ class Actor:
         self._asking: list[Gradients] = []  # waiting for flags to be read once backward has ended
 
     @property
+    @abstractmethod
     def lanes(self) -> Lanes:
         """The lanes of the units' device."""
-        raise NotImplementedError
 
     def act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
         """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails."""

@@ -116,7 +116,7 @@ def _failed(
         if any(one.is_open for one in others):
             if all(one.failed_s < patience_s for one in failed.values()):
                 return UNDECIDED
-        elif len({_counts(statement) for statement in said.values()}) == 1:
+        elif _are_level(said):
             return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
@@ -201,8 +201,13 @@ def _is_behind(statement: Statement, wait: _Wait) -> bool:
     return statement.rank in wait.group.ranks and next(found, 0) <= wait.number
 
 
-def _counts(statement: Statement) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted((group.name, group.num_issued) for group in statement.groups))
+def _are_level(said: Mapping[int, Statement]) -> bool:
+    """Return whether the ranks of each group have issued equally many collectives on it."""
+    issued: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for statement in said.values():
+        for group in statement.groups:
+            issued.setdefault((group.name, group.ranks), set()).add(group.num_issued)
+    return all(len(numbers) == 1 for numbers in issued.values())
 
 
 def _after(statement: Statement) -> str:

@@ -41,6 +41,7 @@ _POLL_S = 0.005
 _JUDGE_S = 2 * PULSE_S + 1.0  # how long a judge may take
 ASK_S = _ANSWER_S + 2 * _JUDGE_S  # by then there is a judgement, or never
 _RINGS = "fullshard/rings"
+_DESTROYED = "has destroyed its process group"
 _FRAMES = 2  # of a stack
 
 
@@ -66,6 +67,9 @@ class Watcher:
         self._store.delete_key(ended_key(rank))
         self._heard = self._store.add(_RINGS, 0)
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
+
+    def start(self) -> None:
+        """Start to watch."""
         self._thread.start()
 
     @property
@@ -95,7 +99,7 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            while not self._is_over:
+            while not self._is_over and watcher() is self:
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
                 asks, self._asks = self._asks, []
@@ -288,6 +292,9 @@ def begin() -> None:
         return
     if not _torch.reaches_processes(_torch.default_store()):
         return
+    for earlier in list(_watchers.values()):  # of groups that something still holds
+        earlier.leave(_DESTROYED)
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())
-    weakref.finalize(group, watching.leave, "has destroyed its process group").atexit = False
+    weakref.finalize(group, watching.leave, _DESTROYED).atexit = False
+    watching.start()
