@@ -106,7 +106,7 @@ def _unsaid(result: Result, endings: Iterable[Ending]) -> Iterable[str]:
     said = [_said(expected.end, ending) for ending in endings]
     ranks = "|".join(map(str, named))
     wanted = {
-        "rank": rf"\branks?\W+(?:dict_keys\W+)?(?:\d+(?:, | and | to ))*(?:{ranks})\b",
+        "rank": rf"\brank(?:s|\(s\))?\W+(?:dict_keys\W+)?(?:\d+(?:, | and | to ))*(?:{ranks})\b",
         "unit": job.fault.unit,
         "cause": expected.cause,
     }
