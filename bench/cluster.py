@@ -93,10 +93,9 @@ def worker(process: int, case: Case, names: Sequence[str], folder: str, rounds: 
         name: Found(*map(statistics.median, zip(*taken, strict=True)))
         for name, taken in found.items()
     }
-    drifts: list[Any] = [None] * world
-    dist.all_gather_object(drifts, guard.drift)
+    drift = guard.worst()
     if process == 0:
-        said = {"found": result, "drift": max(drifts), "levels": needed_nbytes(case, base)}
+        said = {"found": result, "drift": drift, "levels": needed_nbytes(case, base)}
         Path(folder, "results.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 

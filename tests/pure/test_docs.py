@@ -32,7 +32,7 @@ def test_lines_are_short(page: Path) -> None:
         r"<!-- (frameworks|faults) -->.*<!-- end of", "", page.read_text(), flags=re.DOTALL
     )
     lines = [line for line in text.splitlines() if not line.startswith("| `rank")]  # messages
-    assert [line for line in lines if len(line) > 120] == []
+    assert [line for line in lines if len(line) > 105] == []
 
 
 @each_page

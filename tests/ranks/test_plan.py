@@ -27,12 +27,13 @@ from tests.ranks.plans import (
 )
 from tests.ranks.pool import RankPool
 
-UNSEEN = {"bf16": 0.03, "checkpointed": 0.03, "twice": 0.02, "TP": 0.15}
+UNSEEN = {"bf16": 0.03, "checkpointed": 0.03, "twice": 0.02, "TP": 0.02}
 """Shares of the peak that no dry run sees: what CPU kernels take inside of an operation; small
 gradients, which are those of the step before if nobody holds these any more when they are needed;
-and what DTensors have sent, which threads of gloo let go of at moments of their own, late on a busy
-machine.
+and what DTensors have sent, which threads of gloo let go of at moments of their own.
 """
+LATE_NBYTES = {"TP": 16 << 10}
+"""What those threads may hold for longer on a busy machine, beyond that."""
 
 
 def both(name: str) -> tuple[Found, Found]:
@@ -60,7 +61,9 @@ def test_a_dry_run_equals_a_real_one(pool: RankPool, name: str) -> None:
             assert planned.optimizer_state >= found.optimizer_state
         else:
             assert planned.optimizer_state == found.optimizer_state
-        assert planned.peak == pytest.approx(found.peak, rel=UNSEEN.get(name, 0.01))
+        unseen = UNSEEN.get(name, 0.01) * found.peak
+        late = LATE_NBYTES.get(name, 0)
+        assert found.peak - unseen - late <= planned.peak <= found.peak + unseen
 
 
 def both_offloaded(name: str) -> tuple[Found, Found]:

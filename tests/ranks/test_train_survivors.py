@@ -78,6 +78,7 @@ def test_too_few_workers_end_the_job(shell: Shell) -> None:
         outcome = shell.end_of(job)
     assert outcome.exitcode != 0
     assert "1 rank(s) are left, fewer than min_world=2" in outcome.err
+    assert "--resume  goes on from" in outcome.err
 
 
 @pytest.mark.more

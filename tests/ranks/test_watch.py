@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
+from fullshard.comm.ledger import end_era
 from fullshard.errors import PeerError, ProtocolError
+from fullshard.schedule import Event
+from fullshard.schedule.triggers import TaskEnd
+from tests.ranks.autograd import engine_of
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Fuse, Trouble
@@ -122,6 +126,35 @@ def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
                 assert one.startswith("PeerError: rank 1 failed"), one
                 assert fault == "backward" or "Trouble: in forward" in one, one
                 assert f"rank {rank} waits for the gather of unit" in one, one
+
+
+class Ends:
+    """A recorder for which another rank's fault is known when a backward ends."""
+
+    def record(self, event: Event) -> None:
+        if isinstance(event.trigger, TaskEnd):
+            end_era(lambda: PeerError("rank 7 failed"))
+
+
+def a_fault_is_known_when_backward_ends() -> None:
+    model = tower("fully_shard", "rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.set_requires_gradient_sync(False)  # so that nothing waits at the end
+    engine_of(model).recorder = Ends()
+    loss = model(noise(3, 6, seed=dist.get_rank())).square().sum()
+    with pytest.raises(PeerError, match="rank 7 failed"):
+        loss.backward()
+    engine_of(model).recorder = None
+    model.set_requires_gradient_sync(True)
+    for number in (0, 1, 3, 5):
+        step(model, optimizer, number)
+    expected = left_out("fully_shard", "rows", 2)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_no_rank_goes_on_with_a_step_that_others_drop(pool: RankPool) -> None:
+    pool.run(2, a_fault_is_known_when_backward_ends)
 
 
 def fail_alike(face: str, layout: str) -> int:

@@ -155,9 +155,13 @@ class C10d:
     def adds_wide(self) -> bool:
         """True if sums are in fp32 or wider: ours are, a backend's are in the dtype that travels.
 
-        Reading this property may meet the other ranks first, so all ranks must read it.
+        Reading this property may meet the other ranks first, so all ranks must read it; not if
+        they have met before, in whatever era.
         """
-        return self._ways(self.group).reduces.adds_wide
+        group = self.group
+        found, choice = _ways.get(group), self._choice
+        ways = None if found is None else found.ways.get(choice)
+        return (ways or self._ways(group)).reduces.adds_wide
 
     def by_sums(self) -> C10d:
         """See ``Collectives.by_sums``."""
@@ -223,10 +227,13 @@ class C10d:
     def _all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
         return self._ways(group).reduces.all_reduce_mean(group, values, self._label.text)
 
+    @property
+    def _choice(self) -> _Choice:
+        return (self._transport, self._device_type, self._averages)
+
     def _ways(self, group: dist.ProcessGroup) -> _Ways:
-        return ways_of(
-            group, self._transport, device_type=self._device_type, averages=self._averages
-        )
+        transport, device_type, averages = self._choice
+        return ways_of(group, transport, device_type=device_type, averages=averages)
 
 
 def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> None:

@@ -181,11 +181,14 @@ class Engine(Actor):
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
         if type(trigger) in _ENDS:
+            was_open = self._step.is_open
             try:
                 self.act_all(actions, to_the_end=True)
             finally:
                 if type(trigger) is not when.Reset and not self.scheduler.in_backward:
                     self._end_step(failed=type(trigger) is when.TaskDied)
+            if was_open and type(trigger) is when.TaskEnd:
+                self._step.era.check()  # the others drop this step, and raise
         elif actions:
             self.act_all(actions, to_the_end=False)
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fullshard import _torch
 from fullshard.comm.pulse import Pulse
 from fullshard.errors import LostRankError
-from fullshard.watch import Roll, ended_key
+from fullshard.watch import DEAD, Roll, ended_key
 
 __all__ = ["End", "Next", "Said", "Verdict", "Voter"]
 
@@ -168,7 +168,7 @@ class Voter:
         """Write the verdict, unless another member has; return what stands there."""
         said = {one: what for one, what in self._said(life, members).items() if one not in lost}
         gone = {one: why for one, why in lost.items() if one not in said}
-        gone |= {one: _DIED for one in said if one != self._member and self._roll.is_dead(one)}
+        gone |= {one: DEAD for one in said if one != self._member and self._roll.is_dead(one)}
         own = _judged({one: what for one, what in said.items() if one not in gone}, gone)
         text = json.dumps([own.next.value, own.members, [*own.lost.items()], own.why])
         return _decoded(self._store.compare_set(f"{life}/verdict", "", text))
@@ -176,9 +176,6 @@ class Voter:
     @staticmethod
     def _key(life: int, member: int) -> str:
         return f"{life}/said/{member}"
-
-
-_DIED = "ended without a word: killed, or it crashed"
 
 
 def _judged(said: Mapping[int, Said], lost: Mapping[int, str]) -> Verdict:

@@ -118,8 +118,8 @@ class Trace:
             self._stop(error)
             if isinstance(error, torch.OutOfMemoryError):
                 log.error("out of memory: see %s", report.combine(self.folder).page)
-        except Exception:
-            log.exception("the trace in %s could not be written", self.folder)
+        except Exception as failure:
+            log.error("the trace in %s could not be written: %s", self.folder, failure)
 
 
 class _Run:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import fullshard
-from fullshard.errors import ConfigError, FullshardError
+from fullshard.errors import ConfigError, FullshardError, PeerError
 
 from .architecture import Architecture, choose_architecture, load_text_for
 from .config import TrainConfig
@@ -213,7 +213,7 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
     try:
         run_worker(config, prepared=prepared)
     except Exception as error:
-        is_refusal = isinstance(error, FullshardError)
+        is_refusal = isinstance(error, FullshardError) and not isinstance(error, PeerError)
         code = 2 if is_refusal else 1
         _record(error, is_refusal=is_refusal)
         if not prepared:  # under torchrun; our own launcher shows the record instead

@@ -5,9 +5,9 @@ Nothing here runs in a step that goes well, but for a thread that reads a counte
 
 from __future__ import annotations
 
-from fullshard.watch.last_words import confess, explain, settle
-from fullshard.watch.roll import Roll, ended_key
+from fullshard.watch.last_words import begin, confess, settle
+from fullshard.watch.roll import DEAD, Roll, ended_key
 from fullshard.watch.step import Step
-from fullshard.watch.watcher import begin, watcher
+from fullshard.watch.watcher import watcher
 
-__all__ = ["Roll", "Step", "begin", "confess", "ended_key", "explain", "settle", "watcher"]
+__all__ = ["DEAD", "Roll", "Step", "begin", "confess", "ended_key", "settle", "watcher"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from fullshard.comm.ledger import Entry, Ledger
 from fullshard.comm.pulse import patience_s
 from fullshard.errors import LostRankError, PeerError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
-from fullshard.watch.step import Step, described, steps
-from fullshard.watch.watcher import ASK_S, Watcher, watcher
+from fullshard.watch.step import Failure, Step, described, steps
+from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, watcher
 
-__all__ = ["confess", "explain", "settle"]
+__all__ = ["begin", "confess", "explain", "settle"]
 
 _PAUSE_S = 0.02
 
@@ -65,8 +66,8 @@ def confess(error: Exception) -> None:
     if watching is None or str(error) == watching.fault:  # else all know, and end by it, too
         return
     places = [step.place for step in steps() if step.place]
-    watching.failed_at_s = time.monotonic()
-    watching.failure = ", ".join([described(error), *places[:1]])
+    text = ", ".join([described(error), *places[:1]])
+    watching.failure = Failure(text, time.monotonic())
     watching.last = UNDECIDED
     _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
 
@@ -78,7 +79,8 @@ def _excepthook(
     watching = watcher()
     if watching is not None and isinstance(error, Exception):
         confess(error)
-        watching.leave(f"ended by {watching.failure or described(error)}")
+        failure = watching.failure
+        watching.leave(f"ended by {described(error) if failure is None else failure.text}")
     _before(kind, error, trace)
 
 
@@ -89,6 +91,18 @@ def _leave() -> None:
 
 
 _before = sys.excepthook
-sys.excepthook = _excepthook
-atexit.register(_leave)
-ledger.explain = explain
+
+
+@functools.cache
+def _listen() -> None:
+    """Hear of failed collectives and of the end of this program; in jobs of several ranks only."""
+    global _before
+    ledger.explain = explain
+    _before, sys.excepthook = sys.excepthook, _excepthook
+    atexit.register(_leave)
+
+
+def begin() -> None:
+    """Watch over the job from now on, until its default process group is destroyed."""
+    if begin_watching():
+        _listen()

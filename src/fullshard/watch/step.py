@@ -6,10 +6,20 @@ import time
 import traceback
 import weakref
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fullshard.comm.ledger import Era, now
 
-__all__ = ["Step", "described", "steps"]
+__all__ = ["Failure", "Step", "described", "steps"]
+
+
+class Failure(NamedTuple):
+    """An exception that ended a step, or the program."""
+
+    text: str
+    """What it was, and where."""
+    at_s: float
+    """When, by ``time.monotonic``."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -18,10 +28,8 @@ class Step:
 
     is_open: bool = False
     """True from the beginning of a forward to the end of its backward."""
-    failure: str = ""
-    """The exception that ended the last step, until all ranks know or the next step begins."""
-    failed_at_s: float = 0.0
-    """When that was, by ``time.monotonic``."""
+    failure: Failure | None = None
+    """What ended the last step, until all ranks know or the next step begins."""
     place: str = ""
     """Where the last step failed, such as "in the forward of unit blocks.3"."""
     era: Era = field(default_factory=now)
@@ -34,7 +42,7 @@ class Step:
         """Begin a step, or another forward of it."""
         if not self.is_open:
             self.era = now()
-        self.is_open, self.failure, self.place = True, "", ""
+        self.is_open, self.failure, self.place = True, None, ""
 
     def check(self) -> None:
         """Raise the error of the fault that ended this step's era, in the middle of the step."""
@@ -50,7 +58,7 @@ class Step:
         self.is_open = False
         if failed and not self.was_dropped:
             what = "an exception" if error is None else described(error)
-            self.failure, self.failed_at_s = f"{what}, {self.place}", time.monotonic()
+            self.failure = Failure(f"{what}, {self.place}", time.monotonic())
 
     @property
     def was_dropped(self) -> bool:

@@ -31,7 +31,7 @@ from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolE
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
 from fullshard.watch.statement import Group, Issued, Statement
-from fullshard.watch.step import steps
+from fullshard.watch.step import Failure, steps
 
 log = logging.getLogger("fullshard")
 
@@ -50,9 +50,8 @@ class Watcher:
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self.failure = ""
-        """The exception that ends this program."""
-        self.failed_at_s = 0.0
+        self.failure: Failure | None = None
+        """What ends this program."""
         self.last = NOTHING
         """What was found last."""
         self.fault = ""
@@ -149,9 +148,8 @@ class Watcher:
         self.last = self._judgement(number)
         self._note(self.last)
         for step, failure in failures:
-            # Not if it is a later one of the same text.
             if self.last.kind is not Kind.UNDECIDED and step.failure is failure:
-                step.failure = ""  # all know
+                step.failure = None  # all know
 
     def _judgement(self, number: int) -> Diagnosis:
         until_s, attempt = time.monotonic() + _ANSWER_S, 1
@@ -209,15 +207,14 @@ class Watcher:
             end_era(lambda: error_of(found))
 
     def _statement(self) -> Statement:
-        failures = [(step.failure, step.failed_at_s) for step in steps()]
-        failures.insert(0, (self.failure, self.failed_at_s))
-        failure, at_s = next((one for one in failures if one[0]), ("", 0.0))
+        failures = (self.failure, *(step.failure for step in steps()))
+        failure = next((one for one in failures if one is not None), Failure("", 0.0))
         return Statement(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
             any(step.is_open and not step.was_dropped for step in steps()),
-            failure,
-            time.monotonic() - at_s,
+            failure.text,
+            time.monotonic() - failure.at_s,
             self._stack(),
         )
 
@@ -285,16 +282,19 @@ def watcher() -> Watcher | None:
     return None if group is None else _watchers.get(group)
 
 
-def begin() -> None:
-    """Watch over the job from now on, until its default process group is destroyed."""
+def begin_watching() -> bool:
+    """Have a watcher of this job; return False if there is nobody to watch over."""
     group = dist.group.WORLD
-    if group is None or group in _watchers or group.size() == 1:
-        return
+    if group is None or group.size() == 1:
+        return False
+    if group in _watchers:
+        return True
     if not _torch.reaches_processes(_torch.default_store()):
-        return
+        return False
     for earlier in list(_watchers.values()):  # of groups that something still holds
         earlier.leave(_DESTROYED)
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())
     weakref.finalize(group, watching.leave, _DESTROYED).atexit = False
     watching.start()
+    return True
