@@ -77,6 +77,7 @@ class Ledger:
         self.name = name
         self.ranks = ranks
         """The members, by their ranks in the job."""
+        self.job = _job()
         self.era = now()
         self.num_issued = 0
         self.entries: deque[Entry] = deque(maxlen=KEPT)
@@ -159,9 +160,19 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
 
 
 def ledgers() -> list[Ledger]:
-    """Return the ledgers of all groups that exist."""
+    """Return the ledgers of the groups of this job.
+
+    Something may still hold a group of an earlier job, on this rank only, under the same name.
+    """
+    job = _job()
     with _lock:
-        return list(_ledgers.values())
+        return [ledger for ledger in _ledgers.values() if ledger.job == job]
+
+
+def _job() -> weakref.ref[dist.ProcessGroup] | None:
+    """Return what tells this job from others of the same process: its default group."""
+    group = dist.group.WORLD
+    return None if group is None else weakref.ref(group)
 
 
 def end_era(error: Callable[[], Exception]) -> None:
