@@ -23,10 +23,10 @@ from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.stepped import Kept, StateDict, Stepped
 from fullshard.checkpoint.tree import Row, Tree, full, sharded
 from fullshard.errors import ConfigError
-from fullshard.frontend.contexts import clean_name
 from fullshard.optim.groups import Groups, numbered, options_of
 from fullshard.optim.states import is_cut, one_for_many
 from fullshard.tensors import shown_like, taken_by
+from fullshard.tensors.names import clean_name
 
 
 def full_optim_state_dict(
