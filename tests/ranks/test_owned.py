@@ -1,0 +1,211 @@
+"""OwnedOptimizer steps as the class itself does on the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import Ragged, fully_shard
+from fullshard.optim import OwnedOptimizer
+from fullshard.tensors import local_part
+from tests.ranks.models import fill, noise
+from tests.ranks.pool import RankPool
+
+
+class Whitening(Optimizer):
+    """A small Shampoo: factors of the rows' and columns' sizes, a count that is a Python number."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                own, grad = (
+                    self.state[param],
+                    param.grad.reshape(len(param) if param.dim() else 1, -1),
+                )
+                if not own:
+                    own["count"] = 0
+                    own["moment"] = torch.zeros_like(param)
+                    own["left"] = torch.eye(grad.shape[0], dtype=grad.dtype)
+                    own["right"] = torch.eye(grad.shape[1], dtype=grad.dtype)
+                own["count"] += 1
+                own["left"] += grad @ grad.T
+                own["right"] += grad.T @ grad
+                update = torch.linalg.solve(own["left"], grad)
+                update = torch.linalg.solve(own["right"], update, left=False)
+                own["moment"].mul_(group["momentum"]).add_(update.view_as(param))
+                param.mul_(1 - 0.01 * group["lr"])
+                param.add_(own["moment"], alpha=-group["lr"] / own["count"] ** 0.5)
+
+
+CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "muon": (torch.optim.Muon, {"lr": 0.05}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+    "whitening": (Whitening, {}),
+}
+
+
+class Net(nn.Module):
+    """Matrices, of which some have fewer rows than there are ranks; one without gradients."""
+
+    def __init__(self, *, vectors: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10, bias=vectors)
+        self.frozen = nn.Linear(10, 10, bias=False).requires_grad_(False)
+        self.experts = nn.Parameter(torch.zeros(3, 10, 5))
+        self.unused = nn.Linear(3, 2, bias=False)
+        self.last = nn.Linear(5, 2, bias=vectors)
+        self.gain = nn.Parameter(torch.ones(1)) if vectors else 1.0
+        fill(self.double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        return self.last(torch.einsum("bi,eij->bj", y, self.experts)) * self.gain
+
+
+def blocks(name: str, shape: tuple[int, ...]) -> Any:
+    """Experts are matrices; the first layer's rows are queries, keys and values."""
+    return {"experts": "each", "first.weight": (4, 3, 3)}.get(name)
+
+
+def sharded(net: nn.Module, face: str) -> nn.Module:
+    world = dist.get_world_size()
+    if face == "flat":
+        return FSDP(net, use_orig_params=True)
+    mesh = init_device_mesh("cpu", (world,))
+    if face == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    layout = {"ragged": Ragged(), "tensor": Ragged("tensor")}.get(face)
+    options = {} if layout is None else {"layout": layout}
+    fully_shard(net.last, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def give(model: nn.Module, grads: dict[str, Tensor]) -> None:
+    """Give gradients that are equal to the unsharded model's to the bit."""
+    for name, param in model.named_parameters():
+        whole = grads.get(name.replace("_fsdp_wrapped_module.", ""))
+        param.grad = None if whole is None else part(param, whole)
+
+
+def part(param: Tensor, whole: Tensor) -> Tensor:
+    from fullshard.optim.spread_param import Ranks, spread_param_of
+
+    spread, mesh = spread_param_of(param, "") or (None, None)
+    if spread is None:
+        return whole.clone()
+    ranks = Ranks(mesh)
+    local = torch.empty(local_part(param).shape, dtype=whole.dtype)
+    region = ranks.region(spread, ranks.own)
+    from fullshard.layout.region import whole as all_of
+
+    for one in region.overlaps(all_of(spread.shape)):
+        mine = local.view(-1).as_strided(one.sizes, one.strides, one.offset)
+        mine.copy_(whole.contiguous().as_strided(one.sizes, one.other_strides, one.other_offset))
+    from fullshard.tensors import shown_like
+
+    return shown_like(param, local)
+
+
+def grads_of(step: int, net: nn.Module) -> dict[str, Tensor]:
+    """Gradients of one step; in one step a parameter has none."""
+    return {
+        name: noise(*param.shape, seed=10 * step + number)
+        for number, (name, param) in enumerate(net.named_parameters())
+        if param.requires_grad and "unused" not in name and not ("last" in name and step == 1)
+    }
+
+
+def named(model: nn.Module, *, only: Any = None) -> list[tuple[str, nn.Parameter]]:
+    found = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
+    return [(n, p) for n, p in found if only is None or only(n)]
+
+
+def split(net: nn.Module, cut: Any) -> tuple[list[tuple[str, nn.Parameter]], Any]:
+    """The parameters of the unsharded model, those with blocks as several."""
+    params, back = [], []
+    for name, param in net.named_parameters():
+        rule = cut(name, tuple(param.shape)) if cut else None
+        if rule is None:
+            params.append((name, param))
+            continue
+        data = param.detach()
+        views = data.unbind() if rule == "each" else data.split(list(rule))
+        params += [(f"{name}.{at}", nn.Parameter(view)) for at, view in enumerate(views)]
+        back.append((name, rule))
+    return params, back
+
+
+class Reference:
+    """The class itself, in one process, on the unsharded model."""
+
+    def __init__(self, kind: str, *, vectors: bool, cut: Any = None) -> None:
+        self.net = Net(vectors=vectors)
+        self.params, self.back = split(self.net, cut)
+        cls, kwargs = CLASSES[kind]
+        self.optimizer = cls([param for _, param in self.params], **kwargs)
+
+    def step(self, grads: dict[str, Tensor]) -> None:
+        all_grads = dict(grads)
+        for name, rule in self.back:
+            whole = all_grads.pop(name, None)
+            if whole is not None:
+                views = whole.unbind() if rule == "each" else whole.split(list(rule))
+                all_grads |= {f"{name}.{at}": view.clone() for at, view in enumerate(views)}
+        for name, param in self.params:
+            param.grad = all_grads.get(name)
+        self.optimizer.step()
+
+
+def same_params(model: nn.Module, net: nn.Module) -> None:
+    for (name, param), (_, expected) in zip(named(model), net.named_parameters(), strict=True):
+        assert torch.equal(local_part(param), local_part(part(param, expected.detach()))), name
+
+
+def steps_alike(kind: str, face: str, cut: Any, more: dict[str, Any]) -> None:
+    vectors = kind != "muon"
+    if kind == "muon":
+        cut = blocks  # it takes matrices only
+    reference = Reference(kind, vectors=vectors, cut=cut)
+    model = sharded(Net(vectors=vectors), face)
+    cls, kwargs = CLASSES[kind]
+    optimizer = OwnedOptimizer(named(model), cls, blocks=cut, **more, **kwargs)
+    for step in range(4):
+        grads = grads_of(step, reference.net)
+        if step == 2:
+            for one in (optimizer, reference.optimizer):
+                one.param_groups[0]["lr"] *= 0.5
+        reference.step(grads)
+        give(model, grads)
+        optimizer.step()
+        same_params(model, reference.net)
+
+
+FACES = [
+    (world, face)
+    for world in (1, 2, 3, 4)
+    for face in ("per_parameter", "ragged", "tensor", "flat", "hsdp")
+    if face != "hsdp" or world == 4
+]
+
+
+@pytest.mark.parametrize(("world", "face"), FACES)
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_steps_like_the_class_itself(pool: RankPool, kind: str, world: int, face: str) -> None:
+    pool.run(world, steps_alike, kind, face, None, {})
