@@ -82,7 +82,8 @@ class Ranks:
     def mesh(self) -> DeviceMesh:
         """The ranks as a 1-D mesh; the first access may be a collective, see ``flattened``."""
         assert self._mesh is not None, "plain tensors have no mesh"
-        return flattened(self._mesh)
+        # A mesh of one dim is itself, by whose name it is known as a part of the model's mesh.
+        return self._mesh if self._mesh.ndim == 1 else flattened(self._mesh)
 
     @cached_property
     def own(self) -> int:
