@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 
 
 def run(config: TrainConfig) -> None:
+    Path(config.out).mkdir(exist_ok=True)
     text = load_text(config.data, vocab_size=2048)
     train(config, text, World(dist.get_rank(), dist.get_world_size(), CPU))
 
