@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import Ragged, fully_shard
+from fullshard import Ragged, checkpoint, fully_shard
 from fullshard.optim import OwnedOptimizer
 from fullshard.tensors import local_part
 from tests.ranks.models import fill, noise
@@ -209,3 +206,111 @@ FACES = [
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_steps_like_the_class_itself(pool: RankPool, kind: str, world: int, face: str) -> None:
     pool.run(world, steps_alike, kind, face, None, {})
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
+@pytest.mark.parametrize("face", ["per_parameter", "ragged", "hsdp"])
+def test_blocks_are_matrices_of_their_own(pool: RankPool, kind: str, face: str) -> None:
+    pool.run(4, steps_alike, kind, face, blocks, {"round_nbytes": 300})
+
+
+# State
+
+
+def train_some(optimizer: Any, reference: Reference, model: nn.Module, first: int) -> None:
+    for step in range(first, first + 3):
+        grads = grads_of(step, reference.net)
+        reference.step(grads)
+        give(model, grads)
+        optimizer.step()
+        same_params(model, reference.net)
+
+
+def owned(kind: str, face: str, cut: Any) -> tuple[nn.Module, OwnedOptimizer]:
+    cls, kwargs = CLASSES[kind]
+    model = sharded(Net(vectors=kind != "muon"), face)
+    return model, OwnedOptimizer(named(model), cls, blocks=cut, **kwargs)
+
+
+def cut_of(kind: str, with_blocks: bool) -> Any:
+    return blocks if with_blocks or kind == "muon" else None
+
+
+def saves(folder: str, kind: str, face: str, with_blocks: bool) -> None:
+    cut = cut_of(kind, with_blocks)
+    reference = Reference(kind, vectors=kind != "muon", cut=cut)
+    model, optimizer = owned(kind, face, cut)
+    train_some(optimizer, reference, model, 0)
+    checkpoint.save(f"{folder}/one", model, optimizer, step=3)
+    if cut is not None:
+        return
+    full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
+    number_of = {name: n for n, (name, _) in enumerate(reference.net.named_parameters())}
+    expected = reference.optimizer.state_dict()["state"]
+    assert {number_of[name] for name in full["state"]} == expected.keys()
+    for name, kept in full["state"].items():
+        for key, value in expected[number_of[name]].items():
+            value = value if isinstance(value, Tensor) else torch.tensor(value)
+            assert torch.equal(kept[key], value), (name, key)
+
+
+def goes_on(folder: str, kind: str, face: str, with_blocks: bool) -> None:
+    cut = cut_of(kind, with_blocks)
+    reference = Reference(kind, vectors=kind != "muon", cut=cut)
+    for step in range(3):
+        reference.step(grads_of(step, reference.net))
+    model, optimizer = owned(kind, face, cut)
+    checkpoint.load(f"{folder}/one", model, optimizer)
+    train_some(optimizer, reference, model, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_blocks"),
+    [("muon", True), ("adafactor", False), ("whitening", False), ("whitening", True)],
+)
+@pytest.mark.parametrize(
+    "there_and_here",
+    [
+        ((4, "hsdp"), (2, "ragged")),
+        ((2, "per_parameter"), (3, "flat")),
+        ((3, "flat"), (1, "ragged")),
+    ],
+    ids=str,
+)
+def test_resumes_on_another_world(
+    pool: RankPool, tmp_path: Path, there_and_here: Any, kind: str, with_blocks: bool
+) -> None:
+    (world, face), (other_world, other_face) = there_and_here
+    pool.run(world, saves, str(tmp_path), kind, face, with_blocks)
+    pool.run(other_world, goes_on, str(tmp_path), kind, other_face, with_blocks)
+
+
+def takes_the_state_of_the_class(kind: str, face: str) -> None:
+    reference = Reference(kind, vectors=True)
+    for step in range(3):
+        reference.step(grads_of(step, reference.net))
+    its = reference.optimizer.state_dict()
+    names = [name for name, _ in reference.net.named_parameters()]
+    full = {
+        "state": {names[n]: copy.deepcopy(kept) for n, kept in its["state"].items()},
+        "param_groups": [{**its["param_groups"][0], "params": names}],
+    }
+    model, optimizer = owned(kind, face, None)
+    checkpoint.load_full_state_dict(model, reference.net.state_dict())
+    checkpoint.load_full_optim_state_dict(model, optimizer, full)
+    train_some(optimizer, reference, model, 3)
+    again = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain = CLASSES[kind][0](Net().parameters(), **CLASSES[kind][1])
+    plain_net = Net()
+    plain = CLASSES[kind][0](plain_net.parameters(), **CLASSES[kind][1])
+    checkpoint.load_full_optim_state_dict(plain_net, plain, again)
+    assert len(plain.state) == len(again["state"])
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    if face != "flat":  # a copied piece is no longer known as one
+        train_some(copied, reference, copied_model, 6)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
+@pytest.mark.parametrize("face", ["per_parameter", "ragged", "flat"])
+def test_state_is_that_of_the_class(pool: RankPool, kind: str, face: str) -> None:
+    pool.run(2, takes_the_state_of_the_class, kind, face)
