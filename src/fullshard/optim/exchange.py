@@ -53,7 +53,7 @@ def _view(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: 
 def parts_of(
     region: Region, whole: tuple[int, ...], param: int, number: int, block: Block
 ) -> list[Part]:
-    """Return what ``region`` of a parameter has of a block; ``param``, ``number``: their numbers."""
+    """Return what ``region`` of parameter number ``param`` has of block ``number``."""
     if not region.numel or not block.numel:
         return []
     return [Part(param, number, one) for one in region.overlaps(block.region(whole))]
