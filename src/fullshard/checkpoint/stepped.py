@@ -172,10 +172,18 @@ class Stepped:
         for number, parts in enumerate(self._parts):
             kept = [state.get(part.name) for part in parts]
             if any(one is not None for one in kept):
-                is_owned = self._state_like is not None and len(parts) == 1
-                joined = kept[0] if is_owned else None
-                own[number] = joined or _joined(self._params[number], parts, kept)
+                first, param = kept[0], self._params[number]
+                if first is not None and self._is_owned(param, first):
+                    own[number] = first
+                else:
+                    own[number] = _joined(param, parts, kept)
         return own
+
+    def _is_owned(self, param: Tensor, kept: Kept) -> bool:
+        """Return whether owners have state of a parameter, see ``OwnedOptimizer``."""
+        like = self._state_like
+        tensors = ((key, value) for key, value in kept.items() if isinstance(value, Tensor))
+        return like is not None and any(like(param, k, v.shape) is not None for k, v in tensors)
 
 
 def _parts_of(tree: Tree, params: Sequence[Tensor], label: str) -> list[list[_Part]]:

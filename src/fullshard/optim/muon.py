@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -133,6 +134,14 @@ class Muon(Optimizer):
         for part in self._parts.values():
             step_quietly(part)
         return loss
+
+    def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:
+        """Return an empty tensor cut as the state ``key`` of ``param`` is, for who loads state.
+
+        None: it has the form of state of AdamW; see ``OwnedOptimizer.state_like``.
+        """
+        part = self._parts.get(MUON)
+        return part.state_like(param, key, shape) if isinstance(part, OwnedOptimizer) else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, for example when layers are unfrozen.

@@ -16,7 +16,7 @@ from fullshard.tensors import local_part
 
 
 def is_muon(optimizer: Any) -> bool:
-    """Return whether ``optimizer`` is ``Muon``, perhaps with arguments, by ``functools.partial``."""
+    """Return whether ``optimizer`` is ``Muon``, or ``functools.partial`` of it."""
     return (optimizer.func if isinstance(optimizer, partial) else optimizer) is Muon
 
 
