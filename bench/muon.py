@@ -107,7 +107,10 @@ def beside(world: int) -> dict[str, float]:
     shape = SHAPES["wide"]
     base = GPT(shape)
     models = [units(fully_shard)(copy.deepcopy(base)) for _ in range(2)]
-    optimizers = [Muon(models[0], ns_steps=0), sharded_adamw(models[1].parameters())]
+    optimizers = [
+        Muon(models[0], ns_steps=0, ns_dtype=torch.float32),
+        sharded_adamw(models[1].parameters()),
+    ]
     tokens = torch.randint(shape.vocab, (shape.batch, shape.length + 1))
     seconds: list[list[float]] = [[], []]
     for number in range(WARM_UP + 2 * ROUNDS):
