@@ -55,8 +55,8 @@ def _check_replaced(optimizer: Optimizer, params: set[nn.Parameter]) -> None:
 
 _ELEMENTWISE = "step them with an optimizer that treats every element by itself, such as AdamW"
 _OWNERS = (
-    "build fullshard.optim.Muon(model) in its stead, which has each matrix stepped whole by one rank "
-    "and everything else by AdamW"
+    "build fullshard.optim.Muon(model) in its stead, which has each matrix stepped whole by one "
+    "rank, and everything else by AdamW"
 )
 _REPLICAS = (
     "keep them whole on every rank: fully_shard(module, mesh=init_device_mesh(device_type, "
