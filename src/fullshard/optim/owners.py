@@ -20,7 +20,9 @@ Cost = Callable[[Shape], float]
 Rule = Callable[[str, Shape], "str | Sequence[int] | None"]
 """A function from a parameter's name and shape to its blocks, see ``blocks_of``."""
 
-SLACK = 1.1  # the largest load, as a multiple of the least possible one, at which a matrix may stay
+SLACK = (
+    1.05  # the largest load, as a multiple of the least possible one, at which a matrix may stay
+)
 _NS_STEPS = 5
 
 
@@ -135,18 +137,17 @@ def owners_of(
         largest = max(largest, matrices[order[0]].cost)
     limit = SLACK * max((total + math.fsum(load)) / num_ranks, largest)
     owners = [-1] * len(matrices)
-    for at in order:
-        homes = sorted(matrices[at].homes, key=lambda rank: (load[rank], rank))
-        if homes and load[homes[0]] + matrices[at].cost <= limit:
-            owners[at] = homes[0]
-            load[homes[0]] += matrices[at].cost
     idlest = [(own, rank) for rank, own in enumerate(load)]
     heapq.heapify(idlest)
     for at in order:
-        if owners[at] < 0:
-            own, rank = idlest[0]
-            owners[at] = rank
-            heapq.heapreplace(idlest, (own + matrices[at].cost, rank))
+        cost, homes = matrices[at].cost, matrices[at].homes
+        rank = min(homes, key=lambda home: (load[home], home), default=-1)
+        if rank < 0 or load[rank] + cost > limit:
+            while idlest[0][0] < load[idlest[0][1]]:  # has got a matrix since
+                heapq.heapreplace(idlest, (load[idlest[0][1]], idlest[0][1]))
+            rank = idlest[0][1]
+        owners[at] = rank
+        load[rank] += cost
     return _in_order(matrices, owners)
 
 
