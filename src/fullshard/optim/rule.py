@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from fullshard.errors import ConfigError
-from fullshard.optim.shapes import whole_shape
+from fullshard.optim.spread_param import spread_param_of
 from fullshard.optim.whole_muon import not_a_matrix
 from fullshard.tensors.names import clean_name
 
@@ -152,7 +152,9 @@ def _infos(model: nn.Module) -> Iterator[ParamInfo]:
             places.setdefault(id(param), []).append((name, module))
     for key, param in params.items():
         names, modules = zip(*places[key], strict=True)
-        yield ParamInfo(param, whole_shape(param), names, modules, frozenset(vocabularies))
+        spread = spread_param_of(param, f"Muon: parameter {names[0]!r}")
+        shape = tuple(param.shape) if spread is None else spread[0].shape
+        yield ParamInfo(param, shape, names, modules, frozenset(vocabularies))
 
 
 def _choice(info: ParamInfo, rule: Rule | None) -> Choice:
