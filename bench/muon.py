@@ -133,6 +133,7 @@ def worker(rank: int, store: str, results: str, world: int) -> None:
     found = gathered(world) if world == GATHERED_WORLD else beside(world)
     if rank == 0:
         Path(results).write_text(json.dumps(found))
+    dist.barrier()
     dist.destroy_process_group()
 
 

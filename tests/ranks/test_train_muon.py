@@ -31,7 +31,7 @@ def run(config: TrainConfig) -> None:
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Shell.with_a_little_text(tmp_path)
-    given = {"steps": 6, "batch": 3, "seq": 32, "save_every": 3, "eval_sequences": 8}
+    given = {"steps": 4, "batch": 3, "seq": 8, "save_every": 2, "eval_sequences": 2}
     return TrainConfig(
         data=str(tmp_path / "text"),
         out=str(tmp_path / "whole"),
@@ -49,17 +49,17 @@ def test_a_run_resumes_exactly_and_in_another_world(pool: RankPool, config: Trai
     """Two workers again, then three in another layout, which read the same rows."""
     pool.run(2, run, config)
     whole = losses(config)
-    assert len(whole) == 6 and whole[-1] < whole[0] - 0.5
+    assert len(whole) == 4 and whole[-1] < whole[0] - 0.1
 
     folder = str(Path(config.out).with_name("stopped"))
-    stopped = replace(config, out=folder, stop_after=3)
+    stopped = replace(config, out=folder, stop_after=2)
     pool.run(2, run, stopped)
     pool.run(2, run, replace(stopped, stop_after=None, resume=True))
     assert losses(stopped) == whole
 
-    elsewhere = replace(config, out=folder + "2", stop_after=3)
+    elsewhere = replace(config, out=folder + "2", stop_after=2)
     pool.run(2, run, elsewhere)
     other = replace(elsewhere, stop_after=None, resume=True, batch=2, layout=LayoutName.RAGGED)
     pool.run(3, run, other)
-    assert losses(other)[:3] == whole[:3]
+    assert losses(other)[:2] == whole[:2]
     assert losses(other) == pytest.approx(whole, rel=1e-2)  # Newton-Schulz is in bf16
