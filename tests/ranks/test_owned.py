@@ -642,3 +642,35 @@ def scaled() -> float:
 
 def test_scaled_gradients_are_unscaled_and_skipped(pool: RankPool) -> None:
     assert max(pool.run(2, scaled)) <= 1e-12
+
+
+class Failing(torch.optim.SGD):
+    """Fails where it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.fails:
+            raise ValueError("this rank fails")
+        return super().step(closure)
+
+
+def fails_alone() -> str:
+    model = sharded(Net(), "ragged")
+    optimizer = OwnedOptimizer(named(model), Failing, lr=0.1, round_nbytes=1)
+    said = ""
+    for step in range(2):
+        give(model, grads_of(step, Net()))
+        Failing.fails = step == 1 and optimizer.owners_of(dict(named(model))["experts"]) == [
+            dist.get_rank()
+        ]
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said = str(error)
+    dist.barrier()  # both are here
+    return said
+
+
+def test_a_class_that_fails_on_one_rank_lets_no_other_wait(pool: RankPool) -> None:
+    assert sorted(pool.run(2, fails_alone)) == ["", "this rank fails"]

@@ -290,14 +290,23 @@ class OwnedOptimizer(Outer):
             self._inner.read_again()
         before = [options_of(group) for group in self.param_groups]
 
+        failures: list[Exception] = []
+
         def step(one: Round, lent: Lent) -> None:
+            if failures:
+                return
             for group, options in zip(self.param_groups, before, strict=True):
                 group.update(options)  # those of the first round count once
-            self._step_round(one, lent, amp)
+            try:
+                self._step_round(one, lent, amp)
+            except Exception as error:  # others wait for what this rank sends
+                failures.append(error)
 
         for family in self._families:
             family.step(its_grads, step)
         self._announce(its_grads)
+        if failures:
+            raise failures[0]
         torch.autograd.graph.increment_version(
             [param for param, grad in zip(params, grads, strict=True) if grad is not None]
         )
