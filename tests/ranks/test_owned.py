@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
@@ -18,7 +19,7 @@ from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.layout.region import whole as all_of
-from fullshard.optim import OwnedOptimizer, StepGuard, clip_grad_norm_
+from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
 from fullshard.optim.spread_param import Ranks, spread_param_of
 from fullshard.tensors import local_part, shown_like
 from tests.ranks.models import fill, full_parameters, ids, noise
@@ -543,3 +544,133 @@ def train_some_of(optimizer: Any, reference: Reference, model: nn.Module, skip: 
 
 def test_state_may_be_edited_and_groups_added(pool: RankPool) -> None:
     pool.run(2, edits)
+
+
+# Classes with habits of their own
+
+
+class Late(Optimizer):
+    """Makes state in its third step, and counts in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                own = self.state[param]
+                if group["count"] >= 3:
+                    mean = own.setdefault("mean", torch.zeros(1, dtype=param.dtype))
+                    mean.copy_(param.grad.mean() + mean / 2)
+                    param.sub_(mean)
+                param.add_(param.grad / param.grad.norm(), alpha=-group["lr"] / group["count"])
+
+
+def late() -> None:
+    net = Net()
+    reference = Late(net.parameters())
+    model = sharded(Net(), "per_parameter")
+    optimizer = OwnedOptimizer(named(model), Late, round_nbytes=1)
+    for step in range(5):
+        grads = grads_of(step, net)
+        give(net, grads)
+        give(model, grads)
+        reference.step()
+        optimizer.step()
+        same_params(model, net)
+        assert optimizer.param_groups[0]["count"] == reference.param_groups[0]["count"]
+        assert len(optimizer.state) == len(reference.state if step > 1 else {})
+    full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    for name, param in net.named_parameters():
+        if name in full:
+            assert torch.equal(full[name]["mean"], reference.state[param]["mean"])
+    assert len(full) == len(reference.state) > 0
+
+
+def test_state_may_come_late_and_groups_may_count(pool: RankPool) -> None:
+    pool.run(2, late)
+
+
+def from_meta(face: str) -> None:
+    """Built before there is memory; the state is known to torch's own functions."""
+    reference = Reference("whitening", vectors=True)
+    with torch.device("meta"):
+        model = sharded(Net(), face)
+    optimizer = OwnedOptimizer(named(model), CLASSES["whitening"][0])
+    assert optimizer.owners_of(next(model.parameters()))
+    model.to_empty(device="cpu")
+    checkpoint.load_full_state_dict(model, reference.net.state_dict())
+    train_some(optimizer, reference, model, 0)
+    its = get_optimizer_state_dict(model, optimizer)["state"]
+    full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    assert full.keys() == its.keys() - {"unused.weight"}  # PyTorch's makes state by a step
+    for name, kept in full.items():
+        for key, value in kept.items():
+            assert torch.equal(its[name][key].full_tensor(), value)
+
+
+@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
+def test_parameters_may_be_on_meta_at_first(pool: RankPool, face: str) -> None:
+    pool.run(2, from_meta, face)
+
+
+def scaled() -> float:
+    nets = [Net(), Net()]
+    model = sharded(nets[1], "ragged")
+    cls, kwargs = CLASSES["adafactor"]
+    steps = [cls(nets[0].parameters(), **kwargs), OwnedOptimizer(model.parameters(), cls, **kwargs)]
+    scaler = ShardedGradScaler(device="cpu", init_scale=64.0)
+    for step in range(3):
+        inputs = noise(4, 6, seed=step)
+        for net, optimizer in zip(nets, steps, strict=True):
+            loss = net(inputs).square().mean()
+            if net is nets[0] and step != 1:
+                loss.backward()
+                optimizer.step()
+            elif net is not nets[0]:
+                scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    pairs = zip(full_parameters(model).values(), nets[0].parameters(), strict=True)
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+def test_scaled_gradients_are_unscaled_and_skipped(pool: RankPool) -> None:
+    assert max(pool.run(2, scaled)) <= 1e-12
+
+
+class Failing(torch.optim.SGD):
+    """Fails where it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.fails:
+            raise ValueError("this rank fails")
+        return super().step(closure)
+
+
+def fails_alone() -> str:
+    model = sharded(Net(), "ragged")
+    optimizer = OwnedOptimizer(named(model), Failing, lr=0.1, round_nbytes=1)
+    said = ""
+    for step in range(2):
+        give(model, grads_of(step, Net()))
+        Failing.fails = step == 1 and optimizer.owners_of(dict(named(model))["experts"]) == [
+            dist.get_rank()
+        ]
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said = str(error)
+    dist.barrier()  # both are here
+    return said
+
+
+def test_a_class_that_fails_on_one_rank_lets_no_other_wait(pool: RankPool) -> None:
+    assert sorted(pool.run(2, fails_alone)) == ["", "this rank fails"]

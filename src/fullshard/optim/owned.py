@@ -66,7 +66,7 @@ class OwnedOptimizer(Outer):
     Methods that ``optimizer_class`` adds to those of every optimizer are not available.
     """
 
-    _mine = (*Outer._mine, "_cost", "_blocks", "_round_nbytes", "_is_vouched_for")
+    _mine = (*Outer._mine, "_cost", "_blocks", "_round_nbytes", "_is_vouched_for", "_traits")
 
     def __init__(
         self,
@@ -115,6 +115,7 @@ class OwnedOptimizer(Outer):
         self._blocks = blocks
         self._round_nbytes = round_nbytes
         self._is_vouched_for = independent is True
+        self._traits = Traits({}, is_late=False, counts=False)
         super().__init__(params, optimizer_class, kwargs)
 
     def _start(self) -> None:
@@ -167,22 +168,14 @@ class OwnedOptimizer(Outer):
             UnsupportedError: as when the optimizer is created.
         """
         options = self._prepare_group(param_group)
-        self._traits_of(options)
+        traits = traits_of(
+            self._optimizer_class, self._kwargs, options, is_vouched_for=self._is_vouched_for
+        )
         given = param_group["params"]
         self._check_matrices([given] if isinstance(given, Tensor) else given, options)
         self._learn([options])
         super().add_param_group(param_group)
-
-    def _traits_of(self, options: dict[str, Any]) -> Traits:
-        return traits_of(
-            self._optimizer_class, self._kwargs, options, is_vouched_for=self._is_vouched_for
-        )
-
-    def _traits(self) -> Traits:
-        """Return what is true of any group."""
-        each = [self._traits_of(options_of(group)) for group in self.param_groups]
-        numbers = {key: kind for one in each for key, kind in one.numbers.items()}
-        return Traits(numbers, any(one.is_late for one in each), any(one.counts for one in each))
+        self._traits = self._traits.joined(traits)
 
     def _check_matrices(self, params: Sequence[Any], options: dict[str, Any]) -> None:
         matrices = {}
@@ -282,8 +275,7 @@ class OwnedOptimizer(Outer):
 
     def _step(self, amp: dict[str, Tensor]) -> None:
         self._settle()
-        traits = self._traits()
-        self._adopt(traits)
+        self._adopt()
         params = list(chain.from_iterable(map(itemgetter("params"), self.param_groups)))
         grads = gradients(params)
         for param, grad in zip(params, grads, strict=True):
@@ -298,21 +290,28 @@ class OwnedOptimizer(Outer):
             self._inner.read_again()
         before = [options_of(group) for group in self.param_groups]
 
+        failures: list[Exception] = []
+
         def step(one: Round, lent: Lent) -> None:
+            if failures:
+                return
             for group, options in zip(self.param_groups, before, strict=True):
                 group.update(options)  # those of the first round count once
-            self._step_round(one, lent, amp, traits)
+            try:
+                self._step_round(one, lent, amp)
+            except Exception as error:  # others wait for what this rank sends
+                failures.append(error)
 
         for family in self._families:
             family.step(its_grads, step)
-        self._announce(its_grads, traits)
+        self._announce(its_grads)
+        if failures:
+            raise failures[0]
         torch.autograd.graph.increment_version(
             [param for param, grad in zip(params, grads, strict=True) if grad is not None]
         )
 
-    def _step_round(
-        self, one: Round, lent: Lent, amp: Mapping[str, Tensor], traits: Traits
-    ) -> None:
+    def _step_round(self, one: Round, lent: Lent, amp: Mapping[str, Tensor]) -> None:
         by_group: list[list[Any]] = [[] for _ in self.param_groups]
         for at, whole in one.wholes().items():
             by_group[one.members[at].owned.group].append(whole)
@@ -323,25 +322,25 @@ class OwnedOptimizer(Outer):
                     if self._inner.state_of(whole) is None:
                         group = self.param_groups[number]
                         self._inner.set_state(whole, self._inner.first_state(whole, group))
-        if one.mine or traits.counts:
+        if one.mine or self._traits.counts:
             self._inner.step(self.param_groups, amp)
         for owned in one.params:
-            owned.refresh(self._inner, lent.addresses, may_change=traits.is_late)
+            owned.refresh(self._inner, lent.addresses, may_change=self._traits.is_late)
 
     # state
 
-    def _adopt(self, traits: Traits) -> None:
+    def _adopt(self) -> None:
         """Read state that was set by hand."""
         for owned in self._owned.values():
             if not owned.is_untouched(self.state):
-                owned.read(self.state.get(owned.param, {}), self._inner, traits.numbers)
+                owned.read(self.state.get(owned.param, {}), self._inner, self._traits.numbers)
                 owned.show(self._inner, self.state)
 
-    def _announce(self, grads: Mapping[int, Tensor | None], traits: Traits) -> None:
+    def _announce(self, grads: Mapping[int, Tensor | None]) -> None:
         """Show the state of parameters that have stepped for the first time."""
         for family in self._families:
             stepped = [one for id_, one in family.members.items() if grads.get(id_) is not None]
-            fresh = [one for one in stepped if traits.is_late or not one.is_announced]
+            fresh = [one for one in stepped if self._traits.is_late or not one.is_announced]
             said = [one.describe(self._inner) for one in fresh]
             if fresh and len(family.ranks.numbers) > 1:
                 of_ranks = gather_objects(said, family.ranks.mesh.get_group())
@@ -361,11 +360,10 @@ class OwnedOptimizer(Outer):
         self._learn(map(options_of, state["param_groups"]))
         self._take_state(state)
         self._settle()
-        traits = self._traits()
         with torch.no_grad():
             for _, param in numbered(self.param_groups):
                 owned = self._owned[id(param)]
                 if not local_part(param).is_meta or param in self.state:
-                    owned.read(self.state.get(param, {}), self._inner, traits.numbers)
+                    owned.read(self.state.get(param, {}), self._inner, self._traits.numbers)
                     owned.show(self._inner, self.state)
         self._was_loaded = True

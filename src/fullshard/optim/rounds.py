@@ -15,6 +15,7 @@ from fullshard.optim.spread_param import Ranks
 from fullshard.tensors import local_part
 
 _EMPTY = torch.empty(0, device="cpu")
+_MAX_PLANS = 16
 
 
 class Member(NamedTuple):
@@ -84,6 +85,8 @@ class Family:
         for numbers in by_device.values():
             key = tuple((number, self.members[number].group) for number in numbers)
             if key not in self._rounds:
+                if len(self._rounds) == _MAX_PLANS:
+                    self._rounds.clear()  # other parameters have gradients in each step
                 self._rounds[key] = self._plan(numbers)
             for one in self._rounds[key]:
                 _run(one, found, step)

@@ -33,6 +33,11 @@ class Traits(NamedTuple):
     is_late: bool
     counts: bool
 
+    def joined(self, other: Traits) -> Traits:
+        """Return what is true of groups of one kind or of the other."""
+        numbers = {**self.numbers, **other.numbers}
+        return Traits(numbers, self.is_late or other.is_late, self.counts or other.counts)
+
 
 def traits_of(
     optimizer_class: type[Optimizer],
