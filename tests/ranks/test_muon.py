@@ -24,6 +24,7 @@ from fullshard import Ragged, checkpoint, fully_shard, unshard_params
 from fullshard.checkpoint import (
     full_optim_state_dict,
     load_full_optim_state_dict,
+    load_full_state_dict,
     sharded_optim_state_dict,
 )
 from fullshard.errors import UnsupportedError
@@ -309,6 +310,24 @@ def test_each_momentum_is_at_its_owner_only(pool: RankPool) -> None:
     sizes = {name: p.numel() for name, p in made().named_parameters() if name in BY_MUON}
     both = [sum(pair) for pair in zip(*found, strict=True)]
     assert both == [sizes[name] for name in sorted(BY_MUON)]
+
+
+def from_meta() -> float:
+    """Built, sharded and given to the optimizer before there is any memory."""
+    with torch.device("meta"):
+        model: Any = Model(tied=True).double()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = muon(model)
+    model.to_empty(device="cpu")
+    load_full_state_dict(model, made().state_dict())
+    trained(model, optimizer, range(2), dist.get_rank(), dist.get_world_size())
+    return max(gaps(model, unsharded(2)[0]).values())
+
+
+def test_parameters_may_be_on_meta_at_first(pool: RankPool) -> None:
+    assert max(pool.run(2, from_meta)) <= EXACT
 
 
 def flat_parameters() -> None:
