@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.optim.groups import label_of, numbered
@@ -112,7 +111,8 @@ class Muon(Optimizer):
         self._parts: dict[str, Part] = {}
         chosen = list(choose(model, rule))
         self.rule = Choices([choice for _, choice in chosen])
-        self._chosen = WeakIdKeyDictionary(dict(chosen))
+        # Strong references: tensors on the meta device with weak ones cannot be given memory.
+        self._chosen: dict[Tensor, Choice] = dict(chosen)
         trained = [(param, choice) for param, choice in chosen if param.requires_grad]
         if not trained:
             raise ConfigError("Muon: the model has no parameter that requires a gradient")
@@ -217,7 +217,7 @@ class Muon(Optimizer):
         """
         if "_parts" in state:  # a copy, whose parts are copied with it
             super().__setstate__(state)
-            self._chosen = WeakIdKeyDictionary()
+            self._chosen = {}
             self._share_state()
             return
         groups = state["param_groups"]
