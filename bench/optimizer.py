@@ -1,4 +1,7 @@
-"""Optimizer and clipping alone, on 2,000 small parameters, two gloo ranks of one thread each."""
+"""Optimizer and clipping alone, on 2,000 small parameters, two gloo ranks of one thread each.
+
+After that, ``Muon``: see ``bench/muon.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fullshard
+from bench import muon
 from bench.contenders import CONTENDERS, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import idle, table
 
@@ -83,7 +87,7 @@ def worker(rank: int, store: str, results: str) -> None:
 
 
 def figures() -> dict[str, float]:
-    """By contender, its time as a share of FSDP2's with torch's own clipping.
+    """By contender, its time as a share of FSDP2's with torch's own clipping; and those of Muon.
 
     Raises:
         Loaded: the machine was not idle.
@@ -92,7 +96,8 @@ def figures() -> dict[str, float]:
         results = Path(folder) / "results.json"
         mp.spawn(worker, (f"{folder}/store", str(results)), nprocs=WORLD)
         seconds = json.loads(results.read_text())
-    return {name: taken / seconds[FSDP2] for name, taken in seconds.items()}
+        of_muon = muon.figures()
+    return {name: taken / seconds[FSDP2] for name, taken in seconds.items()} | of_muon
 
 
 def report(found: dict[str, float]) -> int:
@@ -101,4 +106,4 @@ def report(found: dict[str, float]) -> int:
     print(table(list(NAMES), [[f"{found[name]:.2f}" for name in NAMES]]))
     missed = [name for name, bound in BOUNDS.items() if found[name] > bound]
     print(f"\nbounds missed: {', '.join(missed) or 'none'}")
-    return len(missed)
+    return len(missed) + muon.report(found)

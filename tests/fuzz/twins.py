@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, UnshardHandle, checkpoint, unshard_params
-from fullshard.frontend.contexts import clean_name
 from fullshard.optim import clip_grad_norm_
+from fullshard.tensors.names import clean_name
 from tests.fuzz.case import Case, Sharding
 from tests.fuzz.compare import (
     Differs,

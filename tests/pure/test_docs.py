@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = (
     *("quickstart", "concepts", "layouts", "meshes", "units", "communication", "full_parameters"),
     *("compat", "frameworks", "differences", "migrating", "finetuning", "doctor", "tracing"),
-    *("faults", "skipping", "security"),
+    *("faults", "skipping", "security", "optimizers", "muon"),
 )
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 CONCEPTS = ["Unit", "Shard", "Reshard", "Prefetch", "Mixed precision"]

@@ -41,6 +41,16 @@ def test_json_has_the_same_and_a_picture_is_drawn(
     assert picture.read_text(encoding="utf-8").lstrip().startswith("<?xml")
 
 
+def test_muon_has_one_state_of_each_element_of_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", *TINY, "--world-size", "4", "--json"]
+    kept = []
+    for optimizer in ("adamw", "muon"):
+        assert main([*arguments, "--optimizer", optimizer]) == 0
+        kept.append(json.loads(capsys.readouterr().out)["rest"]["optimizer_state"])
+    matrices = 4 * (4 * 192 * 192 + 3 * 192 * 512)
+    assert kept[0] - kept[1] == 4 * matrices // 4 + 4 * 16  # and a step count for each of AdamW
+
+
 def test_a_function_gives_the_model_and_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{__name__}:with_its_batch"
     assert main(["plan", name, "--world-size", "2", "--dtype", "fp32", "--json"]) == 0

@@ -13,10 +13,11 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.errors import ConfigError
 from fullshard.train.architecture import choose_architecture, count_parameters
-from fullshard.train.config import SIZES, Dtype, ModelConfig, TrainConfig, default_lr
-from fullshard.train.loop import build_optimizer, label_losses, learning_rate
+from fullshard.train.config import SIZES, Dtype, ModelConfig, OptimizerName, TrainConfig, default_lr
+from fullshard.train.loop import label_losses
 from fullshard.train.metrics import MetricsFile, StepRecord, drop_after, read_metrics
 from fullshard.train.model import GPT
+from fullshard.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from fullshard.train.rundir import RunDir
 
 TINY = ModelConfig(dim=16, num_layers=2, num_heads=2, ffn_dim=32, vocab_size=50, lr=1e-3)
@@ -83,6 +84,20 @@ def test_only_matrices_decay() -> None:
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert {parameter.dim() for parameter in vectors["params"]} == {1}
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
+
+
+def test_muon_steps_the_matrices_of_blocks_with_a_rate_of_its_own() -> None:
+    model = tiny_gpt()
+    config = TrainConfig(optimizer=OptimizerName.MUON, lr=0.25, muon_lr=0.5)
+    optimizer = build_optimizer(model, config)
+    muon, *others = optimizer.param_groups
+    assert {group["algorithm"] for group in others} == {"adamw"}
+    assert [group["weight_decay"] for group in others] == [0.1, 0.0]
+    assert all(".blocks." in f".{name}" for name in muon["param_names"])
+    assert {parameter.dim() for parameter in muon["params"]} == {2}
+    rate = set_learning_rate(optimizer, 20, config)
+    assert rate == learning_rate(20, config) == 0.125
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125, 0.125]
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:

@@ -19,7 +19,8 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, TrainConfig
 from fullshard.train.data import Order
-from fullshard.train.loop import Trainer, build_optimizer, learning_rate
+from fullshard.train.loop import Trainer
+from fullshard.train.optimizer import build_optimizer, learning_rate
 from fullshard.train.prepare import prepare
 from fullshard.train.rundir import RunDir
 from fullshard.train.world import World

@@ -24,7 +24,8 @@ from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, LayoutName, Quantize, TrainConfig
 from fullshard.train.data import Order, TokenizedText
 from fullshard.train.export import export
-from fullshard.train.loop import Trainer, build_optimizer, build_sharded_model, learning_rate
+from fullshard.train.loop import Trainer, build_sharded_model
+from fullshard.train.optimizer import build_optimizer, learning_rate
 from fullshard.train.prepare import prepare
 from fullshard.train.rundir import RunDir
 from fullshard.train.world import World

@@ -29,11 +29,12 @@ from fullshard.checkpoint.stored import (
 from fullshard.checkpoint.tree import Row, Tree
 from fullshard.comm.council import Council
 from fullshard.errors import ConfigError
-from fullshard.frontend.contexts import clean_name, unshard_params
+from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.ownership import owner_of
 from fullshard.frontend.places import Place
 from fullshard.layout.region import Region, whole
 from fullshard.tensors import region_of
+from fullshard.tensors.names import clean_name
 from fullshard.tensors.parts import coordinate_in
 
 _BUFFER_NBYTES = 32 << 20

@@ -27,7 +27,7 @@ from fullshard.comm.council import Council
 from fullshard.errors import ConfigError
 from fullshard.layout.region import Region, whole
 from fullshard.optim.states import is_cut, one_for_many
-from fullshard.tensors import region_of
+from fullshard.tensors import is_on_one_rank, region_of
 from fullshard.tensors.parts import coordinate_in
 
 
@@ -193,8 +193,14 @@ class Target:
                     self._problems.append(f"the optimizer lacks {name}, which has state {key!r}")
                 continue
             shape, is_dtensor = torch.Size(entry.shape), entry.placements is not None
-            cut = is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor)
-            like = param if cut else torch.empty(shape, device="meta")
+            on_one = is_dtensor and is_on_one_rank(entry.placements or ())
+            like = None
+            if name in stepped.shown:
+                kind = {"is_dtensor": is_dtensor, "is_on_one_rank": on_one}
+                like = stepped.like(name, key, shape, singles, **kind)
+            elif is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor):
+                like = param
+            like = torch.empty(shape, device="meta") if like is None else like
             state.setdefault(name, {})[key] = self._want(full, like, None)
         for one in stored:
             for name, values in one["state"].items():

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.tree import Row, Tree, full, sharded
 from fullshard.errors import ConfigError
-from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.sharded import taken_as_it_is
 from fullshard.tensors import local_part, taken_by
+from fullshard.tensors.names import clean_name
 
 
 def full_state_dict(

@@ -5,12 +5,13 @@
 
 ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` and FSDP1's
 ``optim_state_dict`` use the same format. State with one element per parameter element has the
-placements of the parameter; any other state, such as a step count, is equal on all ranks.
+placements of the parameter; any other state, such as a step count, is equal on all ranks. The state
+of an ``OwnedOptimizer``, of any shape, is cut so that owners hold it whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.stepped import Kept, StateDict, Stepped
 from fullshard.checkpoint.tree import Row, Tree, full, sharded
 from fullshard.errors import ConfigError
-from fullshard.frontend.contexts import clean_name
 from fullshard.optim.groups import Groups, numbered, options_of
-from fullshard.optim.states import is_cut, one_for_many
+from fullshard.optim.states import one_for_many
 from fullshard.tensors import shown_like, taken_by
+from fullshard.tensors.names import clean_name
 
 
 def full_optim_state_dict(
@@ -205,21 +206,23 @@ def optim_state_to_load(
         loaded.check(params)
     groups = _groups_to_load(stepped, loaded, all_params=all_params)
     needed = list(loaded.needed(params))
-    for (name, key), param in needed:
-        loaded.check_shape(name, key, param)
-    if send or spread:
-        check_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
     singles = stepped.singles | one_for_many(
         (param.shape, key[1], source.shape_of(key)) for key, param in needed
     )
+    likes = {(name, key): loaded.like(stepped, name, key, singles) for (name, key), _ in needed}
+    for (name, key), _ in needed:
+        loaded.check_shape(name, key, likes[name, key])
+    if send or spread:
+        check_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
     own: dict[str, dict[str, Any]] = {}
     for (name, key), param in needed:
-        value, shape = source.get((name, key)), source.shape_of((name, key))
-        is_dtensor = loaded.is_dtensor((name, key))
-        if is_cut(key, shape, param.shape, singles, is_dtensor=is_dtensor):
-            part = taken_by(param, value)
+        value, like = source.get((name, key)), likes[name, key]
+        if like is not None:
+            part = taken_by(like, value)
             part = part.clone() if copies else part
-            value = shown_like(param, part.to(param.device))
+            value = shown_like(like, part.to(param.device))
+        elif isinstance(value, DTensor):
+            value = value.full_tensor()
         elif isinstance(value, Tensor):
             value = value.clone()  # an optimizer would change the caller's step count in place
         own.setdefault(loaded.own_name[name], {})[key] = value
@@ -304,13 +307,25 @@ class _Loaded:
             if param is not None:
                 yield key, param
 
-    def check_shape(self, name: str, key: str, param: Tensor) -> None:
-        """Refuse a DTensor whose shape is not that of its parameter."""
+    def like(self, stepped: Stepped, name: str, key: str, singles: Container[str]) -> Tensor | None:
+        """Return a tensor cut as this state is here, see ``Stepped.like``."""
+        announced = self._source.announced[name, key]
+        return stepped.like(
+            self._own(name),
+            key,
+            self._source.shape_of((name, key)),
+            singles,
+            is_dtensor=self.is_dtensor((name, key)),
+            is_on_one_rank=getattr(announced, "is_on_one_rank", False),
+        )
+
+    def check_shape(self, name: str, key: str, like: Tensor | None) -> None:
+        """Refuse a DTensor whose shape is not that of what it is cut like, its parameter."""
         shape = self._source.shape_of((name, key))
-        if shape is not None and shape != param.shape and self.is_dtensor((name, key)):
+        if like is not None and shape != like.shape and self.is_dtensor((name, key)):
             raise ConfigError(
-                f"{self._what}: state {key!r} of {name} is a DTensor of {tuple(shape)}, the "
-                f"parameter is of {tuple(param.shape)}"
+                f"{self._what}: state {key!r} of {name} is a DTensor of {tuple(shape or ())}, the "
+                f"parameter is of {tuple(like.shape)}"
             )
 
     def is_dtensor(self, key: tuple[str, str]) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm import broadcast_from_first, broadcast_object_from_first
 from fullshard.errors import ConfigError
+from fullshard.tensors import is_on_one_rank
 
 Key = str | tuple[str, str]
 """A name in a model's state dict, or a parameter's name and the name of its optimizer state."""
@@ -23,6 +24,7 @@ class _Announced(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     is_dtensor: bool
+    is_on_one_rank: bool
     number: Tensor | None
     """The tensor itself, on the CPU, if it has no dims (such as a step count)."""
 
@@ -84,4 +86,5 @@ def _announce(value: Any) -> Any:
         return value
     is_dtensor = isinstance(value, DTensor)
     number = value.detach().cpu() if value.dim() == 0 and not is_dtensor else None
-    return _Announced(value.shape, value.dtype, is_dtensor, number)
+    on_one = isinstance(value, DTensor) and is_on_one_rank(value.placements)
+    return _Announced(value.shape, value.dtype, is_dtensor, on_one, number)

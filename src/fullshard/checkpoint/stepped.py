@@ -6,7 +6,8 @@ parameters, or one flat parameter per unit, whose state this module cuts and joi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,12 @@ from fullshard.checkpoint.tree import Tree
 from fullshard.errors import ConfigError
 from fullshard.frontend.places import Held
 from fullshard.optim.groups import Groups, numbered
-from fullshard.optim.states import is_cut_tensor, one_for_many
+from fullshard.optim.states import is_cut, is_cut_tensor, one_for_many
 from fullshard.optim.trial import singles_of
 from fullshard.tensors import local_part
 
 Kept = dict[str, Any]  # the optimizer state of one parameter
+StateLike = Callable[[Tensor, str, torch.Size], DTensor | None]
 StateDict = Mapping[str, Any]  # an optimizer's ``state_dict()``, in which parameters are numbers
 
 
@@ -36,7 +38,9 @@ class _Part(NamedTuple):
 
     def show(self, value: Any) -> Any:
         """Return this part of state with one element per stepped element, or other state itself."""
-        return value if self.held is None else self.held.as_dtensor(self._slice(value))
+        if self.held is None or isinstance(value, DTensor):
+            return value
+        return self.held.as_dtensor(self._slice(value))
 
     def put(self, value: Any, whole: Tensor) -> None:
         """Copy the state ``value`` of this part to its slice of ``whole``."""
@@ -67,14 +71,53 @@ class Stepped:
         else:
             self.groups, self.singles = optimizer.param_groups, singles_of(optimizer)
             label = type(optimizer).__name__
+        self._state_like: StateLike | None = getattr(optimizer, "state_like", None)
         self._params = [param for _, param in numbered(self.groups)]
         self._parts = _parts_of(tree, self._params, label)
         self._order = {name: at for at, (name, _) in enumerate(tree.named())}
 
-    @property
+    @cached_property
     def shown(self) -> dict[str, Tensor]:
         """The model's parameters by name, in the order of the optimizer."""
         return {part.name: part.shown for parts in self._parts for part in parts}
+
+    def like(
+        self,
+        name: str,
+        key: str,
+        shape: torch.Size | None,
+        singles: Container[str],
+        *,
+        is_dtensor: bool,
+        is_on_one_rank: bool,
+    ) -> Tensor | None:
+        """Return a tensor cut as this state is here; None: it is equal on all ranks.
+
+        Usually it is the parameter, for state with one element per parameter element. State of
+        owners, see ``OwnedOptimizer``, is cut as the optimizer says; state of another shape than
+        its parameter that one rank had is equal on all ranks with other optimizers.
+
+        Args:
+            name, key: the parameter and the optimizer's name of the state.
+            shape: of the state to load; None if it is no tensor.
+            singles: see ``is_cut``.
+            is_dtensor: the state was a DTensor.
+            is_on_one_rank: one rank had it.
+        """
+        shown = self.shown[name]
+        if self._state_like is not None and shape is not None:
+            like = self._state_like(self._param_of[name], key, shape)
+            if like is not None:
+                return like
+        is_cut_dtensor = is_dtensor and not (is_on_one_rank and shape != shown.shape)
+        return (
+            shown if is_cut(key, shape, shown.shape, singles, is_dtensor=is_cut_dtensor) else None
+        )
+
+    @cached_property
+    def _param_of(self) -> dict[str, Tensor]:
+        pairs = zip(self._params, self._parts, strict=True)
+        return {part.name: param for param, parts in pairs for part in parts}
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], dict[int, list[str]]]]:
         """Yield each group, and for each of its parameters' numbers the names that it contains."""
@@ -129,8 +172,18 @@ class Stepped:
         for number, parts in enumerate(self._parts):
             kept = [state.get(part.name) for part in parts]
             if any(one is not None for one in kept):
-                own[number] = _joined(self._params[number], parts, kept)
+                first, param = kept[0], self._params[number]
+                if first is not None and self._is_owned(param, first):
+                    own[number] = first
+                else:
+                    own[number] = _joined(param, parts, kept)
         return own
+
+    def _is_owned(self, param: Tensor, kept: Kept) -> bool:
+        """Return whether owners have state of a parameter, see ``OwnedOptimizer``."""
+        like = self._state_like
+        tensors = ((key, value) for key, value in kept.items() if isinstance(value, Tensor))
+        return like is not None and any(like(param, k, v.shape) is not None for k, v in tensors)
 
 
 def _parts_of(tree: Tree, params: Sequence[Tensor], label: str) -> list[list[_Part]]:

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.adapted import plain_names
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
-from fullshard.frontend.contexts import clean_name
 from fullshard.layout.region import Interval, Region, whole
+from fullshard.tensors.names import clean_name
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.engine import Unit
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import (
-    clean_name,
     full_held,
     full_value,
     is_first_rank,
@@ -24,6 +23,7 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
 from fullshard.tensors import on_larger_mesh, plainly_sharded
+from fullshard.tensors.names import clean_name
 
 
 class Row(NamedTuple):

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fullshard import MixedPrecisionPolicy, PerParameter, Ragged
 from fullshard.errors import ConfigError
+from fullshard.optim import Muon
 from fullshard.plan import PRESETS, Plan, draw_plan, plan
 from fullshard.train.architecture import choose_architecture
-from fullshard.train.config import HF, SIZES, Dtype, LayoutName, TrainConfig
+from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, TrainConfig
 from fullshard.train.planned import plan_of
 
 __all__ = ["plan_command"]
@@ -65,6 +66,9 @@ def plan_command(
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 2048,
     accumulate: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = Dtype.BF16,
+    optimizer: Annotated[
+        OptimizerName, typer.Option(help="What steps the matrices; AdamW steps everything else.")
+    ] = OptimizerName.ADAMW,
     layout: Annotated[
         LayoutName | None,
         typer.Option(help="How parameters lie in the shards; default: per parameter, or chosen."),
@@ -99,6 +103,8 @@ def plan_command(
         if reshard is not None:
             options["reshard_after_forward"] = None if reshard else False
         options |= {"accumulate": accumulate, "mp_policy": _POLICIES[dtype]}
+        if optimizer is OptimizerName.MUON:
+            options["optimizer"] = Muon
         options |= {"mesh": sizes} if mesh else {"world_size": world_size}
         found = _plan_function(_function(model), _zeros(batch, seq), **options)
     else:
@@ -114,6 +120,7 @@ def plan_command(
             batch=batch,
             seq=seq,
             accumulate=accumulate,
+            optimizer=optimizer,
         )
         found = _plan_config(config, sizes, options)
     print(json.dumps(found.as_json(), indent=1) if as_json else found)

@@ -31,6 +31,9 @@ _wire: Wire = C10d  # no ContextVar: ranks that are threads share the choice of 
 _parts_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _parts_of_group = weakref.WeakKeyDictionary()
 
+_flat_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], DeviceMesh]]
+_flat_of_group = weakref.WeakKeyDictionary()
+
 _wrapper: ContextVar[Callable[[Collectives], Collectives] | None]
 _wrapper = ContextVar("fullshard_collectives_wrapper", default=None)
 
@@ -141,6 +144,31 @@ def all_gather_bytes(own: Tensor) -> Tensor:
     gathered = torch.empty(group.size(), len(own), dtype=torch.uint8, device=device)
     dist.all_gather([*gathered], own.to(device), group=group)
     return gathered.cpu()
+
+
+def all_to_all(
+    sent: Tensor,
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Send bytes to each rank of ``group``; return what each sent to this one, in rank order.
+
+    Args:
+        sent: flat bytes: what goes to the first rank, then to the second, and so on. They may be on
+            a device that the group does not serve, as those of offloaded parameters.
+        lengths: how many of them go to each rank.
+        sizes: how many bytes each rank sends to this one.
+        group: the ranks.
+    """
+    there = sent.device
+    served = _torch.device_types(group)
+    if there.type not in served:
+        kind = next(iter(served))
+        there = torch.device(kind, torch.get_device_module(kind).current_device())
+    given = torch.empty(sum(sizes), dtype=torch.uint8, device=there)
+    dist.all_to_all_single(given, sent.to(there), [*sizes], [*lengths], group=group)
+    return given.to(sent.device)
 
 
 def all_to_all_bytes(
@@ -287,6 +315,27 @@ def mesh_of_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
     if mesh.mesh_dim_names:
         return mesh[mesh.mesh_dim_names[dim]]
     return mesh_of_group(mesh.get_group(dim), mesh.device_type)
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return all ranks of ``mesh``, in ascending order, as a 1-D mesh; the same at every call.
+
+    The first call for a mesh with several dims of more than one rank makes a process group, a
+    collective of its ranks, unless the mesh has all ranks there are.
+    """
+    dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    first = mesh.get_group(dims[0] if dims else 0)
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    known = _flat_of_group.setdefault(first, {})
+    flat = known.get((mesh.device_type, *ranks))
+    if flat is None:
+        group = dist.group.WORLD
+        if len(dims) < 2:
+            group = first
+        elif group is None or len(ranks) < group.size():
+            group = _new_group(ranks, like=first, device_type=mesh.device_type)
+        flat = known[mesh.device_type, *ranks] = mesh_of_group(group, mesh.device_type)
+    return flat
 
 
 def mesh_of_groups(

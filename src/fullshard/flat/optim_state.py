@@ -29,8 +29,8 @@ from fullshard.flat.options import (
     StateDictType,
 )
 from fullshard.flat.state import settings_of
-from fullshard.frontend.contexts import clean_name
 from fullshard.optim.groups import Groups, numbered
+from fullshard.tensors.names import clean_name
 
 StateDict = dict[str, Any]
 

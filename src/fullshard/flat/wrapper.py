@@ -42,7 +42,7 @@ from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded
-from fullshard.frontend.contexts import WRAPPED, unshard_params
+from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
@@ -54,6 +54,7 @@ from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward, Ahead
 from fullshard.schedule import triggers as when
+from fullshard.tensors.names import WRAPPED
 from fullshard.wrap.units import Ignored
 
 

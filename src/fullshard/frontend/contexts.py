@@ -25,6 +25,7 @@ from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import managed, owner_of, unit_of
 from fullshard.frontend.places import Held, Place, held_params, places_of
+from fullshard.tensors.names import clean_name
 
 
 @contextmanager
@@ -307,16 +308,3 @@ def is_first_rank(units: Sequence[Unit]) -> bool:
     if not held:
         return not dist.is_initialized() or dist.get_rank() == 0
     return not any(any(one.coordinate) for one in held)
-
-
-WRAPPED = "_fsdp_wrapped_module"
-"""The attribute of ``FullyShardedDataParallel`` for the module inside, so a part of names."""
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", f"{WRAPPED}.")
-
-
-def clean_name(name: str) -> str:
-    """Return ``name`` without what wrappers add: activation checkpoints, the compiler, ours."""
-    for prefix in _WRAPPERS:
-        name = name.replace(prefix, "")
-    return name

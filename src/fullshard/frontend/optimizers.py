@@ -54,6 +54,10 @@ def _check_replaced(optimizer: Optimizer, params: set[nn.Parameter]) -> None:
 
 
 _ELEMENTWISE = "step them with an optimizer that treats every element by itself, such as AdamW"
+_OWNERS = (
+    "build fullshard.optim.Muon(model) in its stead, which has each matrix stepped whole by one "
+    "rank, and everything else by AdamW"
+)
 _REPLICAS = (
     "keep them whole on every rank: fully_shard(module, mesh=init_device_mesh(device_type, "
     '(num_ranks, 1), mesh_dim_names=("replicate", "shard"))) with layout=PerParameter(), which '
@@ -81,7 +85,7 @@ def _check_class(optimizer: Optimizer, params: set[nn.Parameter]) -> None:
         divided = {param: name for param, name in cut.items() if not _is_whole(param)}
         if divided:
             why = "orthogonalizes whole matrices, of which a rank holds a part"
-            raise _refusal(optimizer, divided, why, f"{_ELEMENTWISE}; or {_REPLICAS}")
+            raise _refusal(optimizer, divided, why, f"{_OWNERS}; or {_ELEMENTWISE}; or {_REPLICAS}")
     if isinstance(optimizer, LBFGS):
         _check_joined(optimizer, params, cut)
     if len({_mesh_of(param) for param in params}) > 1:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fullshard.engine import Bucket, Unit
-from fullshard.frontend.contexts import clean_name
 from fullshard.frontend.places import held_params
+from fullshard.tensors.names import clean_name
 
 
 @dataclass

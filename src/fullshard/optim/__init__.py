@@ -9,6 +9,16 @@ from __future__ import annotations
 from fullshard.optim.clip import clip_grad_norm_, grad_norm
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.optim.guard import StepGuard
+from fullshard.optim.muon import Muon
+from fullshard.optim.owned import OwnedOptimizer
 from fullshard.optim.sharded import ShardedOptimizer
 
-__all__ = ["ShardedGradScaler", "ShardedOptimizer", "StepGuard", "clip_grad_norm_", "grad_norm"]
+__all__ = [
+    "Muon",
+    "OwnedOptimizer",
+    "ShardedGradScaler",
+    "ShardedOptimizer",
+    "StepGuard",
+    "clip_grad_norm_",
+    "grad_norm",
+]

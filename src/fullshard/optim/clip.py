@@ -129,7 +129,7 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
         parts = placed_pieces_of(param)
         if not parts:
             found.setdefault(_PLAIN, _Alike(_PLAIN)).locals.append(grad)
-        for (mesh, placements), start, numel in parts:
+        for (mesh, placements), start, numel, _ in parts:
             key = (id(mesh), tuple(map(type, placements)))
             spread = known[key] = known.get(key) or spread_of(mesh, placements)
             local = grad if len(parts) == 1 else grad.narrow(0, start, numel)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.optim.groups import Groups, options_of
-from fullshard.optim.run import Run
 
 _AMP = ("grad_scale", "found_inf")
 _MISSING = object()
@@ -26,6 +25,12 @@ def step_quietly(optimizer: Optimizer) -> None:
 
 # Code of the wrapper that Optimizer.__init__ puts around the step method of each class.
 _CALLS_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
+
+
+class Run(Protocol):
+    """What the inner optimizer steps as one tensor, a run of parameters or a whole matrix."""
+
+    tensor: nn.Parameter
 
 
 class Inner:
@@ -68,6 +73,10 @@ class Inner:
     def set_state(self, run: Run, values: dict[str, Any]) -> None:
         """Replace the optimizer's state of the run."""
         self._optimizer.state[run.tensor] = values
+
+    def forget(self, run: Run) -> None:
+        """Delete the optimizer's state of the run."""
+        self._optimizer.state.pop(run.tensor, None)
 
     def keep_only(self, runs: Iterable[Run]) -> None:
         """Delete the state of all runs except ``runs``."""

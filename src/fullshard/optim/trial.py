@@ -39,12 +39,12 @@ def check_elementwise(
     Raises:
         UnsupportedError: the results differ, or a step fails.
     """
-    key = (optimizer_class, _kind(kwargs), _kind(options))
+    key = (optimizer_class, kind_of(kwargs), kind_of(options))
     if key in _passed:
         return
     try:
-        with _unseen():
-            off = _try(optimizer_class, _tame(kwargs), _tame(options))
+        with unseen():
+            off = _try(optimizer_class, tame(kwargs), tame(options))
     except Exception as error:
         reason = f"its step on joined tensors failed: {type(error).__name__}: {error}"
         raise _refusal(optimizer_class, reason) from error
@@ -61,12 +61,12 @@ def single_keys(
     Found by a trial as in ``check_elementwise``, on tensors of several elements, where shapes
     decide. For a class that cannot step these tensors, the result is ``step`` alone.
     """
-    key = (optimizer_class, _kind(kwargs), _kind(options))
+    key = (optimizer_class, kind_of(kwargs), kind_of(options))
     if key not in _singles:
         found = {"step"}
         for seed, shape in enumerate(_SHAPES):
-            with suppress(Exception), _unseen():
-                found |= _singles_on(shape, seed, optimizer_class, _tame(kwargs), _tame(options))
+            with suppress(Exception), unseen():
+                found |= _singles_on(shape, seed, optimizer_class, tame(kwargs), tame(options))
         _singles[key] = frozenset(found)
     return _singles[key]
 
@@ -102,7 +102,7 @@ def _try(
     optimizer_class: type[Optimizer], kwargs: dict[str, Any], options: dict[str, Any]
 ) -> float:
     """Return the largest difference between tensors stepped alone and stepped joined."""
-    alone = [nn.Parameter(_values(shape, seed)) for seed, shape in enumerate(_SHAPES)]
+    alone = [nn.Parameter(values_like(shape, seed)) for seed, shape in enumerate(_SHAPES)]
     joined = nn.Parameter(_flat(alone))
     optimizers = [
         optimizer_class([{"params": [param], **options}], **kwargs) for param in (*alone, joined)
@@ -110,7 +110,7 @@ def _try(
     for step in range(_STEPS):
         for seed, param in enumerate(alone):
             scale = 10.0 ** (seed - 1)  # norms, maxima and means of the three are far apart
-            param.grad = _values(tuple(param.shape), 10 * step + seed + 3) * scale
+            param.grad = values_like(tuple(param.shape), 10 * step + seed + 3) * scale
         joined.grad = _flat([param.grad for param in alone if param.grad is not None])
         for optimizer in optimizers:
             step_quietly(optimizer)
@@ -125,17 +125,17 @@ def _singles_on(
     options: dict[str, Any],
 ) -> set[str]:
     """Return the names of state whose shape differs from that of its parameter."""
-    param = nn.Parameter(_values(shape, seed))
+    param = nn.Parameter(values_like(shape, seed))
     optimizer = optimizer_class([{"params": [param], **options}], **kwargs)
     for step in range(_STEPS):
-        param.grad = _values(shape, 10 * step + seed + 3)
+        param.grad = values_like(shape, 10 * step + seed + 3)
         step_quietly(optimizer)
     kept = optimizer.state.get(param, {}).items()
     return {key for key, one in kept if isinstance(one, Tensor) and one.shape != param.shape}
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def unseen() -> Iterator[None]:
     """Silence warnings, preserve random state and default to the CPU during a trial."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.device("cpu"):
         warnings.simplefilter("ignore")
@@ -146,13 +146,13 @@ def _flat(tensors: list[Any]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def _values(shape: tuple[int, ...], seed: int) -> Tensor:
+def values_like(shape: tuple[int, ...], seed: int) -> Tensor:
     """Return values in (-1, 1), the same on all ranks."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(count, dtype=torch.float64) * 12.9898 + seed * 78.233).view(shape)
 
 
-def _tame(options: Mapping[str, Any]) -> dict[str, Any]:
+def tame(options: Mapping[str, Any]) -> dict[str, Any]:
     """Adapt options to the CPU, with a nonzero learning rate: the user's may start at zero."""
     tamed = {key: _plain(value) for key, value in options.items()}
     if isinstance(tamed.get("lr"), (int, float)):
@@ -168,12 +168,12 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
-def _kind(value: Any) -> Hashable:
+def kind_of(value: Any) -> Hashable:
     """Return a key, equal for values alike in a trial: of a float only whether it is zero."""
     if isinstance(value, Mapping):
-        return tuple((key, _kind(one)) for key, one in sorted(value.items()))
+        return tuple((key, kind_of(one)) for key, one in sorted(value.items()))
     if type(value) in (tuple, list):
-        return tuple(map(_kind, value))
+        return tuple(map(kind_of, value))
     if isinstance(value, float):
         return ("float", bool(value))
     if isinstance(value, Tensor) and value.numel() == 1:

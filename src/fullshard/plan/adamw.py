@@ -22,7 +22,7 @@ class PlainAdamW:
         self._parts = [
             nn.Parameter(local_part(param.detach()), param.requires_grad) for param in self._params
         ]
-        self._inner = torch.optim.AdamW(self._parts, foreach=foreach)
+        self._inner = torch.optim.AdamW([{"params": self._parts}], foreach=foreach)
 
     @property
     def state(self) -> dict[Tensor, Any]:

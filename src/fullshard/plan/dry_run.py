@@ -32,6 +32,7 @@ from fullshard.plan.adamw import PlainAdamW
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.kernels import DeviceKernels
 from fullshard.plan.ledger import Crossing, Ledger, Moment
+from fullshard.plan.muon import PlainMuon, is_muon
 from fullshard.schedule import Action, Event, Op, Transcript
 from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, ForwardExit, GradsReady
 from fullshard.tensors import local_part
@@ -74,7 +75,8 @@ class Job:
     shard: Shard
     loss: Loss
     optimizer: Callable[[Any], Optimizer] | None = None
-    """Called with the parameters; None: AdamW as PyTorch has it, without DTensors."""
+    """Called with the parameters, or with the model if it is ``Muon``; None: AdamW as PyTorch has
+    it, without DTensors."""
     accumulate: int = 1
     """Microbatches of a step."""
     reduces_once: bool = False
@@ -254,9 +256,11 @@ class _Run:
 
     def _make_optimizer(self, model: nn.Module) -> Optimizer:
         job = self.job
+        on_cpu = job.hardware.device == "cpu" or self._is_offloaded
+        if is_muon(job.optimizer):
+            return PlainMuon(model, job.optimizer, foreach=not on_cpu)
         if job.optimizer is not None:
             return job.optimizer(model.parameters())
-        on_cpu = job.hardware.device == "cpu" or self._is_offloaded
         return PlainAdamW(model.parameters(), foreach=not on_cpu)  # as PyTorch chooses itself
 
     def _on_meta(self, given: Any) -> Any:

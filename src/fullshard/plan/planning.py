@@ -63,7 +63,8 @@ def plan(
             the model's output, or the mean of the first tensor in it.
         optimizer: called with the parameters. None: ``torch.optim.AdamW``, on the local
             tensors and, as PyTorch chooses itself, by lists of them unless on a CPU, where
-            offloaded parameters are.
+            offloaded parameters are. ``fullshard.optim.Muon``, or ``functools.partial`` of it, is
+            planned with momenta divided evenly; its exchange is not planned.
         accumulate: microbatches of a step.
         reduces_once: True if only the last microbatch of a step reduces gradients (no-sync).
         rank: which rank to be; with uneven shards, rank 0 has the largest.

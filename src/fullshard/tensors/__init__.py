@@ -28,7 +28,7 @@ from fullshard.tensors.parallel_grads import local_gradients
 from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh, names_of
 from fullshard.tensors.parts import Spread, coordinates_near, region_of, spread_of
 from fullshard.tensors.pieces import PlacedPiece, announce_pieces, placed_pieces_of
-from fullshard.tensors.ragged_cut import is_ragged
+from fullshard.tensors.ragged_cut import is_on_one_rank, is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor
 from fullshard.tensors.tree import find_tensors, map_tensors

@@ -141,7 +141,8 @@ class PlainForm:
 
     def introduce(self, index: int, shown: Tensor) -> None:
         """See ``ShardForm``."""
-        announce_pieces(shown, [PlacedPiece(self.dtensors.places[index], 0, shown.numel())])
+        place, whole = self.dtensors.places[index], self.dtensors.shapes[index]
+        announce_pieces(shown, [PlacedPiece(place, 0, shown.numel(), whole)])
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
         """See ``ShardForm``; empty tensors all have the same address."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,11 +19,14 @@ class PlacedPiece(NamedTuple):
         place: the mesh and placements of the elements.
         start: index of the first element, in 1-D.
         numel: number of elements.
+        whole: shape of the parameter of which they are a part; None in a flat parameter, which has
+            parts of several.
     """
 
     place: ShardPlace
     start: int
     numel: int
+    whole: torch.Size | None = None
 
 
 _pieces: MutableMapping[Tensor, tuple[PlacedPiece, ...]] = WeakIdKeyDictionary()

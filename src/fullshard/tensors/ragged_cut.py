@@ -33,6 +33,12 @@ def is_ragged(value: object) -> bool:
     )
 
 
+def is_on_one_rank(placements: Sequence[Placement]) -> bool:
+    """Return whether one rank of a mesh dim holds all intervals, as of state at its owner."""
+    lengths = [one.lengths for one in placements if isinstance(one, RaggedShard)]
+    return any(sum(count for count, length in own if length) == 1 for own in lengths)
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedCut:
     """The position of a RaggedTensor's elements, as seen from one rank.

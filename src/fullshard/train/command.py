@@ -14,7 +14,7 @@ import typer
 
 from fullshard.errors import ConfigError, FullshardError
 
-from .config import HF, SIZES, Dtype, LayoutName, Quantize, TrainConfig, default_lr
+from .config import HF, SIZES, Dtype, LayoutName, OptimizerName, Quantize, TrainConfig, default_lr
 from .launch import default_nproc, launch
 from .options import read_options
 from .rundir import RunDir
@@ -95,6 +95,12 @@ def train_command(
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate; default: by the size of the model.")
     ] = None,
+    optimizer: Annotated[
+        OptimizerName, typer.Option(help="What steps the matrices; AdamW steps everything else.")
+    ] = _DEFAULT.optimizer,
+    muon_lr: Annotated[
+        float | None, typer.Option(help="Peak learning rate of Muon; default: --lr.")
+    ] = _DEFAULT.muon_lr,
     max_skipped: Annotated[
         int, typer.Option(help="Steps in a row to skip if loss or gradients are not finite.")
     ] = _DEFAULT.max_skipped,
@@ -161,6 +167,12 @@ def resolve(context: typer.Context) -> TrainConfig:
         if not saved.exists():
             raise ConfigError(f"{folder} holds no run to resume: start without --resume")
         base = dataclasses.replace(TrainConfig.load(saved), stop_after=None)
+        if asked.get("optimizer", base.optimizer) != base.optimizer:
+            raise ConfigError(
+                f"--optimizer {asked['optimizer'].value}: {folder} is trained by "
+                f"{base.optimizer.value}, whose state another optimizer cannot go on with; leave "
+                "--optimizer out, or start anew without --resume"
+            )
     else:
         model = TrainConfig(model=asked.get("model", _DEFAULT.model)).model
         base = TrainConfig(

@@ -28,6 +28,13 @@ class LayoutName(enum.StrEnum):
     RAGGED = "ragged"
 
 
+class OptimizerName(enum.StrEnum):
+    """What steps the matrices of a model; everything else is stepped by AdamW."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
 class Quantize(enum.StrEnum):
     """How frozen weights are stored."""
 
@@ -96,6 +103,8 @@ class TrainConfig:
         accumulate: microbatches per optimizer step.
         lr: peak learning rate, reached after ``warmup`` steps; it then decays along a cosine to
             ``lr_floor`` times its peak.
+        optimizer: what steps the matrices.
+        muon_lr: peak learning rate of Muon, which is scaled as AdamW's are; None: ``lr``.
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
@@ -131,6 +140,8 @@ class TrainConfig:
     warmup: int = 40
     weight_decay: float = 0.1
     clip: float = 1.0
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    muon_lr: float | None = None
     max_skipped: int = 10
     dtype: Dtype = Dtype.FP32
     layout: LayoutName = LayoutName.PER_PARAMETER
@@ -171,6 +182,21 @@ class TrainConfig:
             raise ConfigError(f"--export needs --model {HF}CONFIG.json, whose form it has")
         if not self.lr > 0:
             raise ConfigError(f"--lr is {self.lr}, it must be greater than 0")
+        is_muon = self.optimizer is OptimizerName.MUON
+        if is_muon and self.lora is not None:
+            raise ConfigError(
+                "--optimizer muon with --lora: Muon steps whole weights, and adapters are thin "
+                "factors of changes of them; leave --optimizer out, AdamW trains adapters"
+            )
+        if self.muon_lr is not None and not is_muon:
+            raise ConfigError("--muon-lr needs --optimizer muon")
+        if not self.muon_peak_lr > 0:
+            raise ConfigError(f"--muon-lr is {self.muon_lr}, it must be greater than 0")
+
+    @property
+    def muon_peak_lr(self) -> float:
+        """Peak learning rate of Muon."""
+        return self.lr if self.muon_lr is None else self.muon_lr
 
     @property
     def last_step(self) -> int:
@@ -189,6 +215,7 @@ class TrainConfig:
             fields["dtype"] = Dtype(fields["dtype"])
             quantize = fields.get("quantize")
             fields["quantize"] = None if quantize is None else Quantize(quantize)
+            fields["optimizer"] = OptimizerName(fields.get("optimizer", OptimizerName.ADAMW))
             fields["layout"] = LayoutName(fields.get("layout", LayoutName.PER_PARAMETER))
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim import AdamW, Optimizer
 
 import fullshard
 from fullshard.checkpoint import Checkpointer, load_weights
 from fullshard.errors import ConfigError, NonFiniteError
-from fullshard.optim import ShardedOptimizer, StepGuard
+from fullshard.optim import StepGuard
 
 from .adapters import add_adapters
 from .architecture import Architecture, choose_architecture, next_token_logits
@@ -27,6 +26,7 @@ from .config import Dtype, LayoutName, TrainConfig
 from .data import Order, TokenizedText
 from .gauges import peak_memory_nbytes, recording, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
+from .optimizer import build_optimizer, set_learning_rate
 from .progress import Reporter
 from .quantized import conversions, quantize_linears
 from .rows import IGNORED, Batch, Packed
@@ -163,32 +163,6 @@ def _fill(
             architecture.initialise(model)
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Return AdamW over the sharded parameters, without decay for norms and other vectors."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
-    vectors = [parameter for parameter in trained if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]  # adapters are all matrices
-    return ShardedOptimizer(groups, AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the learning rate of ``step`` (from 1): linear warm-up, then cosine to ``lr_floor``.
-
-    The warm-up takes at most a tenth of the steps.
-    """
-    warmup = min(config.warmup, max(1, config.steps // 10))
-    if step <= warmup:
-        return config.lr * step / warmup
-    done = (step - warmup) / max(1, config.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * (config.lr_floor + (1 - config.lr_floor) * cosine)
-
-
 class StartedStep(NamedTuple):
     """A step that was issued to the device and may still be running."""
 
@@ -243,9 +217,7 @@ class Trainer:
         config = self.config
         started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
-        lr = learning_rate(step, config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_learning_rate(self.optimizer, step, config)
         loss = self._forward_backward(step)
         try:
             self.guard.step(loss)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import FullshardError
+from fullshard.optim import Muon
 from fullshard.plan import Plan, in_bytes, in_seconds, plan
 
 from .architecture import Architecture
-from .config import TrainConfig
+from .config import OptimizerName, TrainConfig
 from .loop import build_on_meta, label_losses, policy_of, shard_model
 from .metrics import read_metrics
 
@@ -43,6 +44,8 @@ def plan_of(
         options["shard"] = shard
     else:
         options |= {"world_size": num_workers, "mp_policy": policy_of(config)}
+    if config.optimizer is OptimizerName.MUON:
+        options["optimizer"] = Muon
     tokens = torch.zeros(config.batch, config.seq, dtype=torch.long, device="meta")
     return plan(
         build_on_meta(config, architecture),

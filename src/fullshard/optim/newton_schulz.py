@@ -1,0 +1,119 @@
+"""Newton-Schulz iterations: matrices of one shape made nearly orthogonal, many in one product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+Coefficients = tuple[float, float, float]
+
+COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
+"""Of the quintic that ``torch.optim.Muon`` iterates; singular values end between 0.7 and 1.2."""
+
+_MOST_NUMEL = 1 << 27
+"""Elements of the matrices that go through one product; they are copied, see ``orthogonalise``."""
+
+_rounds_alike: dict[Hashable, bool] = {}
+
+
+def orthogonalise(
+    matrices: Sequence[Tensor],
+    *,
+    coefficients: Coefficients = COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+    batched: bool | None = None,
+) -> list[Tensor]:
+    """Return each of ``matrices`` with its singular values moved close to 1.
+
+    The products of one matrix are those of ``torch.optim.Muon``, in its order. Products of many
+    matrices at once need fewer kernels, but a device may add up in another order there. Which it
+    does is tried once for each shape, number of matrices, dtype and device, on numbers of our own.
+
+    Args:
+        matrices: of one shape (m, n), on one device; they are not changed.
+        coefficients: a, b and c of the polynomial a x + b x^3 + c x^5.
+        steps: how often the polynomial is applied.
+        eps: the least norm by which a matrix is divided.
+        dtype: of all products, and of the result.
+        batched: whether matrices go through one product. None: where each is bit-equal to what it
+            would be alone, so that results do not depend on how many there are.
+    """
+    polynomial = (coefficients, steps, eps)
+    whole: list[Tensor] = []
+    for some in _portions(matrices):
+        alike = batched
+        if alike is None:
+            alike = len(some) > 1 and _round_alike(some, polynomial, dtype)
+        whole += _together(some, polynomial, dtype) if alike else _alone(some, polynomial, dtype)
+    return whole
+
+
+_Polynomial = tuple[Coefficients, int, float]
+
+
+def _portions(matrices: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    size = max(1, _MOST_NUMEL // max(1, matrices[0].numel())) if matrices else 1
+    return [matrices[start : start + size] for start in range(0, len(matrices), size)]
+
+
+def _alone(matrices: Sequence[Tensor], polynomial: _Polynomial, dtype: torch.dtype) -> list[Tensor]:
+    return [
+        _iterated(_wide(matrix.to(dtype, copy=True)), polynomial, is_tall=_is_tall(matrix))
+        for matrix in matrices
+    ]
+
+
+def _together(
+    matrices: Sequence[Tensor], polynomial: _Polynomial, dtype: torch.dtype
+) -> list[Tensor]:
+    first = matrices[0]
+    stack = torch.empty(len(matrices), *first.shape, dtype=dtype, device=first.device)
+    torch._foreach_copy_(list(stack), list(matrices))
+    return list(_iterated(_wide(stack), polynomial, is_tall=_is_tall(first)))
+
+
+def _iterated(wide: Tensor, polynomial: _Polynomial, *, is_tall: bool) -> Tensor:
+    """Return the result for one matrix or a stack of them, which is overwritten."""
+    (a, b, c), steps, eps = polynomial
+    product: Callable[..., Tensor] = torch.addmm if wide.dim() == 2 else torch.baddbmm
+    # Norms one by one: a norm is a single number, whose last bit no trial would show.
+    many = wide if wide.dim() == 3 else wide[None]
+    norms = torch.stack([one.norm() for one in many]).view(*wide.shape[:-2], 1, 1)
+    wide.div_(norms.clamp(min=eps))
+    for _ in range(steps):
+        gram = wide @ wide.mT
+        gram = product(gram, gram, gram, beta=b, alpha=c)
+        wide = product(wide, gram, wide, beta=a)
+    return wide.mT if is_tall else wide
+
+
+def _round_alike(matrices: Sequence[Tensor], polynomial: _Polynomial, dtype: torch.dtype) -> bool:
+    """Return whether the products of many matrices round as those of each matrix alone."""
+    first = matrices[0]
+    if first.is_meta:
+        return True
+    key = (first.device, dtype, len(matrices), tuple(first.shape))
+    if key not in _rounds_alike:
+        given = [_numbers(first.shape, seed, first) for seed in range(len(matrices))]
+        many, single = _together(given, polynomial, dtype), _alone(given, polynomial, dtype)
+        _rounds_alike[key] = all(map(torch.equal, many, single))
+    return _rounds_alike[key]
+
+
+def _numbers(shape: Sequence[int], seed: int, like: Tensor) -> Tensor:
+    """Return numbers in (-1, 1) that no random state decides."""
+    count = torch.arange(torch.Size(shape).numel(), device=like.device, dtype=torch.float32)
+    return torch.sin(count * 12.9898 + seed * 78.233).view(*shape)
+
+
+def _wide(matrices: Tensor) -> Tensor:
+    """Return matrices that are at least as wide as high."""
+    return matrices.mT if _is_tall(matrices) else matrices
+
+
+def _is_tall(matrices: Tensor) -> bool:
+    return matrices.shape[-2] > matrices.shape[-1]

@@ -1,0 +1,369 @@
+"""``OwnedOptimizer``: any optimizer for sharded parameters, on whole tensors at one owner each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from fullshard.comm import gather_objects
+from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.optim.groups import label_of, numbered, options_of
+from fullshard.optim.lineup import align, gradients
+from fullshard.optim.outer import Outer
+from fullshard.optim.owned_state import OwnedParam
+from fullshard.optim.owners import (
+    Block,
+    Cost,
+    Matrix,
+    Rule,
+    blocks_of,
+    newton_schulz_flops,
+    owners_of,
+)
+from fullshard.optim.rounds import Family, Lent, Round
+from fullshard.optim.spread_param import Ranks, SpreadParam, spread_param_of
+from fullshard.optim.traits import Traits, check_shapes, traits_of
+from fullshard.tensors import local_part
+
+log = logging.getLogger("fullshard")
+
+_ROUND_NBYTES = 256 << 20
+
+
+class OwnedOptimizer(Outer):
+    """An optimizer that steps whole tensors with ``optimizer_class``, each on one rank, its owner.
+
+    For classes that look at more than one element, such as ``torch.optim.Muon``, ``Adafactor`` or
+    Shampoo. Each step brings the parts of a matrix, gradient and parameter, to its owner in one
+    packed all-to-all, the owner steps, and a second all-to-all takes the updated parts back to the
+    ranks that hold them. Results are those of ``optimizer_class`` on the unsharded model, bit for
+    bit if the gradients are. No rank does what another does: matrices are given to all ranks of
+    their mesh, replicas and tensor-parallel ranks too, so that costs are balanced. A matrix that a
+    rank holds whole stays there as long as the balance allows, and is stepped in place.
+
+    Parameters travel along with their gradients because owners keep no copy of them, which would
+    take the size of the model divided by the number of ranks; whoever writes parameters between
+    steps need not tell. What owners do keep is the state. ``state`` shows it on all ranks by
+    parameter and name, as RaggedTensors of which only owners hold elements, see ``owned_state``;
+    Python numbers are shown as tensors. It is saved, loaded and moved to other owners, meshes and
+    layouts by ``fullshard.checkpoint`` like any other, also to and from the unsharded class. State
+    appears after the first step, in which ranks exchange its shapes.
+
+    ``param_groups``, schedulers, closures, ``GradScaler`` (a ``ShardedGradScaler``: all ranks must
+    skip the same steps), hooks and copies are as with ``ShardedOptimizer``. Gradients must be
+    absent on all ranks or on none. Plain tensors are stepped on every rank, as by the class itself.
+    Methods that ``optimizer_class`` adds to those of every optimizer are not available.
+    """
+
+    _mine = (*Outer._mine, "_cost", "_blocks", "_round_nbytes", "_is_vouched_for", "_traits")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: type[Optimizer],
+        *,
+        cost: Cost | None = None,
+        blocks: Rule | None = None,
+        round_nbytes: int = _ROUND_NBYTES,
+        independent: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Create the optimizer.
+
+        Args:
+            params: parameters, named parameters or parameter groups as for any optimizer; they may
+                still be on the meta device.
+            optimizer_class: a class like those of ``torch.optim``. Its instance on each rank has
+                the matrices that the rank owns, all of a group that are stepped at a time.
+            cost: the cost of a step of a matrix of the given shape, in any unit; None: the
+                operations of five Newton-Schulz steps. Equal on all ranks.
+            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows`` that says which
+                parts of a parameter are matrices of their own: "each" index of the first dim, with
+                one dim less, as experts that are stacked; or so many rows each, as in queries, keys
+                and values. None: the whole parameter. The name is "" if ``params`` have none.
+            round_nbytes: a step is done in rounds in each of which an owner gets at most so many
+                bytes of parameters (or one matrix), and as much again of gradients. The class steps
+                once a round.
+            independent: True asserts that the class steps each tensor by itself; None tests the
+                class on small matrices of our own.
+            kwargs: arguments of ``optimizer_class``.
+
+        Raises:
+            UnsupportedError: the class does not step each tensor by itself, or not without a
+                closure, or ``differentiable`` is set; or a parameter is a flat parameter.
+            ConfigError: ``params`` is empty or contains a parameter twice; the class or ``blocks``
+                refuses a parameter.
+            ArgumentTypeError: an argument has a wrong type.
+        """
+        self._check_optimizer_class(optimizer_class)
+        if not isinstance(round_nbytes, int) or isinstance(round_nbytes, bool) or round_nbytes < 1:
+            raise ArgumentTypeError(
+                f"OwnedOptimizer(round_nbytes={round_nbytes!r}): expected a number of bytes above 0"
+            )
+        self._cost = cost or newton_schulz_flops
+        self._blocks = blocks
+        self._round_nbytes = round_nbytes
+        self._is_vouched_for = independent is True
+        self._traits = Traits({}, is_late=False, counts=False)
+        super().__init__(params, optimizer_class, kwargs)
+
+    def _start(self) -> None:
+        super()._start()
+        self._families: list[Family] = []
+        self._owned: dict[int, OwnedParam] = {}  # by ``id`` of the parameter
+        self._loads: list[tuple[set[int], dict[int, float]]] = []  # of each family, by rank
+        self._has_told = False
+
+    def owners_of(self, param: Tensor) -> list[int]:
+        """Return the rank that owns each block of a parameter; [] if every rank steps it.
+
+        Raises:
+            ConfigError: the optimizer does not have the parameter.
+        """
+        self._settle()
+        owned = self._owned.get(id(param))
+        if owned is None:
+            raise ConfigError(f"{self._label}: it has no {label_of(self.param_groups, param)}")
+        if owned.ranks.is_alone:
+            return []
+        return [owned.ranks.numbers[owner] for owner in owned.owners]
+
+    def loads(self) -> dict[int, float]:
+        """Return the cost of what each rank owns, of the meshes that this rank is in."""
+        self._settle()
+        total: dict[int, float] = {}
+        for _, loads in self._loads:
+            for rank, load in loads.items():
+                total[rank] = total.get(rank, 0.0) + load
+        return total
+
+    def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:
+        """Return an empty tensor cut as the state ``key`` of ``param`` is, for who loads state.
+
+        None: the state has its usual form, which is not cut unless it has the parameter's shape.
+        The first call may be a collective.
+        """
+        self._settle()
+        owned = self._owned.get(id(param))
+        return None if owned is None else owned.like(key, shape, self._inner.singles)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as to any optimizer; known parameters keep their owners.
+
+        Raises:
+            ConfigError: a parameter is twice in the group, or already in another group; the class
+                does not take it.
+            ArgumentTypeError: the group holds something that is not a tensor.
+            UnsupportedError: as when the optimizer is created.
+        """
+        options = self._prepare_group(param_group)
+        traits = traits_of(
+            self._optimizer_class, self._kwargs, options, is_vouched_for=self._is_vouched_for
+        )
+        given = param_group["params"]
+        self._check_matrices([given] if isinstance(given, Tensor) else given, options)
+        self._learn([options])
+        super().add_param_group(param_group)
+        self._traits = self._traits.joined(traits)
+
+    def _check_matrices(self, params: Sequence[Any], options: dict[str, Any]) -> None:
+        matrices = {}
+        for index, item in enumerate(params):
+            name, param = item if isinstance(item, tuple) else ("", item)
+            label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
+            spread, _ = self._spread(param, label)
+            for block in blocks_of(0, name, spread.shape, self._blocks):
+                matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
+        check_shapes(self._optimizer_class, self._kwargs, options, matrices)
+
+    @staticmethod
+    def _spread(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh | None]:
+        if param.layout is not torch.strided:
+            raise UnsupportedError(f"{label} is {param.layout}; expected a dense tensor")
+        found = spread_param_of(param, label)
+        return (SpreadParam(tuple(param.shape), ()), None) if found is None else found
+
+    # owners
+
+    def _settle(self) -> None:
+        """Give owners to parameters that have none."""
+        new: dict[DeviceMesh | None, list[tuple[int, str, Tensor, SpreadParam]]] = {}
+        for group, name, param in self._named():
+            known = self._owned.get(id(param))
+            if known is not None and known.param is param:
+                known.group = group
+                continue
+            spread, mesh = self._spread(param, label_of(self.param_groups, param))
+            new.setdefault(mesh, []).append((group, name, param, spread))
+        largest_first = sorted(new.items(), key=lambda one: -(one[0].size() if one[0] else 0))
+        for mesh, params in largest_first:
+            self._add_family(Ranks(mesh), params)
+        self._tell()
+
+    def _named(self) -> Iterator[tuple[int, str, Tensor]]:
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [""] * len(group["params"])
+            for name, param in zip(names, group["params"], strict=True):
+                yield number, name, param
+
+    def _add_family(
+        self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, SpreadParam]]
+    ) -> None:
+        blocks: list[list[Block]] = [
+            blocks_of(number, name, spread.shape, self._blocks)
+            for number, (_, name, _, spread) in enumerate(params)
+        ]
+        matrices = [
+            Matrix(number, float(self._cost(block.shape)), ranks.homes(spread, block))
+            for number, (_, _, _, spread) in enumerate(params)
+            for block in blocks[number]
+        ]
+        # Ranks of one mesh must agree, so only loads that all of them know of count.
+        members = set(ranks.numbers)
+        known = [loads for others, loads in self._loads if others >= members]
+        before = {
+            index: sum(loads.get(rank, 0.0) for loads in known)
+            for index, rank in enumerate(ranks.numbers)
+        }
+        if ranks.is_alone:
+            before = {}
+        owners = iter(owners_of(matrices, len(ranks.numbers), before))
+        owned = {
+            id(param): OwnedParam(
+                param, group, spread, blocks[number], [next(owners) for _ in blocks[number]], ranks
+            )
+            for number, (group, _, param, spread) in enumerate(params)
+        }
+        self._owned |= owned
+        self._families.append(Family(ranks, owned, self._round_nbytes))
+        if not ranks.is_alone:
+            loads = dict.fromkeys(ranks.numbers, 0.0)
+            for one in owned.values():
+                for block, owner in zip(one.blocks, one.owners, strict=True):
+                    loads[ranks.numbers[owner]] += float(self._cost(block.shape))
+            self._loads.append((members, loads))
+
+    def _tell(self) -> None:
+        """Say once what every rank steps."""
+        plain = [one for one in self._owned.values() if one.ranks.is_alone]
+        if self._has_told or not plain or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self._has_told = True
+        work = sum(float(self._cost(block.shape)) for one in plain for block in one.blocks)
+        log.warning(
+            "%s: %d plain tensors, of %d elements, are stepped on every rank, for none holds a part"
+            " of them only; cost %.3g on each rank, beside %.3g of the busiest owner",
+            self._label,
+            len(plain),
+            sum(one.param.numel() for one in plain),
+            work,
+            max((load for _, loads in self._loads for load in loads.values()), default=0.0),
+        )
+
+    # steps
+
+    def _step(self, amp: dict[str, Tensor]) -> None:
+        self._settle()
+        self._adopt()
+        params = list(chain.from_iterable(map(itemgetter("params"), self.param_groups)))
+        grads = gradients(params)
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{self._label}: the gradient of {label_of(self.param_groups, param)} is "
+                    f"{grad.layout}; expected a dense one"
+                )
+        align(params, grads)
+        its_grads = {id(param): grad for param, grad in zip(params, grads, strict=True)}
+        if self._was_loaded:
+            self._inner.read_again()
+        before = [options_of(group) for group in self.param_groups]
+
+        failures: list[Exception] = []
+
+        def step(one: Round, lent: Lent) -> None:
+            if failures:
+                return
+            for group, options in zip(self.param_groups, before, strict=True):
+                group.update(options)  # those of the first round count once
+            try:
+                self._step_round(one, lent, amp)
+            except Exception as error:  # others wait for what this rank sends
+                failures.append(error)
+
+        for family in self._families:
+            family.step(its_grads, step)
+        self._announce(its_grads)
+        if failures:
+            raise failures[0]
+        torch.autograd.graph.increment_version(
+            [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+        )
+
+    def _step_round(self, one: Round, lent: Lent, amp: Mapping[str, Tensor]) -> None:
+        by_group: list[list[Any]] = [[] for _ in self.param_groups]
+        for at, whole in one.wholes().items():
+            by_group[one.members[at].owned.group].append(whole)
+        self._inner.set_runs(self.param_groups, by_group)
+        if self._inner.is_eager:
+            for number, wholes in enumerate(by_group):
+                for whole in wholes:
+                    if self._inner.state_of(whole) is None:
+                        group = self.param_groups[number]
+                        self._inner.set_state(whole, self._inner.first_state(whole, group))
+        if one.mine or self._traits.counts:
+            self._inner.step(self.param_groups, amp)
+        for owned in one.params:
+            owned.refresh(self._inner, lent.addresses, may_change=self._traits.is_late)
+
+    # state
+
+    def _adopt(self) -> None:
+        """Read state that was set by hand."""
+        for owned in self._owned.values():
+            if not owned.is_untouched(self.state):
+                owned.read(self.state.get(owned.param, {}), self._inner, self._traits.numbers)
+                owned.show(self._inner, self.state)
+
+    def _announce(self, grads: Mapping[int, Tensor | None]) -> None:
+        """Show the state of parameters that have stepped for the first time."""
+        for family in self._families:
+            stepped = [one for id_, one in family.members.items() if grads.get(id_) is not None]
+            fresh = [one for one in stepped if self._traits.is_late or not one.is_announced]
+            said = [one.describe(self._inner) for one in fresh]
+            if fresh and len(family.ranks.numbers) > 1:
+                of_ranks = gather_objects(said, family.ranks.mesh.get_group())
+                said = [
+                    {at: one for its in of_ranks for at, one in its[number].items()}
+                    for number in range(len(fresh))
+                ]
+            for owned, described in zip(fresh, said, strict=True):
+                owned.announce(described, self._inner, self.state)
+            if family.ranks.is_alone:
+                for owned in stepped:
+                    owned.write_numbers(self.state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy; also called at the end of ``load_state_dict``."""
+        self._revive(state)
+        self._learn(map(options_of, state["param_groups"]))
+        self._take_state(state)
+        self._settle()
+        with torch.no_grad():
+            for _, param in numbered(self.param_groups):
+                owned = self._owned[id(param)]
+                if not local_part(param).is_meta or param in self.state:
+                    owned.read(self.state.get(param, {}), self._inner, self._traits.numbers)
+                    owned.show(self._inner, self.state)
+        self._was_loaded = True

@@ -1,0 +1,341 @@
+"""The optimizer state of one parameter whose blocks are stepped by their owners.
+
+    blocks of w     | 0 | 1 | 2 |     owners 1, 1, 3
+    momentum        shaped like the blocks: one RaggedTensor of the shape of w, of which rank 1
+                    holds the elements of blocks 0 and 1, rank 3 those of block 2, others nothing
+    step            one value for each block: a RaggedTensor of shape (3,), cut in the same way
+    left            of shape (m, m): if alike in all blocks of shape (3, m, m), else left.0, ...
+
+A parameter that is one matrix has its state in the shapes that the class gives it. Python numbers
+are shown as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.errors import UnsupportedError
+from fullshard.optim.inner import Inner
+from fullshard.optim.owners import Block
+from fullshard.optim.spread_param import Ranks, SpreadParam
+from fullshard.optim.states import is_cut
+from fullshard.tensors import RaggedShard, RaggedTensor, taken_by
+
+Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of the state of a block, by the name that the class gives it."""
+
+_EMPTY = torch.empty(0, device="cpu")
+
+
+class Whole:
+    """A block at its owner: the tensor that the inner optimizer steps.
+
+    Attributes:
+        tensor: the parameter of the inner optimizer; it has no memory between steps.
+    """
+
+    def __init__(self) -> None:
+        self.tensor = nn.Parameter(_EMPTY.clone())
+
+    def lend(self, memory: Tensor, grad: Tensor) -> None:
+        """Lend the block and its gradient to the tensor."""
+        self.tensor.data = memory
+        _torch.set_grad(self.tensor, grad)
+
+    def take_back(self) -> None:
+        """Take memory and gradient away from the tensor."""
+        self.tensor.grad = None
+        self.tensor.data = _EMPTY
+
+
+class _Entry(NamedTuple):
+    """State as it is shown: of some blocks, joined.
+
+    Attributes:
+        name: under which it is shown.
+        key: the name that the class gives it.
+        shape: of the joined tensor.
+        members: number of each block, and the shape of its state.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    members: tuple[tuple[int, torch.Size], ...]
+
+
+class OwnedParam:
+    """A parameter, its blocks and their owners, and the state that they have.
+
+    Attributes:
+        param: the parameter.
+        group: number of its group.
+        spread: where its elements lie.
+        blocks: its blocks, in the order of elements.
+        owners: index of the owner of each block, ascending.
+        ranks: the ranks of its mesh.
+        wholes: the blocks that this rank owns, by number.
+        is_announced: all ranks know the shapes of its state.
+    """
+
+    def __init__(
+        self,
+        param: Tensor,
+        group: int,
+        spread: SpreadParam,
+        blocks: Sequence[Block],
+        owners: Sequence[int],
+        ranks: Ranks,
+    ) -> None:
+        self.param, self.group, self.spread = param, group, spread
+        self.blocks, self.owners, self.ranks = blocks, owners, ranks
+        self.wholes = {at: Whole() for at, owner in enumerate(owners) if owner == ranks.own}
+        self.is_announced = False
+        self._described: list[Described] = [{} for _ in blocks]
+        self._entries: list[_Entry] = []
+        self._locals: dict[str, Tensor] = {}  # by name of the entry: what this rank has of it
+        self._views: dict[tuple[int, str], Tensor] = {}  # by block and key: a part of the above
+        self._shown: dict[str, object] = {}
+
+    # reading
+
+    def is_untouched(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Return whether ``state`` has the entries that were shown, whatever is in them."""
+        own = state.get(self.param, {})
+        return own.keys() == self._shown.keys() and all(
+            value is self._shown[key] for key, value in own.items()
+        )
+
+    def like(self, name: str, shape: Sequence[int], singles: Container[str]) -> DTensor | None:
+        """Return an empty tensor cut as state under this name is; None: equal on all ranks."""
+        entry = self._entry_of(name, torch.Size(shape), singles)
+        if entry is None or self.ranks.is_alone:
+            return None
+        local = torch.empty(self._numel(entry, self.ranks.own), device="meta")
+        return self._placed(entry, local)
+
+    def read(self, own: Mapping[str, Any], inner: Inner, numbers: Mapping[str, type]) -> None:
+        """Give the blocks copies of the state ``own``, as loaded or as set by hand."""
+        values: dict[int, dict[str, Any]] = {at: {} for at in self.wholes}
+        self._described = [{} for _ in self.blocks]
+        for name, value in own.items():
+            shape = value.shape if isinstance(value, Tensor) else None
+            entry = None if shape is None else self._entry_of(name, shape, inner.singles)
+            if entry is None:
+                for described in self._described:
+                    described |= _described({name: value})
+                for mine in values.values():
+                    mine[name] = value.detach().clone() if isinstance(value, Tensor) else value
+                continue
+            kind = numbers.get(entry.key)
+            for at, its_shape in entry.members:
+                is_number = kind is not None and not its_shape
+                dtype = _dtype(kind()) if kind is not None and is_number else value.dtype
+                self._described[at][entry.key] = (tuple(its_shape), dtype)
+            like = self.like(name, entry.shape, inner.singles)
+            local = value if like is None else taken_by(like, value)
+            for at, view in self._cut(entry, local.detach().reshape(-1)).items():
+                values[at][entry.key] = _for_the_class(view, kind)
+        for at, whole in self.wholes.items():
+            if values[at]:
+                inner.set_state(whole, values[at])
+            else:
+                inner.forget(whole)
+        self.is_announced = any(self._described)
+        self._forget_shown()
+
+    def _entry_of(self, name: str, shape: torch.Size, singles: Container[str]) -> _Entry | None:
+        """Return the entry that state of this name and shape makes; None: one value for all."""
+        count = len(self.blocks)
+        if is_cut(name, shape, torch.Size(self.spread.shape), singles):
+            members = [(at, torch.Size(block.shape)) for at, block in enumerate(self.blocks)]
+            return _Entry(name, name, tuple(shape), tuple(members))
+        if count == 1:
+            return _Entry(name, name, tuple(shape), ((0, shape),))
+        key, _, number = name.rpartition(".")
+        if key and number.isdigit() and int(number) < count:
+            return _Entry(name, key, tuple(shape), ((int(number), shape),))
+        if shape and shape[0] == count:
+            return _Entry(name, name, tuple(shape), tuple((at, shape[1:]) for at in range(count)))
+        return None
+
+    # showing
+
+    def describe(self, inner: Inner) -> dict[int, Described]:
+        """Return the shapes and dtypes of the state of the blocks that this rank owns."""
+        return {at: _described(inner.state_of(whole)) for at, whole in self.wholes.items()}
+
+    def announce(
+        self, described: Mapping[int, Described], inner: Inner, state: MutableMapping[Any, Any]
+    ) -> None:
+        """Show state in ``state``, given what owners say of blocks."""
+        news = [described.get(at, known) for at, known in enumerate(self._described)]
+        self.is_announced = True
+        if news != self._described or not self.is_untouched(state):
+            self._described = news
+            self.show(inner, state)
+
+    def show(self, inner: Inner, state: MutableMapping[Any, Any]) -> None:
+        """Show in ``state`` what is known of the blocks."""
+        self._forget_shown()
+        self._entries = self._joined(inner.singles)
+        for entry in self._entries:
+            self._show(entry, inner)
+        if self._shown or self.param in state:
+            own = state.setdefault(self.param, {})
+            own.clear()
+            own.update(self._shown)
+
+    def refresh(self, inner: Inner, lent: Container[int], *, may_change: bool) -> None:
+        """Bring what is shown up to date after a step.
+
+        Args:
+            inner: the optimizer that has stepped.
+            lent: addresses of memory that is only lent during the step.
+            may_change: names or shapes of the state may be others than before.
+
+        Raises:
+            UnsupportedError: the class has changed names or shapes of the state.
+        """
+        for at, whole in self.wholes.items():
+            values = inner.state_of(whole) or {}
+            known = self._described[at]
+            if self.is_announced and not may_change and _described(values) != known:
+                raise UnsupportedError(
+                    f"OwnedOptimizer: the optimizer's state of a parameter of shape "
+                    f"{self.spread.shape} changed from {known} to "
+                    f"{_described(values)} in a step, which trials of the class did not show; "
+                    "state must be made in the first step"
+                )
+            for key, value in values.items():
+                view = self._views.get((at, key))
+                if view is None:
+                    if isinstance(value, Tensor) and _address(value) in lent:
+                        values[key] = value.clone()
+                elif not isinstance(value, Tensor):
+                    view.fill_(value)
+                    self._keep_number(key, value)
+                elif value is not view and (value.shape, value.dtype) == (view.shape, view.dtype):
+                    values[key] = view.copy_(value)
+
+    def _keep_number(self, key: str, value: object) -> None:
+        if self.ranks.is_alone and len(self.blocks) == 1:
+            self._shown[key] = value
+
+    def write_numbers(self, state: MutableMapping[Any, Any]) -> None:
+        """Show Python numbers of plain tensors as they are."""
+        own = state.get(self.param)
+        for key, value in self._shown.items():
+            if own is not None and isinstance(value, (int, float)):
+                own[key] = value
+
+    def _forget_shown(self) -> None:
+        for holder in (self._entries, self._locals, self._views, self._shown):
+            holder.clear()
+
+    def _joined(self, singles: Container[str]) -> list[_Entry]:
+        """Return the entries that show what is known of the blocks."""
+        if not all(self._described):
+            return []
+        found: list[_Entry] = []
+        for key in self._described[0]:
+            if not all(key in one for one in self._described):
+                continue
+            shapes = [torch.Size(one[key][0]) for one in self._described]
+            members = tuple(enumerate(shapes))
+            pairs = zip(shapes, self.blocks, strict=True)
+            cut = (is_cut(key, own, torch.Size(block.shape), singles) for own, block in pairs)
+            if all(cut):
+                found.append(_Entry(key, key, self.spread.shape, members))
+            elif len(members) == 1:
+                found.append(_Entry(key, key, tuple(shapes[0]), members))
+            elif len(set(shapes)) == 1:
+                found.append(_Entry(key, key, (len(members), *shapes[0]), members))
+            else:
+                found += [
+                    _Entry(f"{key}.{at}", key, tuple(shape), ((at, shape),))
+                    for at, shape in members
+                ]
+        return found
+
+    def _show(self, entry: _Entry, inner: Inner) -> None:
+        mine = [at for at, _ in entry.members if at in self.wholes]
+        states = {at: inner.state_of(self.wholes[at]) or {} for at in mine}
+        _, dtype = self._described[entry.members[0][0]][entry.key]
+        values = [states[at][entry.key] for at in mine]
+        device = self.param.device
+        if len(values) == 1 and isinstance(values[0], Tensor) and values[0].is_contiguous():
+            local = values[0].detach().view(-1)
+        else:
+            device = next((v.device for v in values if isinstance(v, Tensor)), device)
+            flat = [torch.as_tensor(v, dtype=dtype, device=device).reshape(-1) for v in values]
+            local = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        for at, view in self._cut(entry, local).items():
+            self._views[at, entry.key] = view
+            if isinstance(states[at][entry.key], Tensor):
+                states[at][entry.key] = view
+        self._locals[entry.name] = local
+        shown: object
+        if not self.ranks.is_alone:
+            shown = self._placed(entry, local)
+        elif len(self.blocks) > 1:
+            shown = local.view(entry.shape)
+        else:
+            shown = values[0]
+            if isinstance(shown, Tensor):
+                self._views[0, entry.key] = shown
+                states[0][entry.key] = shown
+        self._shown[entry.name] = shown
+
+    def _cut(self, entry: _Entry, local: Tensor) -> dict[int, Tensor]:
+        """Return this rank's blocks' parts of ``local``, 1-D, in the shapes of their state."""
+        views, start = {}, 0
+        for at, shape in entry.members:
+            if at in self.wholes:
+                views[at] = local.narrow(0, start, shape.numel()).view(shape)
+                start += shape.numel()
+        return views
+
+    def _numel(self, entry: _Entry, index: int) -> int:
+        return sum(shape.numel() for at, shape in entry.members if self.owners[at] == index)
+
+    def _placed(self, entry: _Entry, local: Tensor) -> DTensor:
+        lengths = [0] * len(self.ranks.numbers)
+        for at, shape in entry.members:
+            lengths[self.owners[at]] += shape.numel()
+        shape = torch.Size(entry.shape)
+        spec = _torch.dtensor_spec(
+            self.ranks.mesh,
+            (RaggedShard([(1, length) for length in lengths]),),
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+            dtype=local.dtype,
+        )
+        return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
+
+
+def _described(values: Mapping[str, Any] | None) -> Described:
+    return {
+        key: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), _dtype(value))
+        for key, value in (values or {}).items()
+        if value is not None
+    }
+
+
+def _dtype(value: object) -> torch.dtype:
+    return torch.float64 if isinstance(value, float) else torch.int64
+
+
+def _for_the_class(view: Tensor, kind: type | None) -> Any:
+    """Return a copy, as a Python number if the class keeps one."""
+    return view.clone() if kind is None or view.dim() else kind(view.item())
+
+
+def _address(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()

@@ -1,0 +1,182 @@
+"""Decide which rank steps which matrix, from shapes and costs alone; imports no torch.
+
+A parameter is stepped as one matrix, or, by a rule, as several *blocks*: rows of it that are
+matrices of their own. A block is an interval of the parameter's elements, since it is cut on the
+first dim.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from fullshard.errors import ConfigError
+from fullshard.layout.region import Interval, Region
+
+Shape = tuple[int, ...]
+Cost = Callable[[Shape], float]
+Rule = Callable[[str, Shape], "str | Sequence[int] | None"]
+"""A function from a parameter's name and shape to its blocks, see ``blocks_of``."""
+
+SLACK = (
+    1.05  # the largest load, as a multiple of the least possible one, at which a matrix may stay
+)
+_NS_STEPS = 5
+
+
+class Block(NamedTuple):
+    """A matrix that one rank steps: all or some rows of a parameter.
+
+    Attributes:
+        param: number of the parameter.
+        shape: shape of the matrix.
+        rows: the indices of the parameter's first dim; None for a parameter without dims.
+        start: the parameter's elements before it, in row-major order.
+    """
+
+    param: int
+    shape: Shape
+    rows: Interval | None
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def region(self, whole: Shape) -> Region:
+        """Return its elements in a parameter of shape ``whole``."""
+        dims = [(Interval(0, size),) for size in whole]
+        if self.rows is not None:
+            dims[0] = (self.rows,)
+        return Region(tuple(dims), 0, self.numel)
+
+
+def newton_schulz_flops(shape: Shape) -> float:
+    """Return the operations of five Newton-Schulz steps, and of ten per element beside them.
+
+    A matrix of three or more dims counts as its first dim times all others; with fewer than two
+    dims there is nothing to orthogonalise.
+    """
+    numel = math.prod(shape)
+    if len(shape) < 2 or not numel:
+        return 10.0 * numel
+    short, long = sorted((shape[0], numel // shape[0]))
+    return 10.0 * numel + _NS_STEPS * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Block]:
+    """Return the blocks of a parameter, in the order of its elements.
+
+    The rule returns None: the parameter is one matrix; "each": each index of the first dim is one,
+    with one dim less, as in a stack of experts; or numbers of rows: so many rows each, as in
+    queries, keys and values that are one parameter.
+
+    Raises:
+        ConfigError: the rule returns anything else, or rows that do not add up.
+    """
+    wanted = None if rule is None else rule(name, shape)
+    if wanted is None:
+        return [Block(param, shape, Interval(0, shape[0]) if shape else None, 0)]
+    if shape and (wanted == "each" or _are_rows(wanted, shape[0])):
+        each = wanted == "each"
+        counts = [1] * shape[0] if each else [int(one) for one in wanted]
+        inner, found, row = shape[1:], [], 0
+        for count in counts:
+            own = inner if each else (count, *inner)
+            found.append(Block(param, own, Interval(row, count), row * math.prod(inner)))
+            row += count
+        return found
+    raise ConfigError(
+        f"blocks: the rule returned {wanted!r} for {name or 'a parameter'} of shape {shape}; "
+        'expected None, "each", or numbers of rows above 0 that add up to its first dim'
+    )
+
+
+def _are_rows(wanted: object, size: int) -> bool:
+    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
+        return False
+    return all(isinstance(one, int) and one > 0 for one in wanted) and sum(wanted) == size
+
+
+class Matrix(NamedTuple):
+    """What the choice of an owner depends on.
+
+    Attributes:
+        param: number of the parameter of which it is a block.
+        cost: of one step, in any unit.
+        homes: ranks that hold all of it, one in each copy of the parameter.
+    """
+
+    param: int
+    cost: float
+    homes: tuple[int, ...] = ()
+
+
+def owners_of(
+    matrices: Sequence[Matrix], num_ranks: int, loads: Mapping[int, float] | None = None
+) -> list[int]:
+    """Return the rank that owns each matrix; a function of its arguments, equal on all ranks.
+
+    Costly matrices first, each goes to the rank with the least to do. A matrix that a rank holds
+    whole stays there, so that nothing travels, unless that rank had more than ``SLACK`` times the
+    least largest load that any choice could reach. Blocks of one parameter are given to its owners
+    in the order of ranks, so that each rank owns an interval of the parameter.
+
+    Args:
+        matrices: blocks of a parameter follow each other.
+        num_ranks: number of ranks.
+        loads: costs that ranks have already.
+    """
+    load = [(loads or {}).get(rank, 0.0) for rank in range(num_ranks)]
+    order = sorted(range(len(matrices)), key=lambda at: (-matrices[at].cost, at))
+    total, largest = math.fsum(one.cost for one in matrices), max(load, default=0.0)
+    if matrices:
+        largest = max(largest, matrices[order[0]].cost)
+    limit = SLACK * max((total + math.fsum(load)) / num_ranks, largest)
+    owners = [-1] * len(matrices)
+    idlest = [(own, rank) for rank, own in enumerate(load)]
+    heapq.heapify(idlest)
+    for at in order:
+        cost, homes = matrices[at].cost, matrices[at].homes
+        rank = min(homes, key=lambda home: (load[home], home), default=-1)
+        if rank < 0 or load[rank] + cost > limit:
+            while idlest[0][0] < load[idlest[0][1]]:  # has got a matrix since
+                heapq.heapreplace(idlest, (load[idlest[0][1]], idlest[0][1]))
+            rank = idlest[0][1]
+        owners[at] = rank
+        load[rank] += cost
+    return _in_order(matrices, owners)
+
+
+def _in_order(matrices: Sequence[Matrix], owners: Sequence[int]) -> list[int]:
+    """Return the owners, those of the blocks of each parameter sorted."""
+    of_param: dict[int, list[int]] = {}
+    for matrix, owner in zip(matrices, owners, strict=True):
+        of_param.setdefault(matrix.param, []).append(owner)
+    return [owner for those in of_param.values() for owner in sorted(those)]
+
+
+def rounds_of(
+    matrices: Sequence[tuple[int, int]], num_ranks: int, budget_nbytes: int
+) -> list[list[int]]:
+    """Return rounds of matrices: in each, every owner gets at most so many bytes, or one matrix.
+
+    Args:
+        matrices: owner and bytes of each, in the order in which owners take them.
+        num_ranks: number of ranks.
+        budget_nbytes: bytes that an owner gets in one round.
+    """
+    number, filled = [0] * num_ranks, [0] * num_ranks
+    rounds: list[list[int]] = []
+    for at, (owner, nbytes) in enumerate(matrices):
+        if filled[owner] and filled[owner] + nbytes > budget_nbytes:
+            number[owner] += 1
+            filled[owner] = 0
+        filled[owner] += nbytes
+        while len(rounds) <= number[owner]:
+            rounds.append([])
+        rounds[number[owner]].append(at)
+    return rounds

@@ -1,0 +1,155 @@
+"""Owners of the matrices of large models, by arithmetic: ``python -m tests.pure.owners_table``.
+
+Prints the tables of ``docs/optimizers.md``: balance of costs, and bytes that a rank sends a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from fullshard.optim.owners import Matrix, Shape, blocks_of, newton_schulz_flops, owners_of
+from fullshard.tensors.parts import chunk_of
+
+RANKS = (64, 256, 1024)
+NBYTES = 4  # of an element: gradients, parameters and updates in fp32, whoever sends them
+
+
+class Parameter(NamedTuple):
+    """A parameter that Muon steps, cut on dim 0 like ``PerParameter``; experts are matrices."""
+
+    shape: Shape
+    is_stack: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def llama_3_70b() -> Iterator[Parameter]:
+    """Its matrices: 80 layers, without embedding and head, which AdamW steps."""
+    for _ in range(80):
+        for shape in ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192)):
+            yield Parameter(shape)
+        for shape in ((28672, 8192), (28672, 8192), (8192, 28672)):
+            yield Parameter(shape)
+
+
+def deepseek_v3() -> Iterator[Parameter]:
+    """Its matrices: 61 layers with latent attention, 3 dense ones, 58 with 256 experts."""
+    for layer in range(61):
+        for shape in ((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)):
+            yield Parameter(shape)
+        if layer < 3:
+            for shape in ((18432, 7168), (18432, 7168), (7168, 18432)):
+                yield Parameter(shape)
+            continue
+        for shape in ((2048, 7168), (2048, 7168), (7168, 2048)):
+            yield Parameter((256, *shape), is_stack=True)
+            yield Parameter(shape)  # the shared expert
+        yield Parameter((256, 7168))  # the router
+
+
+MODELS = {"Llama-3-70B": llama_3_70b, "DeepSeek-V3": deepseek_v3}
+
+
+class Row(NamedTuple):
+    """Figures of a model on so many ranks.
+
+    Attributes:
+        balance: largest cost of a rank, divided by the mean.
+        bound: cost of the largest matrix, divided by the mean: no owners do better.
+        sent: bytes that a rank sends in a step, on average.
+        everywhere: the same, if every rank gathers every gradient.
+        dealt: the same, if matrices of one shape are dealt in turn, in rounds of one matrix a rank,
+            and gradients and updates travel.
+        dealt_balance: the balance of that.
+    """
+
+    balance: float
+    bound: float
+    sent: int
+    everywhere: int
+    dealt: int
+    dealt_balance: float
+
+
+@cache
+def row(model: str, num_ranks: int) -> Row:
+    """Return the figures."""
+    params = list(MODELS[model]())
+    blocks = [
+        block
+        for number, param in enumerate(params)
+        for block in blocks_of(number, "", param.shape, lambda _, s: "each" if len(s) > 2 else None)
+    ]
+    homes = []
+    for block in blocks:
+        rows = params[block.param].shape[0]
+        chunk = -(-rows // num_ranks)
+        assert block.rows is not None
+        first, last = block.rows.start // chunk, (block.rows.stop - 1) // chunk
+        homes.append((first,) if first == last else ())
+    costs = [newton_schulz_flops(block.shape) for block in blocks]
+    matrices = [Matrix(b.param, c, h) for b, c, h in zip(blocks, costs, homes, strict=True)]
+    owners = owners_of(matrices, num_ranks)
+    load = [0.0] * num_ranks
+    kept = [0] * num_ranks  # elements that the owner holds itself
+    for block, owner, cost in zip(blocks, owners, costs, strict=True):
+        load[owner] += cost
+        rows, inner = params[block.param].shape[0], params[block.param].numel
+        own = chunk_of(rows, num_ranks, owner)
+        assert block.rows is not None
+        both = min(own.stop, block.rows.stop) - max(own.start, block.rows.start)
+        kept[owner] += max(both, 0) * (inner // rows)
+    total = sum(param.numel for param in params)
+    mean = sum(costs) / num_ranks
+    dealt, padded = _dealt(params, num_ranks)
+    return Row(
+        balance=max(load) / mean,
+        bound=max(costs) / mean,
+        sent=3 * NBYTES * (total - sum(kept)) // num_ranks,
+        everywhere=NBYTES * total * (num_ranks - 1) // num_ranks,
+        dealt=2 * NBYTES * padded * (num_ranks - 1) // num_ranks**2,
+        dealt_balance=max(dealt) / mean,
+    )
+
+
+def _dealt(params: list[Parameter], num_ranks: int) -> tuple[list[float], int]:
+    """Deal matrices of equal shape in turn, each batch padded to one matrix a rank.
+
+    A stack of experts counts as one matrix for each expert, which is the best case for that way.
+    Returns the cost of each rank, and elements with padding.
+    """
+    counts: dict[Shape, int] = {}
+    for param in params:
+        shape = param.shape[1:] if param.is_stack else param.shape
+        counts[shape] = counts.get(shape, 0) + (param.shape[0] if param.is_stack else 1)
+    load, padded = [0.0] * num_ranks, 0
+    for shape, count in counts.items():
+        for rank in range(num_ranks):
+            load[rank] += newton_schulz_flops(shape) * len(range(rank, count, num_ranks))
+        padded += -(-count // num_ranks) * num_ranks * math.prod(shape)
+    return load, padded
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = [
+        "| model | ranks | cost max / mean | one matrix / mean | dealt | GB | everywhere | dealt |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for model in MODELS:
+        for num_ranks in RANKS:
+            one = row(model, num_ranks)
+            sizes = " | ".join(f"{n / 1e9:.2f}" for n in (one.sent, one.everywhere, one.dealt))
+            costs = f"{one.balance:.3f} | {one.bound:.3f} | {one.dealt_balance:.2f}"
+            lines.append(f"| {model} | {num_ranks} | {costs} | {sizes} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,233 @@
+"""The rule that tells what Muon steps, and ``Muon`` on a model that is not sharded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.optim import Muon
+from fullshard.optim.rule import ParamInfo
+from tests.ranks.models import fill
+from tests.ranks.muon import BY_MUON, VOCAB, Model, Reference, backward
+
+
+def chosen(model: nn.Module, **options: Any) -> dict[str, str]:
+    return {one.names[0]: one.algorithm for one in Muon(model, **options).rule}
+
+
+@pytest.mark.parametrize("head", ["decoder", "lm_head", "output", "classifier"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_default_rule(head: str, tied: bool) -> None:
+    """Heads by name or width, tied ones too; a layer as wide, in a numbered block, is none."""
+    found = chosen(Model(head, tied=tied))
+    assert {name for name, algorithm in found.items() if algorithm == "muon"} == BY_MUON
+
+
+def test_a_head_is_known_by_its_name_alone() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "output": nn.Linear(4, 10)})
+    assert chosen(model)["output.weight"] == "adamw"
+    assert chosen(model)["body.weight"] == "muon"
+
+
+def test_outputs_inside_blocks_are_no_heads() -> None:
+    attention = nn.ModuleDict({"output": nn.Linear(4, 4)})
+    assert chosen(nn.ModuleDict({"layers": nn.ModuleList([attention])})) == {
+        "layers.0.output.weight": "muon",
+        "layers.0.output.bias": "adamw",
+    }
+
+
+def test_it_prints_what_it_chose_and_why() -> None:
+    text = str(Muon(Model(tied=True)).rule)
+    lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines()}
+    assert lines["parameter"] == "parameter shape stepped by because"
+    assert lines["layers.2.up"].endswith("3 x 32 x 16 muon two dims or more, blocks='each'")
+    assert lines["mix.weight"].endswith("16 x 16 x 1 muon two dims or more")
+    assert "(= decoder.weight) 48 x 16 adamw an embedding" in lines["tokens.weight"]
+    assert lines["norm.weight"].endswith("adamw of a norm")
+    assert lines["norm.bias"].endswith("adamw of a norm")
+    assert lines["layers.0.bias"].endswith("adamw fewer than 2 dims")
+    assert "decoder" in str(Muon(Model()).rule)
+    muon = 16 * 16 + 2 * 16 * 48 + 2 * 3 * 32 * 16
+    assert lines["elements:"].startswith(f"elements: {muon:,} by muon")
+
+
+def test_answers_by_pattern() -> None:
+    """The first that fits counts; options make groups; tied names count as well."""
+    rule = {
+        "layers.2.*": "adamw",
+        "layers.*.weight": {"lr": 0.5, "blocks": 2},
+        "decoder.weight": {"algorithm": "muon", "weight_decay": 0.0},
+    }
+    optimizer = Muon(Model(tied=True), rule=rule)
+    by_name = {name: g for g in optimizer.param_groups for name in g["param_names"]}
+    assert by_name["layers.2.up"]["algorithm"] == "adamw"
+    assert by_name["layers.0.weight"]["algorithm"] == "muon"
+    assert by_name["layers.0.weight"]["lr"] == 0.5
+    blocks = {choice.names[0]: choice.blocks for choice in optimizer.rule}
+    assert (blocks["layers.0.weight"], blocks["layers.1.weight"]) == ((24, 24), (8, 8))
+    assert by_name["mix.weight"]["lr"] == 1e-3
+    assert by_name["tokens.weight"]["algorithm"] == "muon"
+    assert by_name["tokens.weight"]["weight_decay"] == 0.0
+    assert by_name["mix.weight"]["weight_decay"] == 0.1
+
+
+def test_a_function_as_rule() -> None:
+    """It sees whole shapes and modules, and may leave the choice open."""
+    seen = {}
+
+    def rule(name: str, info: ParamInfo) -> str | None:
+        seen[name] = info
+        return "adamw" if isinstance(info.modules[0], nn.Conv1d) else None
+
+    found = chosen(Model(tied=True), rule=rule)
+    assert {n for n, algorithm in found.items() if algorithm == "muon"} == BY_MUON - {"mix.weight"}
+    assert seen["layers.2.up"].shape == (3, 32, 16)
+    assert seen["tokens.weight"].names == ("tokens.weight", "decoder.weight")
+    assert seen["mix.weight"].vocabularies == {VOCAB}
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "told"),
+    [
+        ({"*.bias": "muon"}, UnsupportedError, r"'mix.bias' is of shape \(16,\)"),
+        ({"*.wieght": "muon"}, ConfigError, r"'\*.wieght' of the rule fits no parameter"),
+        ({"*": "sgd"}, ConfigError, "'sgd' of parameter 'pos_embed'"),
+        (lambda name, info: {"algorithm": "lion"}, ConfigError, "lion"),
+        ({"mix.weight": {"ns_dtype": "int8"}}, ConfigError, "ns_dtype='int8'"),
+        ({"mix.weight": {"blocks": 5}}, ConfigError, "blocks=5 of parameter 'mix.weight'"),
+        ({"mix.weight": {"blocks": (8, 7)}}, ConfigError, r"blocks=\(8, 7\)"),
+        ({"layers.0.weight": {"blocks": "each"}}, ConfigError, "with more than two dims"),
+    ],
+)
+def test_wrong_rules(rule: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        Muon(Model(), rule=rule)
+
+
+def test_wrong_models() -> None:
+    with pytest.raises(ArgumentTypeError, match="expected a module"):
+        Muon(Model().parameters())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no parameter that requires"):
+        Muon(Model().requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01}]
+)
+def test_it_is_muon_and_adamw_of_torch(options: dict[str, Any]) -> None:
+    """Bit by bit, on a model that is not sharded, with a scheduler of both learning rates."""
+    model = fill(Model(tied=True).double())
+    other = copy.deepcopy(model)
+    adamw = {"lr": 0.01, "betas": (0.8, 0.9), "foreach": False}
+    optimizer = Muon(model, lr=0.02, adamw=adamw, **options)
+    reference = Reference(other, 0.02, adamw, **options)
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(one, step_size=2, gamma=0.5)
+        for one in (optimizer, reference.muon, reference.adamw)
+    ]
+    for number in range(5):
+        for one in (model, other):
+            one.zero_grad()
+            backward(one, number)
+        optimizer.step()
+        reference.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert {group["algorithm"]: group["lr"] for group in optimizer.param_groups} == {
+        "muon": 0.02 / 4,
+        "adamw": 0.01 / 4,
+    }
+
+
+def test_state_dicts_and_copies_go_on_alike() -> None:
+    """One state dict of both kinds; deepcopy with the model; pickle of both."""
+    model = fill(Model().double())
+    optimizer = Muon(model)
+    for number in range(2):
+        backward(model, number)
+        optimizer.step()
+    loaded = copy.deepcopy(model)
+    resumed = Muon(loaded, lr=5.0)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.param_groups[0]["lr"] == 1e-3
+    pairs = [
+        (loaded, resumed),
+        copy.deepcopy((model, optimizer)),
+        pickle.loads(pickle.dumps((model, optimizer))),
+    ]
+    for number in (2, 3):
+        for one, its in [(model, optimizer), *pairs]:
+            one.zero_grad()
+            backward(one, number)
+            its.step()
+    for one, its in pairs:
+        assert all(map(torch.equal, one.parameters(), model.parameters()))
+        kept, expected = its.state_dict(), optimizer.state_dict()
+        assert list(kept["state"]) == list(expected["state"])
+        for group, other in zip(kept["param_groups"], expected["param_groups"], strict=True):
+            assert group == {"differentiable": False, **other}  # which PyTorch adds
+        assert str(its.rule) == str(Muon(model).rule)
+
+
+def test_state_of_another_rule_is_refused_and_nothing_changes() -> None:
+    model = fill(Model())
+    backward(model, 0)
+    optimizer = Muon(model)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["algorithm"] = "adamw"
+    with pytest.raises(ConfigError, match="give the rule that was saved"):
+        optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
+def test_unfrozen_parameters_are_added_by_the_rule() -> None:
+    model = fill(Model())
+    model.layers.requires_grad_(False)
+    optimizer = Muon(model)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+    model.layers.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.layers.parameters()), "lr": 0.5})
+    added = optimizer.param_groups[2:]
+    assert [(g["algorithm"], g.get("stacked"), g["lr"]) for g in added] == [
+        ("muon", 0, 0.5),
+        ("adamw", None, 0.5),
+    ]
+    before = copy.deepcopy(model)
+    backward(model, 0)
+    optimizer.step()
+    for param, was in zip(model.layers.parameters(), before.layers.parameters(), strict=True):
+        assert not torch.equal(param, was)
+    with pytest.raises(ConfigError, match="has a group already"):
+        optimizer.add_param_group({"params": model.layers.parameters()})
+    with pytest.raises(ConfigError, match="were not in the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    with pytest.raises(ConfigError, match="expected 'muon' or 'adamw'"):
+        optimizer.add_param_group({"params": [], "algorithm": "sgd"})
+
+
+def test_hooks_run_once_and_closures_once() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    model = fill(Model())
+    optimizer = Muon(model)
+    stepped: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda one, *_: stepped.append(one))
+
+    def closure() -> float:
+        backward(model, 0)
+        return 1.5
+
+    try:
+        assert optimizer.step(closure) == 1.5
+    finally:
+        handle.remove()
+    assert stepped == [optimizer]

@@ -1,0 +1,340 @@
+"""Muon on sharded models: PyTorch's Muon and AdamW on the unsharded one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import Ragged, checkpoint, fully_shard, unshard_params
+from fullshard.checkpoint import (
+    full_optim_state_dict,
+    load_full_optim_state_dict,
+    load_full_state_dict,
+    sharded_optim_state_dict,
+)
+from fullshard.errors import UnsupportedError
+from fullshard.optim import Muon, StepGuard, clip_grad_norm_
+from fullshard.tensors.names import clean_name
+from tests.ranks.models import fill
+from tests.ranks.muon import BY_MUON, Model, Reference, backward
+from tests.ranks.pool import RankError, RankPool
+
+LR, ADAMW = 0.02, {"lr": 0.01, "weight_decay": 0.125}
+EXACT = 1e-12
+PLACES = [
+    (1, "per_parameter"),
+    (2, "per_parameter"),
+    (3, "per_parameter"),
+    (4, "per_parameter"),
+    (1, "ragged"),
+    (2, "ragged"),
+    (3, "ragged"),
+    (4, "ragged"),
+    (2, "flat"),
+    (3, "flat"),
+    (4, "hsdp"),
+    (4, "hsdp ragged"),
+    (4, "tp"),
+    (4, "tp ragged"),
+]
+everywhere = pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        pytest.param(world, kind, marks=pytest.mark.more if (world, kind) in more else ())
+        for more in [{(1, "ragged"), (2, "ragged"), (4, "per_parameter"), (2, "flat")}]
+        for world, kind in PLACES
+    ],
+)
+
+
+def made() -> Any:
+    return fill(Model(tied=True).double())
+
+
+def mesh_of(kind: str) -> DeviceMesh | None:
+    if kind.startswith("hsdp"):
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if kind.startswith("tp"):
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return None
+
+
+def sharded(kind: str) -> tuple[Any, int, int]:
+    """The model, and this rank's place among those that read other data."""
+    model, mesh = made(), mesh_of(kind)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if kind == "flat":
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = FSDP(layer, use_orig_params=True)
+        return FSDP(model, use_orig_params=True), rank, world
+    options: dict[str, Any] = {"layout": Ragged()} if kind.endswith("ragged") else {}
+    if kind.startswith("tp"):
+        assert mesh is not None
+        plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        mesh = mesh["dp"]
+        rank, world = mesh.get_local_rank(), mesh.size()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model, rank, world
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def full(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
+    with unshard_params(model, writeback=False, with_grads=grads):
+        return {
+            clean_name(name): whole(param.grad if grads else param)
+            for name, param in model.named_parameters()
+        }
+
+
+def accumulated(model: Any, number: int, rank: int = 0, world: int = 1) -> None:
+    """Gradients of two microbatches, clipped."""
+    for micro in range(2):
+        backward(model, 2 * number + micro, rank, world)
+    if rank == 0 and world == 1 and isinstance(model, Model) and not hasattr(model, "unshard"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    else:
+        clip_grad_norm_(model.parameters(), 0.1)
+
+
+def gaps(model: nn.Module, plain: nn.Module) -> dict[str, float]:
+    expected = dict(plain.named_parameters())
+    found = full(model)
+    assert found.keys() == expected.keys()
+    return {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+
+
+def given_equal_gradients(kind: str) -> dict[str, float]:
+    model, rank, world = sharded(kind)
+    plain = made()
+    optimizer, reference = Muon(model, lr=LR, adamw=ADAMW), Reference(plain, LR, ADAMW)
+    for number in range(4):
+        accumulated(model, number, rank, world)
+        grads = full(model, grads=True)
+        for name, param in plain.named_parameters():
+            param.grad = grads[name]
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    return gaps(model, plain)
+
+
+@everywhere
+def test_it_is_bit_equal_given_equal_gradients(pool: RankPool, world: int, kind: str) -> None:
+    """AdamW may round otherwise where a vector ends, see ``test_sharded_optimizer``."""
+    for found in pool.run(world, given_equal_gradients, kind):
+        assert {name: found[name] for name in BY_MUON} == dict.fromkeys(BY_MUON, 0.0)
+        assert max(found.values()) <= 1e-15
+
+
+def in_fp64(
+    grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """What ``torch.optim.Muon`` does in bf16."""
+    a, b, c = coefficients
+    x = grad if grad.shape[0] <= grad.shape[1] else grad.T
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if grad.shape[0] <= grad.shape[1] else x.T
+
+
+def unsharded(num_steps: int) -> tuple[nn.Module, Reference]:
+    plain = made()
+    reference = Reference(plain, LR, ADAMW)
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp64):
+        for number in range(num_steps):
+            accumulated(plain, number)
+            reference.step()
+            plain.zero_grad()
+    return plain, reference
+
+
+def trained(model: Any, optimizer: Muon, steps: range, rank: int, world: int) -> None:
+    for number in steps:
+        accumulated(model, number, rank, world)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def muon(model: nn.Module) -> Muon:
+    return Muon(model, lr=LR, adamw=ADAMW, ns_dtype=torch.float64)
+
+
+def trains(kind: str) -> tuple[float, float]:
+    """The largest gaps of parameters and of momenta."""
+    model, rank, world = sharded(kind)
+    optimizer = muon(model)
+    trained(model, optimizer, range(4), rank, world)
+    plain, reference = unsharded(4)
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    momenta = []
+    names = {id(param): name for name, param in plain.named_parameters()}
+    for param, views in reference.views:
+        kept = [reference.muon.state[view]["momentum_buffer"] for view in views]
+        expected = torch.stack(kept).view(param.shape)
+        (key,) = found = state[names[id(param)]]
+        assert key == "momentum_buffer"
+        momenta.append((found[key] - expected).abs().max().item())
+    return max(gaps(model, plain).values()), max(momenta)
+
+
+@everywhere
+def test_training_equals_the_unsharded_run(pool: RankPool, world: int, kind: str) -> None:
+    for params, momenta in pool.run(world, trains, kind):
+        assert params <= EXACT
+        assert momenta <= EXACT
+
+
+def saves(kind: str, folder: str) -> Any:
+    """Trains two steps; returns the full state, too."""
+    model, rank, world = sharded(kind)
+    optimizer = muon(model)
+    trained(model, optimizer, range(2), rank, world)
+    checkpoint.save(folder, model, optimizer, step=2)
+    return full_optim_state_dict(model, optimizer)
+
+
+def goes_on(kind: str, folder: str, state: Any) -> float:
+    """Loads the checkpoint, and the optimizer from full state if there is any."""
+    model, rank, world = sharded(kind)
+    optimizer = Muon(model, lr=7.0)
+    checkpoint.load(folder, model, optimizer)
+    if state is not None:
+        optimizer = Muon(model, lr=7.0)
+        load_full_optim_state_dict(model, optimizer, state)
+    trained(model, optimizer, range(2, 4), rank, world)
+    return max(gaps(model, unsharded(4)[0]).values())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "per_parameter"), (3, "ragged")),
+        ((3, "ragged"), (4, "hsdp")),
+        ((4, "tp"), (2, "flat")),
+        pytest.param((3, "flat"), (1, "per_parameter"), marks=pytest.mark.more),
+        pytest.param((4, "hsdp ragged"), (4, "tp"), marks=pytest.mark.more),
+    ],
+    ids=str,
+)
+def test_it_goes_on_in_another_world(
+    pool: RankPool, before: tuple[int, str], after: tuple[int, str], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    state = pool.run(before[0], saves, before[1], folder)[0]
+    assert max(pool.run(after[0], goes_on, after[1], folder, None)) <= EXACT
+    assert max(pool.run(after[0], goes_on, after[1], folder, state)) <= EXACT
+
+
+def guards() -> tuple[bool, bool, float, float]:
+    """A step that is skipped, and copies of model and optimizer."""
+    model, rank, world = sharded("per_parameter")
+    optimizer = muon(model)
+    trained(model, optimizer, range(1), rank, world)
+    copied, its = copy.deepcopy((model, optimizer))
+    before = full(model)
+    guard = StepGuard(model, optimizer, max_norm=0.1)
+    backward(model, 0, rank, world)
+    skipped = guard.step(float("nan") if rank == 1 else 1.0)
+    after = full(model)
+    is_same = all(torch.equal(before[name], after[name]) for name in before)
+    trained(model, optimizer, range(1, 3), rank, world)
+    trained(copied, its, range(1, 3), rank, world)
+    plain, _ = unsharded(3)
+    return skipped, is_same, max(gaps(model, plain).values()), max(gaps(copied, plain).values())
+
+
+def test_guards_and_copies(pool: RankPool) -> None:
+    for skipped, is_same, gap, copied in pool.run(2, guards):
+        assert not skipped and is_same
+        assert gap <= EXACT
+        assert copied <= EXACT
+
+
+def frozen_and_absent() -> float:
+    """A layer that is frozen for a while, and one without gradients in a step."""
+    models = [sharded("ragged")[0], made()]
+    model, plain = models
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizers: list[Any] = [muon(model), Reference(plain, LR, ADAMW)]
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", in_fp64):
+        for number in range(4):
+            for one, optimizer in zip(models, optimizers, strict=True):
+                one.layers[0].requires_grad_(number != 1)
+                accumulated(one, number, *((rank, world) if one is model else ()))
+                if number == 2:
+                    one.layers[2].up.grad = None
+                optimizer.step()
+                one.zero_grad()
+    return max(gaps(model, plain).values())
+
+
+def test_frozen_and_absent_gradients(pool: RankPool) -> None:
+    assert max(pool.run(3, frozen_and_absent)) <= EXACT
+
+
+def state_is_placed_at_owners() -> list[int]:
+    """Elements of momenta that this rank has; each is somewhere once."""
+    model, rank, world = sharded("per_parameter")
+    optimizer = muon(model)
+    trained(model, optimizer, range(1), rank, world)
+    state = sharded_optim_state_dict(model, optimizer)["state"]
+    return [state[name]["momentum_buffer"].to_local().numel() for name in sorted(BY_MUON)]
+
+
+def test_each_momentum_is_at_its_owner_only(pool: RankPool) -> None:
+    found = pool.run(2, state_is_placed_at_owners)
+    sizes = {name: p.numel() for name, p in made().named_parameters() if name in BY_MUON}
+    both = [sum(pair) for pair in zip(*found, strict=True)]
+    assert both == [sizes[name] for name in sorted(BY_MUON)]
+
+
+def from_meta() -> float:
+    """Built, sharded and given to the optimizer before there is any memory."""
+    with torch.device("meta"):
+        model: Any = Model(tied=True).double()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = muon(model)
+    model.to_empty(device="cpu")
+    load_full_state_dict(model, made().state_dict())
+    trained(model, optimizer, range(2), dist.get_rank(), dist.get_world_size())
+    return max(gaps(model, unsharded(2)[0]).values())
+
+
+def test_parameters_may_be_on_meta_at_first(pool: RankPool) -> None:
+    assert max(pool.run(2, from_meta)) <= EXACT
+
+
+def flat_parameters() -> None:
+    Muon(FSDP(made(), use_orig_params=False))
+
+
+def test_flat_parameters_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="use_orig_params=True"):
+        pool.run(2, flat_parameters)
+    assert issubclass(UnsupportedError, NotImplementedError)

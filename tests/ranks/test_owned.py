@@ -1,0 +1,676 @@
+"""OwnedOptimizer steps as the class itself does on the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard
+from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.layout.region import whole as all_of
+from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
+from fullshard.optim.spread_param import Ranks, spread_param_of
+from fullshard.tensors import local_part, shown_like
+from tests.ranks.models import fill, full_parameters, ids, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_tensor_parallel import VOCAB, parallelize
+from tests.ranks.test_tensor_parallel import Net as Parallel
+from tests.ranks.test_tensor_parallel import shard as shard_parallel
+
+
+class Whitening(Optimizer):
+    """A small Shampoo: factors of the rows' and columns' sizes, a count that is a Python number."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                own, grad = (
+                    self.state[param],
+                    param.grad.reshape(len(param) if param.dim() else 1, -1),
+                )
+                if not own:
+                    own["count"] = 0
+                    own["moment"] = torch.zeros_like(param)
+                    own["left"] = torch.eye(grad.shape[0], dtype=grad.dtype)
+                    own["right"] = torch.eye(grad.shape[1], dtype=grad.dtype)
+                own["count"] += 1
+                own["left"] += grad @ grad.T
+                own["right"] += grad.T @ grad
+                update = torch.linalg.solve(own["left"], grad)
+                update = torch.linalg.solve(own["right"], update, left=False)
+                own["moment"].mul_(group["momentum"]).add_(update.view_as(param))
+                param.mul_(1 - 0.01 * group["lr"])
+                param.add_(own["moment"], alpha=-group["lr"] / own["count"] ** 0.5)
+
+
+CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "muon": (torch.optim.Muon, {"lr": 0.05}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+    "whitening": (Whitening, {}),
+}
+
+
+class Net(nn.Module):
+    """Matrices, of which some have fewer rows than there are ranks; one without gradients."""
+
+    def __init__(self, *, vectors: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10, bias=vectors)
+        self.frozen = nn.Linear(10, 10, bias=False).requires_grad_(False)
+        self.experts = nn.Parameter(torch.zeros(3, 10, 5))
+        self.unused = nn.Linear(3, 2, bias=False)
+        self.last = nn.Linear(5, 2, bias=vectors)
+        self.gain = nn.Parameter(torch.ones(1)) if vectors else 1.0
+        fill(self.double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        return self.last(torch.einsum("bi,eij->bj", y, self.experts)) * self.gain
+
+
+def blocks(name: str, shape: tuple[int, ...]) -> Any:
+    """Experts are matrices; the first layer's rows are queries, keys and values."""
+    return {"experts": "each", "first.weight": (4, 3, 3)}.get(name)
+
+
+def sharded(net: nn.Module, face: str) -> nn.Module:
+    world = dist.get_world_size()
+    if face == "flat":
+        return FSDP(net, use_orig_params=True)
+    mesh = init_device_mesh("cpu", (world,))
+    if face == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    layout = {"ragged": Ragged(), "tensor": Ragged("tensor")}.get(face)
+    options = {} if layout is None else {"layout": layout}
+    fully_shard(net.last, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def give(model: nn.Module, grads: dict[str, Tensor]) -> None:
+    """Give gradients that are equal to the unsharded model's to the bit."""
+    for name, param in model.named_parameters():
+        whole = grads.get(name.replace("_fsdp_wrapped_module.", ""))
+        param.grad = None if whole is None else part(param, whole)
+
+
+def part(param: Tensor, whole: Tensor) -> Tensor:
+    spread, mesh = spread_param_of(param, "") or (None, None)
+    if spread is None:
+        return whole.clone()
+    ranks = Ranks(mesh)
+    local = torch.empty(local_part(param).shape, dtype=whole.dtype)
+    region = ranks.region(spread, ranks.own)
+    for one in region.overlaps(all_of(spread.shape)):
+        mine = local.view(-1).as_strided(one.sizes, one.strides, one.offset)
+        mine.copy_(whole.contiguous().as_strided(one.sizes, one.other_strides, one.other_offset))
+    return shown_like(param, local)
+
+
+def grads_of(step: int, net: nn.Module) -> dict[str, Tensor]:
+    """Gradients of one step; in one step a parameter has none."""
+    return {
+        name: noise(*param.shape, seed=10 * step + number)
+        for number, (name, param) in enumerate(net.named_parameters())
+        if param.requires_grad and "unused" not in name and not ("last" in name and step == 1)
+    }
+
+
+def named(model: nn.Module, *, only: Any = None) -> list[tuple[str, nn.Parameter]]:
+    found = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
+    return [(n, p) for n, p in found if only is None or only(n)]
+
+
+def split(net: nn.Module, cut: Any) -> tuple[list[tuple[str, nn.Parameter]], Any]:
+    """The parameters of the unsharded model, those with blocks as several."""
+    params, back = [], []
+    for name, param in net.named_parameters():
+        rule = cut(name, tuple(param.shape)) if cut else None
+        if rule is None:
+            params.append((name, param))
+            continue
+        data = param.detach()
+        views = data.unbind() if rule == "each" else data.split(list(rule))
+        params += [(f"{name}.{at}", nn.Parameter(view)) for at, view in enumerate(views)]
+        back.append((name, rule))
+    return params, back
+
+
+class Reference:
+    """The class itself, in one process, on the unsharded model."""
+
+    def __init__(self, kind: str, *, vectors: bool, cut: Any = None) -> None:
+        self.net = Net(vectors=vectors)
+        self.params, self.back = split(self.net, cut)
+        cls, kwargs = CLASSES[kind]
+        self.optimizer = cls([param for _, param in self.params], **kwargs)
+
+    def step(self, grads: dict[str, Tensor]) -> None:
+        all_grads = dict(grads)
+        for name, rule in self.back:
+            whole = all_grads.pop(name, None)
+            if whole is not None:
+                views = whole.unbind() if rule == "each" else whole.split(list(rule))
+                all_grads |= {f"{name}.{at}": view.clone() for at, view in enumerate(views)}
+        for name, param in self.params:
+            param.grad = all_grads.get(name)
+        self.optimizer.step()
+
+
+def same_params(model: nn.Module, net: nn.Module) -> None:
+    for (name, param), (_, expected) in zip(named(model), net.named_parameters(), strict=True):
+        assert torch.equal(local_part(param), local_part(part(param, expected.detach()))), name
+
+
+def steps_alike(kind: str, face: str, cut: Any, more: dict[str, Any]) -> None:
+    vectors = kind != "muon"
+    if kind == "muon":
+        cut = blocks  # it takes matrices only
+    reference = Reference(kind, vectors=vectors, cut=cut)
+    model = sharded(Net(vectors=vectors), face)
+    cls, kwargs = CLASSES[kind]
+    optimizer = OwnedOptimizer(named(model), cls, blocks=cut, **more, **kwargs)
+    for step in range(4):
+        grads = grads_of(step, reference.net)
+        if step == 2:
+            for one in (optimizer, reference.optimizer):
+                one.param_groups[0]["lr"] *= 0.5
+        reference.step(grads)
+        give(model, grads)
+        optimizer.step()
+        same_params(model, reference.net)
+
+
+FACES = [
+    (world, face)
+    for world in (1, 2, 3, 4)
+    for face in ("per_parameter", "ragged", "tensor", "flat", "hsdp")
+    if face != "hsdp" or world == 4
+]
+
+
+@pytest.mark.parametrize(("world", "face"), FACES)
+@pytest.mark.parametrize("kind", list(CLASSES))
+def test_steps_like_the_class_itself(pool: RankPool, kind: str, world: int, face: str) -> None:
+    pool.run(world, steps_alike, kind, face, None, {})
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
+@pytest.mark.parametrize("face", ["per_parameter", "ragged", "hsdp"])
+def test_blocks_are_matrices_of_their_own(pool: RankPool, kind: str, face: str) -> None:
+    pool.run(4, steps_alike, kind, face, blocks, {"round_nbytes": 300})
+
+
+# State
+
+
+def train_some(optimizer: Any, reference: Reference, model: nn.Module, first: int) -> None:
+    for step in range(first, first + 3):
+        grads = grads_of(step, reference.net)
+        reference.step(grads)
+        give(model, grads)
+        optimizer.step()
+        same_params(model, reference.net)
+
+
+def owned(kind: str, face: str, cut: Any) -> tuple[nn.Module, OwnedOptimizer]:
+    cls, kwargs = CLASSES[kind]
+    model = sharded(Net(vectors=kind != "muon"), face)
+    return model, OwnedOptimizer(named(model), cls, blocks=cut, **kwargs)
+
+
+def cut_of(kind: str, with_blocks: bool) -> Any:
+    return blocks if with_blocks or kind == "muon" else None
+
+
+def saves(folder: str, kind: str, face: str, with_blocks: bool) -> None:
+    cut = cut_of(kind, with_blocks)
+    reference = Reference(kind, vectors=kind != "muon", cut=cut)
+    model, optimizer = owned(kind, face, cut)
+    train_some(optimizer, reference, model, 0)
+    checkpoint.save(f"{folder}/one", model, optimizer, step=3)
+    if cut is not None:
+        return
+    full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
+    number_of = {name: n for n, (name, _) in enumerate(reference.net.named_parameters())}
+    expected = reference.optimizer.state_dict()["state"]
+    assert {number_of[name] for name in full["state"]} == expected.keys()
+    for name, kept in full["state"].items():
+        for key, value in expected[number_of[name]].items():
+            value = value if isinstance(value, Tensor) else torch.tensor(value)
+            assert torch.equal(kept[key], value), (name, key)
+
+
+def goes_on(folder: str, kind: str, face: str, with_blocks: bool) -> None:
+    cut = cut_of(kind, with_blocks)
+    reference = Reference(kind, vectors=kind != "muon", cut=cut)
+    for step in range(3):
+        reference.step(grads_of(step, reference.net))
+    model, optimizer = owned(kind, face, cut)
+    checkpoint.load(f"{folder}/one", model, optimizer)
+    train_some(optimizer, reference, model, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_blocks"),
+    [("muon", True), ("adafactor", False), ("whitening", False), ("whitening", True)],
+)
+@pytest.mark.parametrize(
+    "there_and_here",
+    [
+        ((4, "hsdp"), (2, "ragged")),
+        ((2, "per_parameter"), (3, "flat")),
+        ((3, "flat"), (1, "ragged")),
+    ],
+    ids=str,
+)
+def test_resumes_on_another_world(
+    pool: RankPool, tmp_path: Path, there_and_here: Any, kind: str, with_blocks: bool
+) -> None:
+    (world, face), (other_world, other_face) = there_and_here
+    pool.run(world, saves, str(tmp_path), kind, face, with_blocks)
+    pool.run(other_world, goes_on, str(tmp_path), kind, other_face, with_blocks)
+
+
+def takes_the_state_of_the_class(kind: str, face: str) -> None:
+    reference = Reference(kind, vectors=True)
+    for step in range(3):
+        reference.step(grads_of(step, reference.net))
+    its = reference.optimizer.state_dict()
+    names = [name for name, _ in reference.net.named_parameters()]
+    full = {
+        "state": {names[n]: copy.deepcopy(kept) for n, kept in its["state"].items()},
+        "param_groups": [{**its["param_groups"][0], "params": names}],
+    }
+    model, optimizer = owned(kind, face, None)
+    checkpoint.load_full_state_dict(model, reference.net.state_dict())
+    checkpoint.load_full_optim_state_dict(model, optimizer, full)
+    train_some(optimizer, reference, model, 3)
+    again = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain_net = Net()
+    plain = CLASSES[kind][0](plain_net.parameters(), **CLASSES[kind][1])
+    checkpoint.load_full_optim_state_dict(plain_net, plain, again)
+    assert len(plain.state) == len(again["state"])
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    if face != "flat":  # a copied piece is no longer known as one
+        train_some(copied, reference, copied_model, 6)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
+@pytest.mark.parametrize("face", ["per_parameter", "ragged", "flat"])
+def test_state_is_that_of_the_class(pool: RankPool, kind: str, face: str) -> None:
+    pool.run(2, takes_the_state_of_the_class, kind, face)
+
+
+# Training
+
+
+def learn(model: Any, optimizer: Optimizer, index: int, count: int) -> dict[str, Tensor]:
+    """Train on share ``index`` of ``count`` of each batch, in two microbatches, with clipping."""
+    is_parallel = isinstance(model, Parallel)
+    for step in range(4):
+        for micro in range(2):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == 1)
+            seed = 10 * step + micro
+            if is_parallel:
+                inputs = ids(4, 4, vocab=VOCAB, seed=seed).chunk(count)[index]
+            else:
+                inputs = noise(12, 6, seed=seed).chunk(count)[index]
+            model(inputs).square().mean().div(2).backward()
+        if step % 2:
+            clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        else:
+            assert StepGuard(model, optimizer, max_norm=0.1).step()
+        optimizer.zero_grad()
+        if step == 1:  # frozen for a while
+            list(model.parameters())[1].requires_grad_(False)
+        if step == 2:
+            list(model.parameters())[1].requires_grad_(True)
+    if isinstance(model, FSDP):
+        return dict(checkpoint.full_state_dict(model, rank0_only=False))
+    return full_parameters(model)
+
+
+def learns_alike(face: str, kind: str) -> float:
+    make = Parallel if face.startswith("tp") else Net
+    cls, kwargs = CLASSES[kind]
+    net, model = (fill(make().double()) for _ in range(2))
+    expected = learn(net, cls(net.parameters(), **kwargs), 0, 1)
+    index, count = dist.get_rank(), dist.get_world_size()
+    if face.startswith("tp"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize(model, mesh["tp"])  # type: ignore[arg-type]
+        options = {"layout": Ragged()} if face == "tp ragged" else {}
+        shard_parallel(model, fully_shard, mesh=mesh["dp"], **options)  # type: ignore[arg-type]
+        index, count = mesh.get_local_rank("dp"), 2
+    else:
+        model = sharded(model, face)
+    found = learn(model, OwnedOptimizer(model.parameters(), cls, **kwargs), index, count)
+    assert len(found) == len(expected)
+    pairs = zip(found.values(), expected.values(), strict=True)
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "whitening"])
+@pytest.mark.parametrize(
+    ("world", "face"),
+    [(2, "per_parameter"), (3, "ragged"), (2, "flat"), (4, "hsdp"), (4, "tp"), (4, "tp ragged")],
+)
+def test_trains_like_the_unsharded_model(pool: RankPool, world: int, face: str, kind: str) -> None:
+    assert max(pool.run(world, learns_alike, face, kind)) <= 1e-12
+
+
+# What travels
+
+
+def exchanges(face: str, round_nbytes: int) -> tuple[int, int]:
+    """The number of exchanges of a step, and how many bytes this rank sends in them."""
+    model = sharded(Net(), face)
+    optimizer = OwnedOptimizer(
+        named(model), CLASSES["whitening"][0], blocks=blocks, round_nbytes=round_nbytes
+    )
+    grads = grads_of(0, Net())
+    give(model, grads)
+    optimizer.step()
+    counted: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def count(into: Tensor, sent: Tensor, sizes: Any, lengths: Any, **more: Any) -> Any:
+        counted.append(sum(lengths))
+        return exchange(into, sent, sizes, lengths, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", count)
+        optimizer.step()
+    return len(counted), sum(counted)
+
+
+def test_a_step_is_two_exchanges(pool: RankPool) -> None:
+    for face in ("per_parameter", "ragged", "flat"):
+        assert {count for count, _ in pool.run(2, exchanges, face, 1 << 20)} == {2}
+    numbers = {count for count, _ in pool.run(4, exchanges, "hsdp", 400)}
+    assert len(numbers) == 1
+    assert 2 < numbers.pop() <= 12
+
+
+def stays() -> tuple[int, int]:
+    """One equal matrix on each rank."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False).double() for _ in range(2)))
+    fully_shard(model, layout=Ragged("tensor"))
+    optimizer = OwnedOptimizer(model.parameters(), CLASSES["whitening"][0])
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", lambda *_, **__: sent.append(1))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    (first,), (second,) = (optimizer.owners_of(param) for param in model.parameters())
+    return len(sent), first + second
+
+
+def test_nothing_travels_where_the_layout_keeps_matrices_whole(pool: RankPool) -> None:
+    assert pool.run(2, stays) == [(0, 1), (0, 1)]
+    assert pool.run(1, exchanges, "per_parameter", 1 << 20) == [(0, 0)]
+
+
+# What is refused, and what is told
+
+
+class Coupled(torch.optim.SGD):
+    """Steps by the norm of all gradients together."""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in params]).norm() if params else 1.0
+        with torch.no_grad():
+            for param in params:
+                param.sub_(param.grad / total)
+
+
+def refused(face: str, cls: type[Optimizer], more: dict[str, Any]) -> str:
+    model = FSDP(nn.Linear(4, 4)) if face == "one flat" else sharded(Net(), face)
+    with pytest.raises((ConfigError, UnsupportedError)) as caught:
+        OwnedOptimizer(named(model), cls, **more)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("face", "cls", "more", "words"),
+    [
+        ("ragged", torch.optim.LBFGS, {}, "LBFGS"),
+        ("ragged", torch.optim.SparseAdam, {}, "SparseAdam"),
+        ("ragged", Coupled, {"lr": 0.1}, "stepped elsewhere"),
+        ("ragged", torch.optim.Muon, {"lr": 0.1}, "parameter 'experts'"),
+        ("one flat", torch.optim.Adafactor, {}, "use_orig_params=True"),
+        ("ragged", torch.optim.Adafactor, {"blocks": lambda *_: (1, 1)}, "add up"),
+    ],
+    ids=["lbfgs", "sparse", "coupled", "muon", "flat", "blocks"],
+)
+def test_refuses_with_one_error(face: str, cls: Any, more: Any, words: str, pool: RankPool) -> None:
+    if "blocks" in more:
+        more = {"blocks": wrong_blocks}
+    first, second = pool.run(2, refused, face, cls, more)
+    assert first == second
+    assert words in first
+
+
+def wrong_blocks(name: str, shape: tuple[int, ...]) -> Any:
+    return (1, 1) if name == "experts" else None
+
+
+def tells() -> list[str]:
+    model = Net()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("fullshard")
+    log.addHandler(handler)
+    try:
+        optimizer = OwnedOptimizer(named(model), torch.optim.Adafactor)
+        for step in range(2):
+            give(model, grads_of(step, model))
+            optimizer.step()
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def test_work_of_every_rank_is_told_once(pool: RankPool) -> None:
+    for said in pool.run(2, tells):
+        assert len(said) == 1
+        assert "plain tensors" in said[0]
+
+
+def replicated() -> None:
+    """Each replica has everything, and each steps its share."""
+    reference = Reference("whitening", vectors=True)
+    model = FSDP(Net(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
+    optimizer = OwnedOptimizer(named(model), CLASSES["whitening"][0])
+    train_some(optimizer, reference, model, 0)
+    owners = {owner for _, param in named(model) for owner in optimizer.owners_of(param)}
+    assert owners == {0, 1}
+
+
+def test_replicas_share_the_work(pool: RankPool) -> None:
+    pool.run(2, replicated)
+
+
+def edits() -> None:
+    """State edited in place, cleared, and groups that are added."""
+    reference = Reference("whitening", vectors=True)
+    model = sharded(Net(), "ragged")
+    params = named(model)
+    optimizer = OwnedOptimizer(params[:-1], CLASSES["whitening"][0])
+    train_some_of(optimizer, reference, model, skip=params[-1][0])
+    optimizer.add_param_group({"params": params[-1:]})
+    train_some(optimizer, reference, model, 3)
+    weight = dict(params)["first.weight"]
+    its = reference.net.get_parameter("first.weight")
+    with torch.no_grad():
+        local_part(optimizer.state[weight]["moment"]).fill_(0.25)
+        reference.optimizer.state[its]["moment"].fill_(0.25)
+    train_some(optimizer, reference, model, 6)
+    optimizer.state[weight].clear()
+    reference.optimizer.state[its].clear()
+    train_some(optimizer, reference, model, 9)
+
+
+def train_some_of(optimizer: Any, reference: Reference, model: nn.Module, skip: str) -> None:
+    for step in range(3):
+        grads = {name: grad for name, grad in grads_of(step, reference.net).items() if name != skip}
+        reference.step(grads)
+        give(model, grads)
+        optimizer.step()
+
+
+def test_state_may_be_edited_and_groups_added(pool: RankPool) -> None:
+    pool.run(2, edits)
+
+
+# Classes with habits of their own
+
+
+class Late(Optimizer):
+    """Makes state in its third step, and counts in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                own = self.state[param]
+                if group["count"] >= 3:
+                    mean = own.setdefault("mean", torch.zeros(1, dtype=param.dtype))
+                    mean.copy_(param.grad.mean() + mean / 2)
+                    param.sub_(mean)
+                param.add_(param.grad / param.grad.norm(), alpha=-group["lr"] / group["count"])
+
+
+def late() -> None:
+    net = Net()
+    reference = Late(net.parameters())
+    model = sharded(Net(), "per_parameter")
+    optimizer = OwnedOptimizer(named(model), Late, round_nbytes=1)
+    for step in range(5):
+        grads = grads_of(step, net)
+        give(net, grads)
+        give(model, grads)
+        reference.step()
+        optimizer.step()
+        same_params(model, net)
+        assert optimizer.param_groups[0]["count"] == reference.param_groups[0]["count"]
+        assert len(optimizer.state) == len(reference.state if step > 1 else {})
+    full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    for name, param in net.named_parameters():
+        if name in full:
+            assert torch.equal(full[name]["mean"], reference.state[param]["mean"])
+    assert len(full) == len(reference.state) > 0
+
+
+def test_state_may_come_late_and_groups_may_count(pool: RankPool) -> None:
+    pool.run(2, late)
+
+
+def from_meta(face: str) -> None:
+    """Built before there is memory; the state is known to torch's own functions."""
+    reference = Reference("whitening", vectors=True)
+    with torch.device("meta"):
+        model = sharded(Net(), face)
+    optimizer = OwnedOptimizer(named(model), CLASSES["whitening"][0])
+    assert optimizer.owners_of(next(model.parameters()))
+    model.to_empty(device="cpu")
+    checkpoint.load_full_state_dict(model, reference.net.state_dict())
+    train_some(optimizer, reference, model, 0)
+    its = get_optimizer_state_dict(model, optimizer)["state"]
+    full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    assert full.keys() == its.keys() - {"unused.weight"}  # PyTorch's makes state by a step
+    for name, kept in full.items():
+        for key, value in kept.items():
+            assert torch.equal(its[name][key].full_tensor(), value)
+
+
+@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
+def test_parameters_may_be_on_meta_at_first(pool: RankPool, face: str) -> None:
+    pool.run(2, from_meta, face)
+
+
+def scaled() -> float:
+    nets = [Net(), Net()]
+    model = sharded(nets[1], "ragged")
+    cls, kwargs = CLASSES["adafactor"]
+    steps = [cls(nets[0].parameters(), **kwargs), OwnedOptimizer(model.parameters(), cls, **kwargs)]
+    scaler = ShardedGradScaler(device="cpu", init_scale=64.0)
+    for step in range(3):
+        inputs = noise(4, 6, seed=step)
+        for net, optimizer in zip(nets, steps, strict=True):
+            loss = net(inputs).square().mean()
+            if net is nets[0] and step != 1:
+                loss.backward()
+                optimizer.step()
+            elif net is not nets[0]:
+                scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+    pairs = zip(full_parameters(model).values(), nets[0].parameters(), strict=True)
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+def test_scaled_gradients_are_unscaled_and_skipped(pool: RankPool) -> None:
+    assert max(pool.run(2, scaled)) <= 1e-12
+
+
+class Failing(torch.optim.SGD):
+    """Fails where it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.fails:
+            raise ValueError("this rank fails")
+        return super().step(closure)
+
+
+def fails_alone() -> str:
+    model = sharded(Net(), "ragged")
+    optimizer = OwnedOptimizer(named(model), Failing, lr=0.1, round_nbytes=1)
+    said = ""
+    for step in range(2):
+        give(model, grads_of(step, Net()))
+        Failing.fails = step == 1 and optimizer.owners_of(dict(named(model))["experts"]) == [
+            dist.get_rank()
+        ]
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said = str(error)
+    dist.barrier()  # both are here
+    return said
+
+
+def test_a_class_that_fails_on_one_rank_lets_no_other_wait(pool: RankPool) -> None:
+    assert sorted(pool.run(2, fails_alone)) == ["", "this rank fails"]
