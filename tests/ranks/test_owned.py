@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard
-from fullshard.errors import ConfigError, UnsupportedError
+from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard, watch
+from fullshard.errors import ConfigError, PeerError, UnsupportedError
 from fullshard.layout.region import whole as all_of
 from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
 from fullshard.optim.spread_param import Ranks, spread_param_of
@@ -674,3 +674,26 @@ def fails_alone() -> str:
 
 def test_a_class_that_fails_on_one_rank_lets_no_other_wait(pool: RankPool) -> None:
     assert sorted(pool.run(2, fails_alone)) == ["", "this rank fails"]
+
+
+def fails_before_the_exchange() -> str:
+    model = sharded(Net(), "ragged")
+    optimizer = OwnedOptimizer(named(model), torch.optim.SGD, lr=0.1)
+    give(model, grads_of(0, Net()))
+    optimizer.step()
+    give(model, grads_of(1, Net()))
+    said = ""
+    if dist.get_rank() == 1:
+        watch.confess(ValueError("before its step"))
+    else:
+        with pytest.raises(PeerError) as raised:
+            optimizer.step()
+        said = str(raised.value)
+    dist.destroy_process_group()  # gloo's own connections are of no use any more
+    return said
+
+
+def test_who_waits_in_an_exchange_is_told_who_failed(pool: RankPool) -> None:
+    said, _ = pool.run(2, fails_before_the_exchange)
+    assert said.startswith("rank 1 failed: ValueError: before its step"), said
+    assert "rank 0 waits for the exchange" in said, said

@@ -241,7 +241,7 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> Non
     group = reference()
     found = None if group is None else _ways.get(group)
     if group is not None and (
-        waiting[1] == "broadcast"
+        waiting[1] in ("broadcast", "exchange")
         or (found and any(isinstance(ways.gathers, Native) for ways in found.ways.values()))
     ):
         _torch.break_off(group)

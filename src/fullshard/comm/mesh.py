@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
 from fullshard.comm.c10d import C10d
+from fullshard.comm.ledger import ledger_of
 from fullshard.comm.protocol import Alone, Collectives, Together
 from fullshard.errors import ConfigError
 
@@ -160,6 +162,9 @@ def all_to_all(
         lengths: how many of them go to each rank.
         sizes: how many bytes each rank sends to this one.
         group: the ranks.
+
+    Raises:
+        PeerError: another rank failed, so the exchange cannot end.
     """
     there = sent.device
     served = _torch.device_types(group)
@@ -167,7 +172,17 @@ def all_to_all(
         kind = next(iter(served))
         there = torch.device(kind, torch.get_device_module(kind).current_device())
     given = torch.empty(sum(sizes), dtype=torch.uint8, device=there)
-    dist.all_to_all_single(given, sent.to(there), [*sizes], [*lengths], group=group)
+    start = partial(
+        dist.all_to_all_single,
+        given,
+        sent.to(there),
+        [*sizes],
+        [*lengths],
+        group=group,
+        async_op=True,
+    )
+    # 0 bytes: ranks send differently many, and their ledgers must be alike.
+    ledger_of(group).issue("exchange", "", 0, start).wait()
     return given.to(sent.device)
 
 
