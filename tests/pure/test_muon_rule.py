@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.optim import Muon
+from fullshard.optim import Muon, ShardedOptimizer
 from fullshard.optim.rule import ParamInfo
 from tests.ranks.models import fill
 from tests.ranks.muon import BY_MUON, VOCAB, Model, Reference, backward
@@ -156,6 +157,9 @@ def test_state_dicts_and_copies_go_on_alike() -> None:
         optimizer.step()
     loaded = copy.deepcopy(model)
     resumed = Muon(loaded, lr=5.0)
+    backward(loaded, 9)
+    resumed.step()  # what is loaded takes the place of this state
+    loaded.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.param_groups[0]["lr"] == 1e-3
     pairs = [
@@ -186,6 +190,28 @@ def test_state_of_another_rule_is_refused_and_nothing_changes() -> None:
     saved["param_groups"][0]["algorithm"] = "adamw"
     with pytest.raises(ConfigError, match="give the rule that was saved"):
         optimizer.load_state_dict(saved)
+    optimizer.step()
+
+
+def test_a_part_that_does_not_fit_leaves_both_as_they_are() -> None:
+    model = fill(Model())
+    optimizer = Muon(model)
+    for number in range(2):
+        backward(model, number)
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["state"][0]["momentum_buffer"].zero_()
+    refuse = mock.Mock(side_effect=ConfigError("does not fit"))
+    with (
+        mock.patch.object(ShardedOptimizer, "load_state_dict", refuse),
+        pytest.raises(ConfigError, match="does not fit"),
+    ):
+        optimizer.load_state_dict(saved)
+    assert refuse.call_count == 1
+    after = optimizer.state_dict()
+    assert torch.equal(after["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+    assert list(after["state"]) == list(before["state"])
     optimizer.step()
 
 

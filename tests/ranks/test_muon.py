@@ -11,6 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -310,6 +314,20 @@ def test_each_momentum_is_at_its_owner_only(pool: RankPool) -> None:
     sizes = {name: p.numel() for name, p in made().named_parameters() if name in BY_MUON}
     both = [sum(pair) for pair in zip(*found, strict=True)]
     assert both == [sizes[name] for name in sorted(BY_MUON)]
+
+
+def by_pytorch(kind: str) -> float:
+    """State goes through PyTorch's functions for state dicts, to an optimizer that has stepped."""
+    model, rank, world = sharded(kind)
+    optimizer, other = muon(model), Muon(model, lr=7.0)
+    trained(model, optimizer, range(2), rank, world)
+    set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
+    trained(model, other, range(2, 4), rank, world)
+    return max(gaps(model, unsharded(4)[0]).values())
+
+
+def test_state_goes_through_pytorchs_state_dicts(pool: RankPool) -> None:
+    assert max(pool.run(2, by_pytorch, "per_parameter")) <= EXACT
 
 
 def from_meta() -> float:

@@ -200,7 +200,8 @@ class Muon(Optimizer):
         """Let this optimizer and its parts have one ``state``."""
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for part in self._parts.values():
-            state.update(part.state)
+            own = {param for _, param in numbered(part.param_groups)}
+            state.update({param: kept for param, kept in part.state.items() if param in own})
         self.state = state
         for part in self._parts.values():
             part.state = state
@@ -229,6 +230,10 @@ class Muon(Optimizer):
                     f"{group['algorithm']}, and are by {own} now; give the rule that was saved"
                 )
         self._load(groups, state["state"])
+        self._follow_parts(order)
+
+    def _follow_parts(self, order: Sequence[str]) -> None:
+        """Take over groups and state of the parts, whose groups are in this order here."""
         left = {name: iter(part.param_groups) for name, part in self._parts.items()}
         self.param_groups = [next(left[name]) for name in order]
         self._share_state()
@@ -238,14 +243,15 @@ class Muon(Optimizer):
         before: list[tuple[Part, dict[str, Any]]] = []
         for name, part in self._parts.items():
             own = [group for group in groups if group["algorithm"] == name]
-            was = part.state_dict()
+            before.append((part, _numbered(part.param_groups, self.state)))
             try:
                 part.load_state_dict(_numbered(own, state))
             except Exception:
-                for other, kept in before:
+                for other, kept in before[:-1]:
                     other.load_state_dict(kept)
+                order = [group["algorithm"] for group in self.param_groups]
+                self._follow_parts(order)
                 raise
-            before.append((part, was))
 
 
 def _groups_of(chosen: Sequence[tuple[Tensor, Choice]]) -> Iterator[dict[str, Any]]:
