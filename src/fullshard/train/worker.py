@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -216,8 +217,8 @@ def work(config: TrainConfig, *, prepared: bool) -> NoReturn:
         is_refusal = isinstance(error, FullshardError) and not isinstance(error, PeerError)
         code = 2 if is_refusal else 1
         _record(error, is_refusal=is_refusal)
-        if not prepared:  # under torchrun; our own launcher shows the record instead
-            _show(error, is_refusal=is_refusal)
+        # Our own launcher shows the record instead; torchrun shows nothing.
+        _tell(error, is_refusal=is_refusal, is_shown=not prepared)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     sys.stdout.flush()
@@ -242,11 +243,15 @@ def _end_with(launcher: int) -> None:
     os._exit(1)
 
 
-def _show(error: Exception, *, is_refusal: bool) -> None:
-    if not is_refusal:
-        traceback.print_exception(error)
-    elif speaks():
-        print(f"fullshard: error: {error}", file=sys.stderr)
+def _tell(error: Exception, *, is_refusal: bool, is_shown: bool) -> None:
+    """Tell the other workers what ends this one, and the user if ``is_shown``."""
+    if is_refusal:  # all workers refuse alike
+        if is_shown and speaks():
+            print(f"fullshard: error: {error}", file=sys.stderr)
+        return
+    # As for an exception that nobody catches: this is where fullshard tells other ranks.
+    with nullcontext() if is_shown else redirect_stderr(io.StringIO()):
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _record(error: Exception, *, is_refusal: bool) -> None:

@@ -145,10 +145,11 @@ class Watcher:
         """Take part in round ``number``; every rank takes part in all, one after the other."""
         failures = [(step, step.failure) for step in steps()]
         self._say(number)
-        self.last = self._judgement(number)
-        self._note(self.last)
+        found = self._judgement(number)
+        self._note(found)
+        self.last = found  # not before: who reads it relies on the era having ended
         for step, failure in failures:
-            if self.last.kind is not Kind.UNDECIDED and step.failure is failure:
+            if found.kind is not Kind.UNDECIDED and step.failure is failure:
                 step.failure = None  # all know
 
     def _judgement(self, number: int) -> Diagnosis:
