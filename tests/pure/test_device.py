@@ -118,7 +118,7 @@ def bucket_on(cuda: FakeAccelerator, layout: Any, **more: Any) -> Bucket:
     params = [torch.nn.Parameter(torch.arange(8.0).view(4, 2)), torch.nn.Parameter(torch.ones(6))]
     specs = [ParamSpec("w", (4, 2)), ParamSpec("b", (6,))]
     nowhere: Any = [None, None]  # nobody asks here over which ranks they are spread
-    form = PlainForm(DTensorForm([], nowhere))
+    form = PlainForm(DTensorForm([torch.Size(one.shape) for one in specs], nowhere))
     spec = BucketSpec(layout.build(specs, 2, 4), FakeWire(cuda), form, torch.device("cpu"), **more)
     return Bucket(spec, params)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from fullshard.optim.trial import single_keys
 _AMP = ("grad_scale", "found_inf")  # attributes that GradScaler sets for a step
 
 
-class Outer(Optimizer):
+class Outer(Optimizer, ABC):
     """An optimizer whose groups and state are those of ``optimizer_class``, run on other tensors.
 
     Subclasses say in ``_mine`` which attributes a copy has, and make everything else in ``_start``.
@@ -82,8 +83,9 @@ class Outer(Optimizer):
         self._was_loaded = False
         return loss
 
+    @abstractmethod
     def _step(self, amp: dict[str, Tensor]) -> None:
-        raise NotImplementedError
+        """Step all parameters that have gradients; ``amp``: see ``Inner.step``."""
 
     def _prepare_group(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Check a group that is to be added; return its options, with defaults."""
