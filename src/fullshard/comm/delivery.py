@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
-from fullshard.comm.mesh import collectives_of, default_mesh
+from fullshard.comm.mesh import collectives_of, default_mesh, served_by
 from fullshard.comm.protocol import Pending
 
 _PADDED = 1.02
@@ -37,7 +36,8 @@ class Delivery:
         self._rounds, self._receivers = rounds, receivers
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._takes = self._rank in receivers
-        self.device = _served(device)
+        group = dist.group.WORLD
+        self.device = device if group is None else served_by(group, device)
         places = [self._places(sizes) for sizes in rounds]
         most = max(sum(own) if self._takes else own[self._rank] for own in places)
         self._memory = torch.empty(most, dtype=torch.uint8, device=self.device)
@@ -98,18 +98,3 @@ class Delivery:
         for work in works:
             work.wait()
         return self._messages
-
-
-def _served(device: torch.device) -> torch.device:
-    """Return ``device`` if the default group serves it, else a device that this serves."""
-    if not dist.is_initialized():
-        return device
-    group = dist.group.WORLD
-    assert group is not None
-    served = _torch.device_types(group)
-    if device.type in served:
-        return device
-    kind = next(iter(served))
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())

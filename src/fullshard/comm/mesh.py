@@ -120,6 +120,17 @@ def device_types_of(mesh: DeviceMesh) -> list[str]:
     return sorted(set.intersection(*map(set, types)))
 
 
+def served_by(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return ``device`` if ``group`` communicates on it, else a device on which it does."""
+    served = _torch.device_types(group)
+    if device.type in served:
+        return device
+    kind = next(iter(served))
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
     """Replace a few ``values`` by their maximum or sum over the ranks of ``group``.
 
@@ -127,14 +138,10 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
     """
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     is_real = isinstance(group, dist.ProcessGroup)
-    served = _torch.device_types(group) if is_real else [values.device.type]
-    if values.device.type in served:
-        dist.all_reduce(values, op, group=group)
-        return
-    kind = next(iter(served))
-    there = values.to(torch.device(kind, torch.get_device_module(kind).current_device()))
-    dist.all_reduce(there, op, group=group)  # for example for offloaded gradients
-    values.copy_(there)
+    there = values.to(served_by(group, values.device)) if is_real else values
+    dist.all_reduce(there, op, group=group)
+    if there is not values:  # for example offloaded gradients
+        values.copy_(there)
 
 
 def all_gather_bytes(own: Tensor) -> Tensor:
@@ -166,11 +173,7 @@ def all_to_all(
     Raises:
         PeerError: another rank failed, so the exchange cannot end.
     """
-    there = sent.device
-    served = _torch.device_types(group)
-    if there.type not in served:
-        kind = next(iter(served))
-        there = torch.device(kind, torch.get_device_module(kind).current_device())
+    there = served_by(group, sent.device)
     given = torch.empty(sum(sizes), dtype=torch.uint8, device=there)
     start = partial(
         dist.all_to_all_single,
@@ -214,12 +217,7 @@ def _default_group() -> tuple[dist.ProcessGroup, torch.device]:
     """Return the default group and a device whose tensors it sends, the CPU if it can."""
     group = dist.group.WORLD
     assert group is not None
-    device = torch.device("cpu")
-    served = _torch.device_types(group)
-    if device.type not in served:
-        kind = next(iter(served))
-        device = torch.device(kind, torch.get_device_module(kind).current_device())
-    return group, device
+    return group, served_by(group, torch.device("cpu"))
 
 
 def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -27,7 +27,7 @@ def step_quietly(optimizer: Optimizer) -> None:
 _CALLS_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
-class Run(Protocol):
+class Steppable(Protocol):
     """What the inner optimizer steps as one tensor, a run of parameters or a whole matrix."""
 
     tensor: nn.Parameter
@@ -57,7 +57,7 @@ class Inner:
         """Return whether the optimizer unscales gradients by itself, as fused ones do."""
         return bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
 
-    def set_runs(self, groups: Groups, runs: Iterable[Sequence[Run]]) -> None:
+    def set_runs(self, groups: Groups, runs: Iterable[Sequence[Steppable]]) -> None:
         """Replace the runs to step on; ``runs`` has one sequence per group."""
         mine = self._optimizer.param_groups
         del mine[len(groups) :]
@@ -66,25 +66,25 @@ class Inner:
         for known, its_runs in zip(mine, runs, strict=True):
             known["params"][:] = [run.tensor for run in its_runs]
 
-    def state_of(self, run: Run) -> dict[str, Any] | None:
+    def state_of(self, run: Steppable) -> dict[str, Any] | None:
         """Return the optimizer's state of the run; None if it has none."""
         return self._optimizer.state.get(run.tensor)
 
-    def set_state(self, run: Run, values: dict[str, Any]) -> None:
+    def set_state(self, run: Steppable, values: dict[str, Any]) -> None:
         """Replace the optimizer's state of the run."""
         self._optimizer.state[run.tensor] = values
 
-    def forget(self, run: Run) -> None:
+    def forget(self, run: Steppable) -> None:
         """Delete the optimizer's state of the run."""
         self._optimizer.state.pop(run.tensor, None)
 
-    def keep_only(self, runs: Iterable[Run]) -> None:
+    def keep_only(self, runs: Iterable[Steppable]) -> None:
         """Delete the state of all runs except ``runs``."""
         kept = {id(run.tensor) for run in runs}
         for tensor in [t for t in self._optimizer.state if id(t) not in kept]:
             del self._optimizer.state[tensor]
 
-    def first_state(self, run: Run, group: dict[str, Any]) -> dict[str, Any]:
+    def first_state(self, run: Steppable, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state that the class creates at construction; the run must have memory."""
         made = self._class([{"params": [run.tensor], **options_of(group)}], **self._kwargs)
         return dict(made.state.get(run.tensor, {}))

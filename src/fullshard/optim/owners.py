@@ -20,9 +20,9 @@ Cost = Callable[[Shape], float]
 Rule = Callable[[str, Shape], "str | Sequence[int] | None"]
 """A function from a parameter's name and shape to its blocks, see ``blocks_of``."""
 
-SLACK = (
-    1.05  # the largest load, as a multiple of the least possible one, at which a matrix may stay
-)
+SLACK = 1.05
+"""The largest load, as a multiple of the least possible one, at which a matrix may stay."""
+
 _NS_STEPS = 5
 
 

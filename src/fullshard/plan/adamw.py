@@ -22,7 +22,8 @@ class PlainAdamW:
         self._parts = [
             nn.Parameter(local_part(param.detach()), param.requires_grad) for param in self._params
         ]
-        self._inner = torch.optim.AdamW([{"params": self._parts}], foreach=foreach)
+        groups = [{"params": self._parts}]  # a group may be empty, a list of parameters may not
+        self._inner = torch.optim.AdamW(groups, foreach=foreach)
 
     @property
     def state(self) -> dict[Tensor, Any]:
