@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import FullyShardedDataParallel, PerParameter, Ragged, fully_shard
+from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.comm.ledger import end_era
 from fullshard.errors import PeerError, ProtocolError
 from fullshard.schedule import Event
@@ -126,6 +126,31 @@ def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
                 assert one.startswith("PeerError: rank 1 failed"), one
                 assert fault == "backward" or "Trouble: in forward" in one, one
                 assert f"rank {rank} waits for the gather of unit" in one, one
+
+
+def gathered_after(fault: str) -> str:
+    """Rank 1 fails in a step, and all gather the weights next, instead of another step."""
+    model = tower("fully_shard", "rows")
+    inner: Any = model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer, 0)
+    before = full_parameters(model)
+    inner.fault = fault if dist.get_rank() == 1 else ""
+    said = ""
+    try:
+        step(model, optimizer, 1)
+    except (PeerError, Trouble) as error:
+        said = type(error).__name__
+    found = checkpoint.full_state_dict(inner, rank0_only=False)
+    for name, value in before.items():
+        assert torch.equal(found[name], value)
+    assert all(param.grad is None for param in model.parameters()) or dist.get_rank() == 1
+    return said
+
+
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_weights_are_gathered_right_after_a_failure(pool: RankPool, fault: str) -> None:
+    assert pool.run(3, gathered_after, fault) == ["PeerError", "Trouble", "PeerError"]
 
 
 class Ends:

@@ -93,6 +93,11 @@ class Ledger:
         Raises:
             PeerError: it cannot end, since another rank failed, and so in ``wait``.
         """
+        global unsettled
+        if unsettled:
+            unsettled = False
+            if settle is not None:
+                settle()
         if self.era is not _era:
             self.era, self.num_issued = _era, 0
             self.entries.clear()
@@ -139,6 +144,13 @@ class _Awaited:
 
 explain: Callable[[RuntimeError, Ledger, Entry], Exception] | None = None
 """Finds out why a collective failed, and returns what to raise instead; set by who watches."""
+
+unsettled = False
+"""True if an exception ended a step of this process, and other ranks may wait in it."""
+
+settle: Callable[[], None] | None = None
+"""Finds out whether they do, and ends the era then, before anything else is issued; set by who
+watches."""
 
 _era = Era()
 _lock = threading.Lock()

@@ -43,13 +43,19 @@ def _text(of: Ledger) -> tuple[object, ...]:
 
 
 def settle(step: Step) -> None:
-    """Find out what the failure of the last step did to others, before the next begins.
+    """Find out what the failure of the last step did to others, before anything else begins.
 
     Either all ranks failed at the same place, or the others are told, and drop the step, too.
     """
     watching = watcher()
     if watching is not None:
         _ask_until(watching, lambda: not step.failure)
+
+
+def _settle_all() -> None:
+    for step in steps():
+        if step.failure:
+            settle(step)
 
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
@@ -97,7 +103,7 @@ _before = sys.excepthook
 def _listen() -> None:
     """Hear of failed collectives and of the end of this program; in jobs of several ranks only."""
     global _before
-    ledger.explain = explain
+    ledger.explain, ledger.settle = explain, _settle_all
     _before, sys.excepthook = sys.excepthook, _excepthook
     atexit.register(_leave)
 

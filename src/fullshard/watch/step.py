@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fullshard.comm import ledger
 from fullshard.comm.ledger import Era, now
 
 __all__ = ["Failure", "Step", "described", "steps"]
@@ -59,6 +60,7 @@ class Step:
         if failed and not self.was_dropped:
             what = "an exception" if error is None else described(error)
             self.failure = Failure(f"{what}, {self.place}", time.monotonic())
+            ledger.unsettled = True
 
     @property
     def was_dropped(self) -> bool:
