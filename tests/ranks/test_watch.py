@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from typing import Any
@@ -151,6 +152,31 @@ def gathered_after(fault: str) -> str:
 @pytest.mark.parametrize("fault", ["forward", "backward"])
 def test_weights_are_gathered_right_after_a_failure(pool: RankPool, fault: str) -> None:
     assert pool.run(3, gathered_after, fault) == ["PeerError", "Trouble", "PeerError"]
+
+
+def lose_the_model(fails: list[int]) -> str:
+    """Fail in a step on ``fails``, forget the model, and go on with another one."""
+    model: Any = tower("fully_shard", "rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.fault = "forward" if dist.get_rank() in fails else ""
+    said = ""
+    try:
+        step(model, optimizer, 0)
+    except (PeerError, Trouble) as error:
+        said = str(error)
+    del model, optimizer
+    gc.collect()
+    other = tower("fully_shard", "ragged")
+    step(other, torch.optim.SGD(other.parameters(), lr=0.1), 1)
+    full_parameters(other)
+    return said
+
+
+def test_a_failure_is_known_when_its_model_is_gone(pool: RankPool) -> None:
+    assert pool.run(3, lose_the_model, [0, 1, 2]) == ["in forward"] * 3
+    first, second, third = pool.run(3, lose_the_model, [1])
+    assert second == "in forward"
+    assert first.startswith("rank 1 failed") and third.startswith("rank 1 failed")
 
 
 class Ends:

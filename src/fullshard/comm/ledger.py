@@ -93,11 +93,8 @@ class Ledger:
         Raises:
             PeerError: it cannot end, since another rank failed, and so in ``wait``.
         """
-        global unsettled
-        if unsettled:
-            unsettled = False
-            if settle is not None:
-                settle()
+        if unsettled and settle is not None:
+            settle()
         if self.era is not _era:
             self.era, self.num_issued = _era, 0
             self.entries.clear()

@@ -286,8 +286,7 @@ class Engine(Actor):
 
     def _begin_step(self) -> None:
         """Begin a step, or another forward of it, once the last one's failure is known to all."""
-        if self._step.failure:
-            watch.settle(self._step)
+        watch.settle()
         if self._step.was_dropped:
             self._drop_step()
         self._step.begin()

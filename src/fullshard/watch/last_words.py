@@ -14,7 +14,7 @@ from fullshard.comm.ledger import Entry, Ledger
 from fullshard.comm.pulse import patience_s
 from fullshard.errors import LostRankError, PeerError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
-from fullshard.watch.step import Failure, Step, described, steps
+from fullshard.watch.step import Failure, described, steps
 from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, watcher
 
 __all__ = ["begin", "confess", "explain", "settle"]
@@ -42,20 +42,17 @@ def _text(of: Ledger) -> tuple[object, ...]:
     return of.era.error().args
 
 
-def settle(step: Step) -> None:
-    """Find out what the failure of the last step did to others, before anything else begins.
+def settle() -> None:
+    """Find out what failures of steps did to others, before anything else begins.
 
     Either all ranks failed at the same place, or the others are told, and drop the step, too.
     """
     watching = watcher()
-    if watching is not None:
-        _ask_until(watching, lambda: not step.failure)
-
-
-def _settle_all() -> None:
+    if not ledger.unsettled or watching is None:
+        return
+    ledger.unsettled = False
     for step in steps():
-        if step.failure:
-            settle(step)
+        _ask_until(watching, lambda step=step: not step.failure)
 
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
@@ -103,7 +100,7 @@ _before = sys.excepthook
 def _listen() -> None:
     """Hear of failed collectives and of the end of this program; in jobs of several ranks only."""
     global _before
-    ledger.explain, ledger.settle = explain, _settle_all
+    ledger.explain, ledger.settle = explain, settle
     _before, sys.excepthook = sys.excepthook, _excepthook
     atexit.register(_leave)
 

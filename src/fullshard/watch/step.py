@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 import weakref
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Era, now
 
-__all__ = ["Failure", "Step", "described", "steps"]
+__all__ = ["Failure", "Step", "described", "forget_failures", "steps"]
 
 
 class Failure(NamedTuple):
@@ -37,7 +38,8 @@ class Step:
     """The era in which the step began."""
 
     def __post_init__(self) -> None:
-        _steps.add(self)
+        with _lock:
+            _steps.add(self)
 
     def begin(self) -> None:
         """Begin a step, or another forward of it."""
@@ -60,6 +62,8 @@ class Step:
         if failed and not self.was_dropped:
             what = "an exception" if error is None else described(error)
             self.failure = Failure(f"{what}, {self.place}", time.monotonic())
+            with _lock:
+                _failed.add(self)
             ledger.unsettled = True
 
     @property
@@ -76,8 +80,18 @@ def described(error: BaseException) -> str:
 
 
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
+_lock = threading.Lock()
+_failed: set[Step] = set()  # holds those whose model is gone: other ranks may still wait for them
 
 
 def steps() -> list[Step]:
-    """Return the steps of all engines of this process."""
-    return list(_steps)
+    """Return the steps of all engines of this process, and those that failed and were not told."""
+    with _lock:  # the main thread adds to them
+        _failed.intersection_update([step for step in _failed if step.failure is not None])
+        return list({*_steps, *_failed})
+
+
+def forget_failures() -> None:
+    """Forget failures of an earlier job of this process."""
+    for step in steps():
+        step.failure = None

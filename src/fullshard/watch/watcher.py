@@ -31,7 +31,7 @@ from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolE
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
 from fullshard.watch.statement import Group, Issued, Statement
-from fullshard.watch.step import Failure, steps
+from fullshard.watch.step import Failure, forget_failures, steps
 
 log = logging.getLogger("fullshard")
 
@@ -294,6 +294,7 @@ def begin_watching() -> bool:
         return False
     for earlier in list(_watchers.values()):  # of groups that something still holds
         earlier.leave(_DESTROYED)
+    forget_failures()
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())
     weakref.finalize(group, watching.leave, _DESTROYED).atexit = False
