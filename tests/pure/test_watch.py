@@ -119,6 +119,34 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
     assert "ranks wait for each other" in what.text
 
 
+def test_who_has_not_begun_the_step_that_is_dropped_is_known() -> None:
+    waiting = statement(0, ("a", "b"), waits_s=0.1)
+    failed = statement(1, ("a",), is_open=False, failure="E")
+    loading = statement(2, (), is_open=False)
+    assert found(waiting, failed, loading).behind == (2,)
+    assert found(waiting, failed, statement(2, ("a",), is_open=False)).behind == (2,)
+    assert found(waiting, failed, statement(2, (), is_open=True)).behind == ()  # it is in it
+    ended = statement(2, ("a", "b"), is_open=False)
+    assert found(waiting, failed, ended).behind == ()  # it issued more than who failed
+    gathers = statement(2, ("a", "b"), is_open=False, waits_s=0.1)
+    assert found(waiting, failed, gathers).behind == ()  # it hears of the fault there
+    assert found(statement(0, ("a",)), failed._replace(failed_s=0.1), loading).behind == ()
+
+
+def test_who_has_not_begun_the_step_may_be_of_another_replica() -> None:
+    def one(rank: int, count: int, *, is_open: bool, failure: str = "") -> Statement:
+        shards = Group("s", (rank // 2 * 2, rank // 2 * 2 + 1), count, (), None, 0.0)
+        replicas = Group("r", (rank % 2, rank % 2 + 2), 0, (), None, 0.0)
+        return Statement(rank, (shards, replicas), is_open, failure, 9.0, "")
+
+    said = one(0, 2, is_open=True), one(1, 1, is_open=False, failure="E")
+    assert found(*said, one(2, 0, is_open=False), one(3, 0, is_open=False)).behind == (2, 3)
+    assert found(*said, one(2, 1, is_open=True), one(3, 0, is_open=False)).behind == (3,)
+    pair = [one._replace(groups=one.groups[:1]) for one in said]  # the others run other models
+    alone = Statement(2, (Group("t", (2, 3), 0, (), None, 0.0),), False, "", 0.0, "")
+    assert found(*pair, alone, alone._replace(rank=3)).behind == ()
+
+
 def messages() -> list[str]:
     """One of each kind, as docs/faults.md shows them."""
     units, ahead = ("blocks.0", "blocks.1"), ("blocks.0", "blocks.3")

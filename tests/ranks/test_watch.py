@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint, fully_shard
-from fullshard.comm.ledger import end_era
+from fullshard.comm.ledger import Era, end_era, now
 from fullshard.errors import PeerError, ProtocolError
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
@@ -127,6 +128,53 @@ def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
                 assert one.startswith("PeerError: rank 1 failed"), one
                 assert fault == "backward" or "Trouble: in forward" in one, one
                 assert f"rank {rank} waits for the gather of unit" in one, one
+
+
+def late_for_a_fault(late: list[int]) -> list[str]:
+    """Rank 1 fails in two steps, which ``late`` ranks begin once the others have dropped them.
+
+    Those are of another replica: the forwards of ranks 0 and 1 need nothing of them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model = Tower()
+        fill(model, scale=0.4)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        said = []
+        for number in range(6):
+            is_hit = number in (2, 4)
+            model.fault = "forward" if is_hit and dist.get_rank() == 1 else ""
+            if is_hit and dist.get_rank() in late:
+                wait_for_the_end_of(now())
+            try:
+                step(model, optimizer, number)
+            except (PeerError, Trouble) as error:
+                said.append(f"{number} {type(error).__name__}")
+        found = full_parameters(model)
+        expected = left_out("fully_shard", "rows", dist.get_world_size())
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        return said
+
+
+def wait_for_the_end_of(era: Era) -> None:
+    until_s = time.monotonic() + 20.0
+    while era.error is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("late", [[2], [2, 3]])
+def test_who_comes_late_leaves_out_the_step_that_others_dropped(
+    pool: RankPool, late: list[int]
+) -> None:
+    for rank, said in enumerate(pool.run(4, late_for_a_fault, late)):
+        name = "Trouble" if rank == 1 else "PeerError"
+        assert said == [f"2 {name}", f"4 {name}"], rank
 
 
 def gathered_after(fault: str) -> str:

@@ -37,6 +37,8 @@ class Era:
     def __init__(self) -> None:
         self.error: Callable[[], Exception] | None = None
         """Makes the error of the fault that ended the era; None while it lasts."""
+        self.owed: Callable[[], Exception] | None = None
+        """Makes what the next step raises, if it was dropped before this rank began it."""
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None  # made when needed: processes may fork before
 
@@ -53,6 +55,12 @@ class Era:
         """Raise the error of the fault, if the era has ended."""
         if self.error is not None:
             raise self.error()
+
+    def begin_step(self) -> None:
+        """Raise the error of the fault before, if the others dropped this step by it."""
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            raise owed()
 
     def end(self, error: Callable[[], Exception]) -> None:
         """End the era and wake those who wait in it; from any thread, once."""
@@ -184,10 +192,17 @@ def _job() -> weakref.ref[dist.ProcessGroup] | None:
     return None if group is None else weakref.ref(group)
 
 
-def end_era(error: Callable[[], Exception]) -> None:
-    """End the era by a fault, which ``error`` makes the error of, and begin the next."""
+def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
+    """End the era by a fault, which ``error`` makes the error of, and begin the next.
+
+    Args:
+        error: makes the error.
+        is_behind: True if other ranks drop a step that this one has not begun.
+    """
     global _era
-    last, _era = _era, Era()
+    last, new = _era, Era()
+    new.owed = error if is_behind else None
+    _era = new
     last.end(error)
     for ledger in ledgers():
         waiting = ledger.waiting

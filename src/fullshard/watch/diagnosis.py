@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.watch.statement import Absence, Group, Issued, Statement
@@ -35,6 +35,8 @@ class Diagnosis(NamedTuple):
     ranks: tuple[int, ...]
     """The ranks at fault; of ranks that are apart, those in the minority."""
     text: str
+    behind: tuple[int, ...] = ()
+    """The ranks that have not begun the step which the others drop by a fault."""
 
     @property
     def is_fault(self) -> bool:
@@ -72,13 +74,14 @@ def diagnose(
     Who has waited for less than ``patience_s`` may just be early.
     """
     waits = list(_waits(said))
-    return (
+    found = (
         _lost(said, absent, waits)
         or _apart(said)
         or _failed(said, waits, patience_s)
         or _late(said, absent, waits, patience_s)
         or NOTHING
     )
+    return found._replace(behind=tuple(_behind(said))) if found.is_fault else found
 
 
 def _waits(said: Mapping[int, Statement]) -> Iterator[_Wait]:
@@ -192,6 +195,42 @@ def _late(
             texts.append(f"rank {rank} has not come to it{_after(said[rank])}{place}")
     needs = [wait for rank in roots for wait in behind[rank]]
     return Diagnosis(Kind.LATE, tuple(roots), _with_waits("; ".join(texts), needs))
+
+
+def _behind(said: Mapping[int, Statement]) -> Iterator[int]:
+    """Find ranks between two steps, of which others, in the same job of training, run the second.
+
+    Who has issued more than those has ended that step; who waits hears of the fault there.
+    """
+    inside = {rank: one for rank, one in said.items() if one.is_open or one.failure}
+    reached = _connected(said, inside)
+    for rank in sorted(reached - inside.keys()):
+        one = said[rank]
+        waits = any(group.waiting is not None for group in one.groups)
+        if not (waits or any(_is_ahead(one, other) for other in inside.values())):
+            yield rank
+
+
+def _connected(said: Mapping[int, Statement], ranks: Iterable[int]) -> set[int]:
+    """Return ``ranks`` and those that share groups with them, with those, and so on."""
+    reached: set[int] = set()
+    todo = list(ranks)
+    while todo:
+        rank = todo.pop()
+        if rank not in reached and rank in said:
+            reached.add(rank)
+            todo += {member for group in said[rank].groups for member in group.ranks} - reached
+    return reached
+
+
+def _is_ahead(one: Statement, other: Statement) -> bool:
+    """Return whether ``one`` has issued more than ``other`` on a group that they share."""
+    issued = {(group.name, group.ranks): group.num_issued for group in other.groups}
+    return any(
+        group.num_issued > issued.get((group.name, group.ranks), 0)
+        for group in one.groups
+        if other.rank in group.ranks
+    )
 
 
 def _is_behind(statement: Statement, wait: _Wait) -> bool:

@@ -51,8 +51,7 @@ def settle() -> None:
     if not ledger.unsettled or watching is None:
         return
     ledger.unsettled = False
-    for step in steps():
-        _ask_until(watching, lambda step=step: not step.failure)
+    _ask_until(watching, lambda: not any(step.failure for step in steps()))
 
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Era, now
 
-__all__ = ["Failure", "Step", "described", "forget_failures", "steps"]
+__all__ = ["Failure", "Step", "described", "forget_failures", "judging", "steps"]
 
 
 class Failure(NamedTuple):
@@ -42,10 +42,18 @@ class Step:
             _steps.add(self)
 
     def begin(self) -> None:
-        """Begin a step, or another forward of it."""
-        if not self.is_open:
-            self.era = now()
-        self.is_open, self.failure, self.place = True, None, ""
+        """Begin a step, or another forward of it.
+
+        Raises:
+            PeerError, ProtocolError, LostRankError: the other ranks have dropped this step.
+        """
+        self.place = ""
+        if self.is_open:
+            return
+        with judging:
+            self.era, self.failure = now(), None
+            self.era.begin_step()
+            self.is_open = True
 
     def check(self) -> None:
         """Raise the error of the fault that ended this step's era, in the middle of the step."""
@@ -79,6 +87,10 @@ def described(error: BaseException) -> str:
     return text + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
 
 
+judging = threading.Lock()
+"""Held from what this rank says of itself until it knows the judgement; no step begins meanwhile,
+so that all ranks know which step they drop."""
+
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
 _lock = threading.Lock()
 _failed: set[Step] = set()  # holds those whose model is gone: other ranks may still wait for them
@@ -93,5 +105,6 @@ def steps() -> list[Step]:
 
 def forget_failures() -> None:
     """Forget failures of an earlier job of this process."""
+    now().owed = None
     for step in steps():
         step.failure = None

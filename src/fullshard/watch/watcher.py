@@ -31,7 +31,7 @@ from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolE
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
 from fullshard.watch.statement import Group, Issued, Statement
-from fullshard.watch.step import Failure, forget_failures, steps
+from fullshard.watch.step import Failure, forget_failures, judging, steps
 
 log = logging.getLogger("fullshard")
 
@@ -144,9 +144,10 @@ class Watcher:
     def _take_part(self, number: int) -> None:
         """Take part in round ``number``; every rank takes part in all, one after the other."""
         failures = [(step, step.failure) for step in steps()]
-        self._say(number)
-        found = self._judgement(number)
-        self._note(found)
+        with judging:
+            self._say(number)
+            found = self._judgement(number)
+            self._note(found)
         self.last = found  # not before: who reads it relies on the era having ended
         for step, failure in failures:
             if found.kind is not Kind.UNDECIDED and step.failure is failure:
@@ -159,9 +160,9 @@ class Watcher:
                 self._judge(number, attempt)
                 until_s, attempt = time.monotonic() + _JUDGE_S, attempt + 1
             time.sleep(_POLL_S * max(1, self.world // 64))
-        kind, ranks, text, signs = json.loads(self._store.get(_judged_key(number)))
+        kind, ranks, text, behind, signs = json.loads(self._store.get(_judged_key(number)))
         self._roll.saw(dict(signs))
-        return Diagnosis(Kind(kind), tuple(ranks), text)
+        return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind))
 
     def _say(self, number: int) -> None:
         self._store.set(_said_key(number, self.rank), self._statement().encoded())
@@ -194,7 +195,7 @@ class Watcher:
                 silent.append(rank)
         found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
         signs = self._roll.signs(silent)
-        told = json.dumps([found.kind.value, found.ranks, found.text, [*signs.items()]])
+        told = json.dumps([found.kind.value, *found[1:], [*signs.items()]])
         if not self._store.check([_judged_key(number)]):
             self._store.set(_judged_key(number), told)
 
@@ -205,7 +206,7 @@ class Watcher:
         log.error("%s", found.text)
         if found.is_fault:
             self.fault = found.text
-            end_era(lambda: error_of(found))
+            end_era(lambda: error_of(found), is_behind=self.rank in found.behind)
 
     def _statement(self) -> Statement:
         failures = (self.failure, *(step.failure for step in steps()))
