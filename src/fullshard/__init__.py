@@ -43,7 +43,7 @@ from fullshard.frontend import (
 )
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.plan import plan
-from fullshard.recover import Life, Restart, resilient
+from fullshard.recover import Life, Microbatches, Restart, resilient
 from fullshard.tensors import RaggedTensor
 from fullshard.trace import Trace, trace
 
@@ -65,6 +65,7 @@ __all__ = [
     "Life",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "Microbatches",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fullshard.errors import ConfigError
 from fullshard.optim import clip_grad_norm_
+from fullshard.tensors import find_tensors
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, TrainConfig
 from fullshard.train.data import Order
@@ -80,10 +81,29 @@ def config_of(shell: Shell, folder: Path, out: Path, **options: Any) -> TrainCon
     return TrainConfig(model=f"hf:{folder}", init=str(folder), data=data, out=str(out), **given)
 
 
+def trainer_of(config: TrainConfig) -> Trainer:
+    text = load_text_for(choose_architecture(config), config)
+    return Trainer(config, text, World(dist.get_rank(), dist.get_world_size(), CPU))
+
+
+def short_of_memory(config: TrainConfig) -> tuple[list[float], list[int | None]]:
+    """The losses where the last rank has memory for one row, from the second step on."""
+    trainer = trainer_of(config)
+    records = [trainer.record(trainer.start(1))]
+
+    def limited(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        tokens = next(find_tensors((args, kwargs)))
+        if module.training and len(tokens) > 1 and dist.get_rank() == dist.get_world_size() - 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    trainer.model.register_forward_pre_hook(limited, with_kwargs=True)
+    records += [trainer.record(trainer.start(step)) for step in range(2, config.steps + 1)]
+    return [record.loss for record in records], [record.repeated for record in records]
+
+
 def losses(config: TrainConfig, *, until: int) -> tuple[list[float], float]:
     """Those of the steps that are left until then, with a checkpoint at its end; an evaluation."""
-    text = load_text_for(choose_architecture(config), config)
-    trainer = Trainer(config, text, World(dist.get_rank(), dist.get_world_size(), CPU))
+    trainer = trainer_of(config)
     first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(until)
@@ -138,6 +158,15 @@ def test_losses_are_those_of_transformers_in_one_process(
     first, _ = pool.run(2, losses, half, until=2)[0]
     rest, _ = pool.run(2, losses, replace(half, resume=True), until=4)[0]
     assert first + rest == found
+
+
+def test_a_worker_that_runs_out_of_memory_begins_the_step_again_with_the_others(
+    pool: RankPool, shell: Shell, tmp_path: Path
+) -> None:
+    config = config_of(shell, written(tmp_path, "llama"), tmp_path / "run")
+    found, repeated = pool.run(2, short_of_memory, config)[0]
+    assert found == pytest.approx(expected_losses(config, 2), abs=1e-5)
+    assert repeated == [None, 1, 1, 1]
 
 
 def test_the_text_is_in_tokens_of_the_folder(shell: Shell, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from fullshard.comm.mesh import (
     broadcast_together,
     choose_wire,
     collectives_of,
+    collectives_of_group,
     collectives_of_part,
     collectives_of_twin,
     default_mesh,
@@ -33,6 +34,7 @@ from fullshard.comm.mesh import (
     mesh_of_group,
     mesh_of_groups,
     mesh_of_nodes,
+    served_by,
     wrapped,
 )
 from fullshard.comm.protocol import Alone, Around, Collectives, Done, Label, Pending

@@ -42,7 +42,7 @@ _wrapper = ContextVar("fullshard_collectives_wrapper", default=None)
 
 def collectives_of(mesh: DeviceMesh, dim: int = 0) -> Collectives:
     """Return the collectives along one dim of ``mesh``."""
-    return _collectives(mesh.get_group(dim), mesh.device_type)
+    return collectives_of_group(mesh.get_group(dim), mesh.device_type)
 
 
 def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
@@ -56,7 +56,7 @@ def collectives_of_part(mesh: DeviceMesh, dim: int, size: int) -> Collectives:
         first = whole.rank() // size * size
         ranks = dist.get_process_group_ranks(whole)[first : first + size]
         parts[size] = _new_group(ranks, like=whole, device_type=mesh.device_type)
-    return _collectives(parts[size], mesh.device_type)
+    return collectives_of_group(parts[size], mesh.device_type)
 
 
 def collectives_of_twin(collectives: Collectives, device_type: str) -> Collectives:
@@ -87,7 +87,8 @@ def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -
     return group
 
 
-def _collectives(group: dist.ProcessGroup, device_type: str) -> Collectives:
+def collectives_of_group(group: dist.ProcessGroup, device_type: str) -> Collectives:
+    """Return the collectives of ``group`` on a device type."""
     kinds = _of_group.setdefault(group, {})
     collectives = kinds.get(_wire)
     if collectives is None:

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from fullshard.device.dry import DryLanes, Span, dry_host_tensor, is_at_home
 from fullshard.device.host import HostReader, host_tensor
-from fullshard.device.storage import Buffer, Kind, StorageMeter
+from fullshard.device.storage import Buffer, Kind, StorageMeter, empty_cache
 from fullshard.device.streams import Lane, Lanes, Mark, Stamp, make_lanes

@@ -118,3 +118,10 @@ class Buffer:
             self._storage.resize_(0)
             self.allocated = False
             self._meter.change(self.kind, -self.nbytes, self._storage)
+
+
+def empty_cache() -> None:
+    """Give memory that an accelerator's allocator keeps back to the device, if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        torch.get_device_module(accelerator).empty_cache()

@@ -185,7 +185,9 @@ class Engine(Actor):
             try:
                 self.act_all(actions, to_the_end=True)
             finally:
-                if type(trigger) is not when.Reset and not self.scheduler.in_backward:
+                if type(trigger) is when.Reset:
+                    self._step.is_open = False
+                elif not self.scheduler.in_backward:
                     self._end_step(failed=type(trigger) is when.TaskDied)
             if was_open and type(trigger) is when.TaskEnd:
                 self._step.era.check()  # the others drop this step, and raise

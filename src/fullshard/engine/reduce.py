@@ -178,15 +178,17 @@ class Gradients:
             return
         with self._lanes.on(Lane.REDUCE):
             reduced, row, present = self._end_first_half()
-        if self._in_flight is not None:
-            self._free_source(self._in_flight)
+        reduction, self._in_flight = self._in_flight, None  # until the second half has begun
+        if reduction is not None:
+            self._free_source(reduction)
         with self._lanes.on(Lane.REDUCE):
-            if self._in_flight is None:
+            if reduction is None:
                 owed, self._waiting.owed = self._waiting.owed, frozenset()
-                self._in_flight = _Reduction(Done(), reduced, row, None, present, None, owed)
-            self._in_flight.row = row
-            self._in_flight.present = present
-            self._in_flight.pending = replicas.all_reduce_mean(row)
+                reduction = _Reduction(Done(), reduced, row, None, present, None, owed)
+            reduction.row = row
+            reduction.present = present
+            reduction.pending = replicas.all_reduce_mean(row)
+        self._in_flight = reduction
 
     def keep_partial(self) -> None:
         """Put off the reduction over replicas."""

@@ -21,7 +21,7 @@ from fullshard.frontend.finalization import (
 from fullshard.frontend.hooks import engine_of, run_as_forward
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.pending import PendingGradient, drop_pending, pending_of
-from fullshard.frontend.sharded import check_left, unit_and_engine
+from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
 
@@ -296,18 +296,6 @@ class FSDPModule(CommunicationControls):
         with their inputs and outputs. Use the difference of two calls. No PyTorch counterpart.
         """
         return unit_and_engine(self)[1].meter.copied_nbytes
-
-    def reset_iter_state(self) -> None:
-        """Abandon an iteration that an exception ended: reshard all, drop pending gradients.
-
-        Gradients that were already reduced stay; ``optimizer.zero_grad()`` clears them.
-
-        Raises:
-            ProtocolError: if a forward or backward is still running; nothing was changed.
-        """
-        engine = unit_and_engine(self)[1]
-        check_left("reset_iter_state()", engine)
-        engine.trigger(when.Reset())
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing, as gathers are always asynchronous; callers of PyTorch's method need this."""

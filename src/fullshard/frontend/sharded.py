@@ -153,6 +153,18 @@ class ShardedModule:
         """
         return take_suspects(self, self._units(recurse=True))  # type: ignore[arg-type]
 
+    def reset_iter_state(self) -> None:
+        """Abandon an iteration that an exception ended: reshard all, drop pending gradients.
+
+        Gradients that were already reduced stay; ``optimizer.zero_grad()`` clears them.
+
+        Raises:
+            ProtocolError: if a forward or backward is still running; nothing was changed.
+        """
+        engine = unit_and_engine(self)[1]
+        check_left("reset_iter_state()", engine)
+        engine.trigger(when.Reset())
+
     def _units(self, recurse: bool) -> list[Unit]:
         module: nn.Module = self  # type: ignore[assignment]
         return units_below([module]) if recurse else [unit_and_engine(self)[0]]

@@ -29,7 +29,8 @@ from .metrics import MetricsFile, StepRecord, drop_after
 from .optimizer import build_optimizer, set_learning_rate
 from .progress import Reporter
 from .quantized import conversions, quantize_linears
-from .rows import IGNORED, Batch, Packed
+from .rows import IGNORED, Indices, Packed
+from .rows import Rows as TokenRows
 from .rundir import RunDir, check_continues, describe
 from .stopping import Stopping, stopping
 from .world import Rows, World
@@ -173,6 +174,8 @@ class StartedStep(NamedTuple):
     """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop."""
     skipped: int
     """Steps skipped so far, this one included."""
+    repeated: int
+    """How many times steps were begun again so far."""
     evaluates: bool
     """True if an evaluation follows the step."""
 
@@ -189,6 +192,9 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config)
         self.guard = StepGuard(
             self.model, self.optimizer, max_norm=config.clip, max_skipped=config.max_skipped
+        )
+        self.microbatches = fullshard.Microbatches(
+            self.model, parts=config.accumulate, sums=True, reduces_each=False
         )
         self.checkpointer = Checkpointer(
             RunDir(Path(config.out)).checkpoints,
@@ -234,7 +240,8 @@ class Trainer:
             float(self.stopping.is_asked),
         )
         evaluates = step % config.eval_every == 0 or step == config.steps
-        return StartedStep(step, lr, started_s, rows, self.guard.skipped, evaluates)
+        counts = self.guard.skipped, self.microbatches.repeated
+        return StartedStep(step, lr, started_s, rows, *counts, evaluates)
 
     def record(self, started: StartedStep) -> StepRecord:
         """Wait for a step and return its record, with an evaluation if one is due."""
@@ -258,6 +265,7 @@ class Trainer:
             waiting=waits_s.mean().item() / seconds,
             eval_bits_per_byte=self.evaluate() if started.evaluates else None,
             skipped=started.skipped or None,
+            repeated=started.repeated or None,
         )
 
     def _forward_backward(self, step: int) -> Tensor:
@@ -266,28 +274,18 @@ class Trainer:
         Over all workers the mean of these losses is that of all tokens that the step learns, which
         may be unlike from row to row.
         """
-        config = self.config
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         share = self.world.size / self.rows.num_learned(self.order.rows_of_step(step))
-        for microbatch in range(config.accumulate):
-            if isinstance(self.model, fullshard.FSDPModule):
-                is_last = microbatch == config.accumulate - 1
-                self.model.set_requires_gradient_sync(is_last)  # no reduction before it
-            rows = self.order.rows(step=step, microbatch=microbatch, rank=self.world.rank)
-            losses, _ = self._losses(self.rows.read(rows))
-            loss = losses.sum() * share
-            loss.backward()
-            total += loss.detach()
-        return total
+        rows = [
+            self.order.rows(step=step, microbatch=microbatch, rank=self.world.rank)
+            for microbatch in range(self.config.accumulate)
+        ]
+        read = _read(self.rows, np.concatenate(rows))
+        total = self.microbatches.backward(lambda part: self._losses(part).sum() * share, read)
+        return total.double()
 
-    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the losses of a batch, ``[B * T]``; and its labels, on the CPU."""
-        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-        positions = None
-        if batch.positions is not None:
-            positions = self.world.put(torch.from_numpy(batch.positions))
-        placed = self.world.put(tokens), self.world.put(labels), positions
-        return label_losses(self.model, *placed), labels.flatten()
+    def _losses(self, read: list[Tensor]) -> Tensor:
+        """Return the losses of rows that were read, ``[B * T]``."""
+        return label_losses(self.model, *map(self.world.put, read))
 
     @torch.no_grad()
     def _check_kept_apart(self) -> None:
@@ -331,7 +329,8 @@ class Trainer:
             # without a share must run it too, on a row that is then not counted.
             mine = rows[start + world.rank * config.batch :][: config.batch]
             read = mine if len(mine) else rows[:1]
-            losses, labels = self._losses(self.held_out.read(read.numpy()))
+            batch = _read(self.held_out, read.numpy())
+            losses, labels = self._losses(batch), batch[1].flatten()
             if len(mine):
                 nats += losses.double().sum().item()
                 nbytes += float(self.bytes_per_token[labels[labels != IGNORED]].sum())
@@ -359,6 +358,12 @@ class Trainer:
         if self.world.is_first:
             drop_after(run.metrics, loaded.step)
         return loaded.step
+
+
+def _read(rows: TokenRows, numbers: Indices) -> list[Tensor]:
+    """Return tokens, labels and, if a row may be several samples, positions; on the CPU."""
+    read = rows.read(numbers)
+    return [torch.from_numpy(values) for values in read if values is not None]
 
 
 def label_losses(

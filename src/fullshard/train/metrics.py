@@ -21,6 +21,7 @@ class StepRecord:
         waiting: fraction of the step spent waiting for communication, mean over workers.
         loss: mean over the workers whose loss is finite; not a number if none is.
         skipped: steps skipped since the start because something was not finite; None: none.
+        repeated: steps begun again since the start because memory ran out; None: none.
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepRecord:
     waiting: float
     eval_bits_per_byte: float | None = None
     skipped: int | None = None
+    repeated: int | None = None
 
     def to_json(self) -> str:
         """Return one line of JSON, without keys whose value is None or not finite."""

@@ -97,6 +97,8 @@ def _line(record: StepRecord, *, total: int, left_s: float) -> str:
     )
     if record.skipped:
         text += f" skipped={record.skipped}"
+    if record.repeated:
+        text += f" repeated={record.repeated}"
     if record.eval_bits_per_byte is not None:
         text += f" eval_bits_per_byte={record.eval_bits_per_byte:.4f}"
     return text

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fullshard.watch.last_words import begin, confess, settle
 from fullshard.watch.roll import DEAD, Roll, ended_key
-from fullshard.watch.step import Step
+from fullshard.watch.step import Step, steps
 from fullshard.watch.watcher import watcher
 
-__all__ = ["DEAD", "Roll", "Step", "begin", "confess", "ended_key", "settle", "watcher"]
+__all__ = ["DEAD", "Roll", "Step", "begin", "confess", "ended_key", "settle", "steps", "watcher"]

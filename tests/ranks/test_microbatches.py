@@ -1,0 +1,329 @@
+"""Steps in parts: gradients of the whole batch, also if memory runs out on the way."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import FullyShardedDataParallel, Microbatches, PerParameter, Ragged, fully_shard
+from fullshard.comm import Around, Pending
+from fullshard.comm.mesh import wrapped
+from fullshard.errors import ConfigError, PeerError
+from fullshard.tensors.names import clean_name
+from tests.ranks.models import fill, full_parameters, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_autograd_failures import Fuse, Trouble
+
+LAYOUTS = {"rows": PerParameter(), "ragged": Ragged()}
+OutOfMemory = torch.OutOfMemoryError
+PLACES = ["before", "forward", "loss", "backward"]
+
+
+class Tower(nn.Module):
+    """Blocks that take no more than ``limit`` rows on this rank, in the place ``at``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(4))
+        self.head = nn.Linear(6, 3, dtype=torch.float64)
+        self.limit, self.at, self.error = 100, "", OutOfMemory
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def check(self, x: Tensor, at: str) -> Tensor:
+        if self.at != at or len(x) <= self.limit:
+            return x
+        if at == "backward":
+            return Fuse.apply(x, self.error)
+        raise self.error("no memory")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            self.seen.append(weakref.ref(x))
+            if number == 1:
+                x = self.check(self.check(x, "forward"), "backward")
+        return self.head(x)
+
+
+def tower(face: str) -> Any:
+    model = Tower()
+    fill(model, scale=0.4)
+    if face == "plain":
+        return model
+    if face == "flat":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FullyShardedDataParallel(block, use_orig_params=True)
+        return FullyShardedDataParallel(model, use_orig_params=True)
+    mesh = None
+    if face == "replicas":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    layout = LAYOUTS.get(face, PerParameter())
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, layout=layout)
+    return fully_shard(model, mesh=mesh, layout=layout)
+
+
+def inside(model: Any) -> Tower:
+    return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+
+@dataclass
+class Batch:
+    """Rows, and what is the same for all of them."""
+
+    x: Tensor
+    y: dict[str, Tensor]
+    scale: Tensor
+    name: str = "batch"
+
+
+def batch_of(number: int, rank: int, sizes: Sequence[int]) -> Batch:
+    rows = sizes[rank % len(sizes)]
+    seed = 100 * number + rank
+    y = {"y": noise(rows, 3, seed=seed + 50)}
+    return Batch(noise(rows, 6, seed=seed), y, torch.tensor(0.5, dtype=torch.float64))
+
+
+def loss_of(model: Any, part: Batch) -> Tensor:
+    assert part.scale.ndim == 0 and part.name == "batch"
+    inner = inside(model)
+    x = inner.check(part.x, "before")
+    y = inner.check(model(x), "loss")
+    return part.scale * (y - part.y["y"]).square().mean()
+
+
+def expected(steps: int, world: int, sizes: Sequence[int]) -> dict[str, Tensor]:
+    """The weights that training in one process, with whole batches, ends with."""
+    model = tower("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    for number in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (loss_of(model, batch_of(number, rank, sizes)) / world).backward()
+        optimizer.step()
+    return full_parameters(model)
+
+
+def check_weights(model: Any, steps: int, sizes: Sequence[int]) -> None:
+    with fullshard.unshard_params(model):
+        found = {clean_name(name): param.clone() for name, param in model.named_parameters()}
+    for name, value in expected(steps, dist.get_world_size(), sizes).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def trained(
+    face: str, places: dict[int, str], wire: str, sizes: Sequence[int], **options: Any
+) -> tuple[int, int]:
+    """Train while ``places`` says on which ranks memory runs out, and where."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        dist.barrier()
+        model = tower(face)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        microbatches = Microbatches(model, **options)
+        for number in range(4):
+            if number == 1:
+                inside(model).at = places.get(dist.get_rank(), "")
+                inside(model).limit = 2
+            optimizer.zero_grad()
+            batch = batch_of(number, dist.get_rank(), sizes)
+            loss = microbatches.backward(lambda part: loss_of(model, part), batch)
+            with torch.no_grad():
+                inside(model).limit, limit = 100, inside(model).limit
+                torch.testing.assert_close(loss, loss_of(model, batch), rtol=1e-12, atol=1e-12)
+                inside(model).limit = limit
+            optimizer.step()
+        check_weights(model, 4, sizes)
+        return microbatches.parts, microbatches.repeated
+
+
+@pytest.mark.parametrize("face", ["rows", "ragged", "flat", "plain"])
+@pytest.mark.parametrize("reduces_each", [True, False])
+def test_gradients_of_parts_are_those_of_the_batch(
+    pool: RankPool, face: str, reduces_each: bool
+) -> None:
+    world = 1 if face == "plain" else 2
+    options = {"parts": 3, "reduces_each": reduces_each}
+    assert pool.run(world, trained, face, {}, "1", [5, 4], **options) == [(3, 0)] * world
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("world", "face", "wire"),
+    [(2, "rows", "1"), (3, "ragged", "0"), (2, "flat", "1"), (4, "replicas", "1")],
+)
+def test_all_ranks_begin_again_in_smaller_parts(
+    pool: RankPool, place: str, world: int, face: str, wire: str
+) -> None:
+    found = pool.run(world, trained, face, {1: place}, wire, [6, 5])
+    assert found == [(4, 2)] * world  # 6 rows: parts of 3 are too many, of 1 and 2 are not
+
+
+def test_memory_may_run_out_on_all_ranks_and_in_different_places(pool: RankPool) -> None:
+    everywhere = dict.fromkeys(range(4), "forward")
+    assert pool.run(4, trained, "rows", everywhere, "1", [4]) == [(2, 1)] * 4
+    unlike = dict(enumerate(PLACES))
+    assert pool.run(4, trained, "rows", unlike, "1", [4]) == [(2, 1)] * 4
+
+
+def test_a_rank_may_have_fewer_rows_than_parts(pool: RankPool) -> None:
+    assert pool.run(2, trained, "rows", {0: "loss"}, "1", [8, 2]) == [(4, 2)] * 2
+    assert pool.run(2, trained, "rows", {}, "1", [8, 2], parts=8) == [(8, 0)] * 2
+
+
+@dataclass(frozen=True)
+class Short(Around):
+    """Collectives for whose number ``at`` this rank has no memory, once."""
+
+    count: list[int]
+    at: int
+
+    def _issued(self) -> None:
+        self.count[0] += 1
+        if self.count[0] == self.at:
+            raise OutOfMemory("no memory")
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        self._issued()
+        return self.inner.all_gather(outputs, sources)
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        self._issued()
+        return self.inner.reduce_scatter_mean(output, source)
+
+    def all_reduce_mean(self, values: Tensor) -> Pending:
+        self._issued()
+        return self.inner.all_reduce_mean(values)
+
+
+def short_at(face: str, at: int) -> int:
+    """Have no memory for collective ``at`` on rank 1; return how many there were."""
+    count = [0]
+    number = at if dist.get_rank() == 1 else 0
+    wrapper: Callable[[Any], Any] = lambda inner: Short(inner, count, number)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        with wrapped(wrapper):
+            model = tower(face)
+        count[0] = 0
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        microbatches = Microbatches(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            batch = batch_of(step, dist.get_rank(), [4])
+            microbatches.backward(lambda part: loss_of(model, part), batch)
+            optimizer.step()
+        num_issued = count[0]
+        assert (microbatches.parts, microbatches.repeated) == ((2, 1) if at else (1, 0))
+        check_weights(model, 2, [4])
+        return num_issued
+
+
+@pytest.mark.parametrize("face", [pytest.param("rows", marks=pytest.mark.more), "replicas"])
+def test_memory_may_run_out_at_every_collective(pool: RankPool, face: str) -> None:
+    world = 4 if face == "replicas" else 2
+    num_issued = pool.run(world, short_at, face, 0)[0] // 2  # in one step
+    assert num_issued >= 10
+    for at in range(1, num_issued + 1):
+        pool.run(world, short_at, face, num_issued + at)
+
+
+def cannot(error: type[Exception]) -> str:
+    """Fail on rank 1 with whatever parts, then go on."""
+    model = tower("rows")
+    inner = inside(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    microbatches = Microbatches(model)
+    said = ""
+    for number in (0, 7, 1):
+        inner.at = "loss" if number == 7 and dist.get_rank() == 1 else ""
+        inner.limit, inner.error = 0, error
+        optimizer.zero_grad()
+        batch = batch_of(number, dist.get_rank(), [4])
+        try:
+            microbatches.backward(lambda part: loss_of(model, part), batch)
+        except (PeerError, error) as raised:
+            said = f"{type(raised).__name__}: {raised}"
+            assert all(param.grad is None for param in model.parameters())
+        else:
+            optimizer.step()
+    check_weights(model, 2, [4])
+    return said
+
+
+def test_without_memory_for_one_row_it_fails_on_all_ranks(pool: RankPool) -> None:
+    first, second, third = pool.run(3, cannot, OutOfMemory)
+    assert second == "OutOfMemoryError: no memory"
+    for said in (first, third):
+        assert said.startswith("PeerError: rank 1 failed: torch.OutOfMemoryError: no memory"), said
+
+
+def test_another_exception_is_raised_and_told(pool: RankPool) -> None:
+    first, second, third = pool.run(3, cannot, Trouble)
+    assert second == "Trouble: no memory"
+    for said in (first, third):
+        assert said.startswith("PeerError: rank 1 failed: tests.ranks.test_autograd_failures.Troub")
+
+
+def frees() -> None:
+    """Look, when a step begins again, at what the attempt before has left."""
+    model = tower("rows")
+    inner = inside(model)
+    inner.at, inner.limit = ("loss", 2) if dist.get_rank() == 1 else ("", 2)
+    alive = []
+
+    def compute(part: Batch) -> Tensor:
+        alive.append(sum(one() is not None for one in inner.seen))
+        inner.seen.clear()
+        return loss_of(model, part)
+
+    Microbatches(model).backward(compute, batch_of(0, dist.get_rank(), [4]))
+    assert alive == [0, 0, 0]
+
+
+def test_what_was_computed_is_freed_before_a_step_begins_again(pool: RankPool) -> None:
+    pool.run(2, frees)
+
+
+def adds() -> None:
+    """Gradients of before stay, whether a step begins again or not."""
+    model = tower("ragged")
+    whole = tower("plain")
+    microbatches = Microbatches(model)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for number in range(2):
+        inside(model).at = "backward" if number and rank == 1 else ""
+        inside(model).limit = 2
+        microbatches.backward(lambda part: loss_of(model, part), batch_of(number, rank, [4]))
+        for each in range(world):
+            (loss_of(whole, batch_of(number, each, [4])) / world).backward()
+    assert microbatches.repeated == 1
+    with fullshard.unshard_params(model, with_grads=True):
+        for param, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_before_are_added_to(pool: RankPool) -> None:
+    pool.run(2, adds)
+
+
+@pytest.mark.parametrize("batch", [[], [torch.ones(())], [torch.ones(2), torch.ones(3)]])
+def test_batches_without_rows_are_refused(batch: list[Tensor]) -> None:
+    with pytest.raises(ConfigError, match="expected one number, at least 1"):
+        Microbatches(nn.Linear(2, 2)).backward(lambda part: part[0].sum(), batch)
+
+
+@pytest.mark.parametrize("parts", [0, True, 1.5])
+def test_numbers_of_parts_that_make_no_sense_are_refused(parts: Any) -> None:
+    with pytest.raises(ConfigError, match="Microbatches"):
+        Microbatches(nn.Linear(2, 2), parts=parts)
