@@ -52,6 +52,16 @@ class _Outcome(enum.IntEnum):
     """Another exception."""
 
 
+_Found = tuple[_Outcome, int]
+"""What came of an attempt on one rank, and the number of its rows."""
+
+_SAID = {
+    _Outcome.DROPPED: "dropped the step",
+    _Outcome.NO_MEMORY: "ran out of memory",
+    _Outcome.FAILED: "failed",
+}
+
+
 class _Attempt(NamedTuple):
     outcome: _Outcome
     loss: Tensor | None
@@ -193,29 +203,36 @@ class Microbatches:
         found = self._found(attempt, rows)
         self._step.end(failed=False)
         now().owed = None  # all ranks are level
-        worst = max(outcome for outcome, _ in found)
+        worst, most = max(one for one, _ in found), max(rows for _, rows in found)
         if worst is _Outcome.DONE:
             return False
-        short = [rank for rank, one in enumerate(found) if one[0] is _Outcome.NO_MEMORY]
-        if worst is not _Outcome.NO_MEMORY or self.parts >= max(rows for _, rows in found):
+        said = f"rank(s) {self._named(found, worst)} {_SAID[worst]}"
+        if worst is not _Outcome.NO_MEMORY or self.parts >= most:
             self._drop()
-            raise attempt.error or PeerError(_reason(found, self.parts))
+            raise attempt.error or PeerError(f"{said}, with {self.parts} part(s) of {most} row(s)")
         if attempt.error is not None:
             traceback.clear_frames(attempt.error.__traceback__)  # they hold activations
-        self.parts = min(2 * self.parts, max(rows for _, rows in found))
+        self.parts = min(2 * self.parts, most)
         self.repeated += 1
         if not dist.is_initialized() or dist.get_rank() == 0:
-            log.warning(
-                "rank(s) %s ran out of memory; all ranks begin the step again in %d parts",
-                ", ".join(map(str, short[:8])) + (" and more" if len(short) > 8 else ""),
-                self.parts,
-            )
+            log.warning("%s; all ranks begin the step again in %d parts", said, self.parts)
         return True
 
-    def _found(self, attempt: _Attempt, rows: int) -> list[tuple[_Outcome, int]]:
+    def _named(self, found: list[_Found], outcome: _Outcome) -> str:
+        """Return the ranks, in the job, of which ``outcome`` came."""
+        group = self._group
+        ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        these = [str(rank) for rank, (one, _) in zip(ranks, found, strict=True) if one is outcome]
+        return ", ".join(these[:8]) + (f" and {len(these) - 8} more" if len(these) > 8 else "")
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if self._process_group is None else self._process_group
+
+    def _found(self, attempt: _Attempt, rows: int) -> list[_Found]:
         """Return what came of the attempt, and the number of rows, of all ranks."""
         outcome = attempt.outcome
-        group = dist.group.WORLD if self._process_group is None else self._process_group
+        group = self._group
         if group is None or group.size() == 1:
             return [(outcome, rows)]
         device = served_by(group, torch.device("cpu"))
@@ -273,11 +290,3 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
-
-
-def _reason(found: list[tuple[_Outcome, int]], parts: int) -> str:
-    worst = max(outcome for outcome, _ in found)
-    ranks = [str(rank) for rank, (outcome, _) in enumerate(found) if outcome is worst]
-    if worst is _Outcome.NO_MEMORY:
-        return f"rank(s) {', '.join(ranks)} ran out of memory with one row in each of {parts} parts"
-    return f"rank(s) {', '.join(ranks)} failed in this step, which this rank had ended"
