@@ -1,13 +1,14 @@
-"""The state of the machine: of each unit, of a running forward and of a running backward."""
+"""The state of the machine: of each unit and of a running forward."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from fullshard.errors import ProtocolError
 from fullshard.schedule.actions import UnitActions, actions_of
+from fullshard.schedule.uses import Uses
 
 
 class Residency(enum.IntEnum):
@@ -109,6 +110,12 @@ class UnitPolicy:
     skip_tolerant: bool = False
     """True if each rank may skip the unit, repeat it or run it in an order of its own."""
 
+    def keeps(self, is_root: bool) -> bool:
+        """Return whether the unit stays unsharded after its forward."""
+        if self.after_forward is AfterForward.AUTO:
+            return is_root
+        return self.after_forward is AfterForward.KEEP
+
     def renumbered(self, key_of: Mapping[int, int]) -> UnitPolicy:
         """Return this policy with unit keys mapped by ``key_of``; drop units missing from it."""
         return replace(
@@ -158,7 +165,7 @@ class UnitState:
     key: int
     nbytes: int
     reduction_nbytes: int = 0
-    num_members: int = 1
+    num_members: InitVar[int] = 1
     num_inside: int = 0
     replicated: bool = False
     policy: UnitPolicy = UnitPolicy()
@@ -170,20 +177,15 @@ class UnitState:
     """True if gradients that are reduced over shards wait to be reduced over replicas."""
     generation: int = 0
     """The generation of the weights in the unsharded copy."""
-    use: int | None = None
-    """The open use, while a member is running or must still run."""
-    waiting_members: set[int] = field(default_factory=set)
-    graph_uses: dict[int, int] = field(default_factory=dict)
-    """Uses whose backward may come -> number of times that it has come."""
-    graph_generation: int = 0
-    """The generation of the weights that the forwards of ``graph_uses`` read."""
+    uses: Uses = field(init=False)
     carrier: UnitState | None = field(default=None, repr=False, compare=False)
     """The unit with which this one is gathered, freed and reduced; None: it moves by itself."""
     carries: tuple[UnitState, ...] = field(default=(), repr=False, compare=False)
     """The units of which this one is the carrier, by key."""
     do: UnitActions = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, num_members: int) -> None:
+        self.uses = Uses(num_members)
         self.do = actions_of(self.key)
 
     @property
@@ -206,49 +208,6 @@ class UnitState:
                 "this is a defect of the scheduler, please report it"
             )
         self.residency = to
-
-    def forget_past_uses(self, generation: int) -> None:
-        """Forget uses whose backward came, or cannot come because the weights changed."""
-        if self.graph_uses:
-            current = self.graph_generation == generation
-            self.graph_uses = {
-                u: 0 for u, times in self.graph_uses.items() if current and not times
-            }
-        self.graph_generation = generation
-
-    def is_earliest(self, use: int) -> bool:
-        """Return whether a backward inside ``use`` will not enter an earlier use of the unit.
-
-        All ranks get the same answer, because they run the same forwards and backwards.
-        """
-        uses = self.graph_uses
-        if len(uses) == 1:
-            return use in uses
-        times = uses.get(use)
-        return times is not None and all(uses[u] >= times for u in uses if u < use)
-
-
-@dataclass(slots=True)
-class Task:
-    """One backward call: the uses that it is inside of, and the reductions that are due.
-
-    ``first_use`` is the number of the first use that may begin during the call.
-    """
-
-    first_use: int
-    open_uses: dict[int, int] = field(default_factory=dict)
-    """Use -> unit, in the order in which backward entered them."""
-    entered: dict[int, None] = field(default_factory=dict)
-    """Units, in the order in which backward entered them."""
-    dealt_with: set[int] = field(default_factory=set)
-    """Units that were reduced, or need no reduction."""
-    due: set[int] = field(default_factory=set)
-    """Units to reduce when this task leaves their earliest use."""
-    recomputed: set[int] = field(default_factory=set)
-
-    def is_inside(self, unit: int) -> bool:
-        """Return whether backward is inside a use of the unit."""
-        return unit in self.open_uses.values()
 
 
 @dataclass(slots=True)
