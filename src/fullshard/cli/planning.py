@@ -34,58 +34,70 @@ _POLICIES = {
 }
 
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help=f"{', '.join(SIZES)}, a configuration of transformers, or a function that returns "
+        "a model, or a model and its batch.",
+        metavar="SIZE|hf:CONFIG.json|MODULE:FUNCTION",
+    ),
+]
+_WorldSize = Annotated[int | None, typer.Option(help="Number of ranks, all of which shard.")]
+_Mesh = Annotated[
+    str | None, typer.Option(help="Instead: dims with sizes.", metavar="replicate=4,shard=256")
+]
+_Hardware = Annotated[
+    str,
+    typer.Option(help=f"{', '.join(PRESETS)}, cpu, or a file of doctor.", metavar="NAME|FILE"),
+]
+_Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of a rank: choose layout, copies, resharding, recomputation and budgets "
+        "so that it is enough and the step is fast.",
+        metavar="80GB",
+    ),
+]
+_Batch = Annotated[int, typer.Option(help="Sequences of a rank.", min=1)]
+_Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)]
+_Accumulate = Annotated[int, typer.Option(help="Microbatches of a step.", min=1)]
+_Layout = Annotated[
+    LayoutName | None,
+    typer.Option(help="How parameters lie in the shards; default: per parameter, or chosen."),
+]
+_Reshard = Annotated[
+    bool | None,
+    typer.Option(
+        "--reshard/--no-reshard",
+        help="Free full parameters between forward and backward; default: yes, or chosen.",
+    ),
+]
+_Rank = Annotated[int, typer.Option(help="Which rank to plan for.", min=0)]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(help="Draw memory over the step into this file.", metavar="FILE.svg|png"),
+]
+
+
 def plan_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"{', '.join(SIZES)}, a configuration of transformers, or a function that returns "
-            "a model, or a model and its batch.",
-            metavar="SIZE|hf:CONFIG.json|MODULE:FUNCTION",
-        ),
-    ],
+    model: _Model,
     *,
-    world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks, all of which shard.")
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Instead: dims with sizes.", metavar="replicate=4,shard=256"),
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(PRESETS)}, cpu, or a file of doctor.", metavar="NAME|FILE"),
-    ] = "h100",
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of a rank: choose layout, copies, resharding, recomputation and budgets "
-            "so that it is enough and the step is fast.",
-            metavar="80GB",
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences of a rank.", min=1)] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 2048,
-    accumulate: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
+    world_size: _WorldSize = None,
+    mesh: _Mesh = None,
+    hardware: _Hardware = "h100",
+    budget: _Budget = None,
+    batch: _Batch = 1,
+    seq: _Seq = 2048,
+    accumulate: _Accumulate = 1,
     dtype: flags.Dtype = Dtype.BF16,
     optimizer: flags.Optimizer = OptimizerName.ADAMW,
-    layout: Annotated[
-        LayoutName | None,
-        typer.Option(help="How parameters lie in the shards; default: per parameter, or chosen."),
-    ] = None,
-    reshard: Annotated[
-        bool | None,
-        typer.Option(
-            "--reshard/--no-reshard",
-            help="Free full parameters between forward and backward; default: yes, or chosen.",
-        ),
-    ] = None,
+    layout: _Layout = None,
+    reshard: _Reshard = None,
     checkpoint_activations: flags.CheckpointActivations = False,
-    rank: Annotated[int, typer.Option(help="Which rank to plan for.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw memory over the step into this file.", metavar="FILE.svg|png"),
-    ] = None,
+    rank: _Rank = 0,
+    as_json: _AsJson = False,
+    picture: _Picture = None,
 ) -> int:
     """Tell memory, communication and time of a training step; exit code 1 if it does not fit."""
     options: dict[str, Any] = {"hardware": hardware, "rank": rank}

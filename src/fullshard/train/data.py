@@ -27,8 +27,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from fullshard.errors import ConfigError
 
 from .chats import ChatTokenizer
+from .config import TrainConfig
 from .documents import Document, collect, split
-from .rows import Indices, Packed, Rows, Tokens, Windows
+from .rows import Batch, Indices, Packed, Rows, Tokens, Windows
 
 END = "<|end|>"  # end mark between documents; its id is 0
 LEAST_TOKENS = 257  # one per byte value, and END
@@ -131,6 +132,29 @@ class Order:
     def _at(self, first: int, count: int) -> Indices:
         epochs = (divmod(place, self.num_rows) for place in range(first, first + count))
         return np.array([_permutation(self.num_rows, self.seed, e)[i] for e, i in epochs])
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The rows to train on, in their order."""
+
+    rows: Rows
+    order: Order
+
+    @classmethod
+    def of(cls, config: TrainConfig, text: TokenizedText, num_workers: int) -> Feed:
+        """Create for a run of ``num_workers``."""
+        rows = text.train.rows(config.seq)
+        order = Order(len(rows), config.seed, config.batch, config.accumulate, num_workers)
+        return cls(rows, order)
+
+    def batch(self, *, step: int, microbatch: int, rank: int) -> Batch:
+        """Return the rows that ``rank`` reads."""
+        return self.rows.read(self.order.rows(step=step, microbatch=microbatch, rank=rank))
+
+    def num_learned(self, step: int) -> int:
+        """Return how many labels all workers learn in ``step``."""
+        return self.rows.num_learned(self.order.rows_of_step(step))
 
 
 def load_text(
