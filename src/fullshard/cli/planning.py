@@ -24,9 +24,6 @@ from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, TrainConfig
 from fullshard.train.planned import plan_of
 
-__all__ = ["plan_command"]
-
-
 _LAYOUTS = {LayoutName.PER_PARAMETER: PerParameter(), LayoutName.RAGGED: Ragged()}
 _POLICIES = {
     Dtype.FP32: MixedPrecisionPolicy(),

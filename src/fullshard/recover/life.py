@@ -7,8 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-__all__ = ["Life", "Restart"]
-
 log = logging.getLogger("fullshard")
 
 

@@ -20,8 +20,6 @@ from fullshard.recover.life import Life, Restart
 from fullshard.recover.vote import End, Next, Said, Verdict, Voter
 from fullshard.recover.world import Origin, join, leave
 
-__all__ = ["resilient"]
-
 log = logging.getLogger("fullshard")
 
 Result = TypeVar("Result")

@@ -26,8 +26,6 @@ from fullshard.comm.pulse import Pulse
 from fullshard.errors import LostRankError
 from fullshard.watch import DEAD, Roll, ended_key
 
-__all__ = ["End", "Next", "Said", "Verdict", "Voter"]
-
 log = logging.getLogger("fullshard")
 
 _POLL_S = 0.01

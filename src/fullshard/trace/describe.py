@@ -11,8 +11,6 @@ from fullshard.tensors import local_part
 from fullshard.trace.reading import read
 from fullshard.trace.steps import History, Kept
 
-__all__ = ["history_as_json", "resting", "step_as_json", "unit_as_json"]
-
 
 def unit_as_json(unit: Unit, engine: Engine, number: int) -> dict[str, Any]:
     """Return what is known of ``unit`` before any step; ``number`` is its engine's."""

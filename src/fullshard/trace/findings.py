@@ -10,16 +10,6 @@ from typing import Any, NamedTuple
 
 from fullshard.plan.text import in_bytes, in_seconds
 
-__all__ = [
-    "Finding",
-    "exposed_gathers",
-    "exposed_reductions",
-    "findings",
-    "missed_guesses",
-    "stragglers",
-    "unequal_units",
-]
-
 Rank = Mapping[str, Any]
 """What the file of a rank holds."""
 

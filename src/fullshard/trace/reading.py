@@ -20,8 +20,6 @@ from fullshard.schedule.triggers import (
 )
 from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, NO_UNIT, Kept, Segment, lane_time
 
-__all__ = ["Act", "Change", "Failed", "Step", "Work", "held_when_it_failed", "read"]
-
 
 class Act(NamedTuple):
     """An action: its unit, by number in the tree, and when it was carried out."""

@@ -12,8 +12,6 @@ from fullshard.trace import rankfile
 from fullshard.trace.chrome import chrome_text
 from fullshard.trace.summary import summarize
 
-__all__ = ["Combined", "combine", "page"]
-
 _DATA = "{{data}}"
 
 

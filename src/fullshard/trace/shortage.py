@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from fullshard.plan.text import in_bytes
 from fullshard.trace.steps import NO_UNIT
 
-__all__ = ["Way", "ways"]
-
 NUM_WAYS = 3
 
 _GATHERED = ("unsharded", "gather_output", "all_gather_input")

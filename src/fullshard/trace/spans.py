@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["LANES", "Span", "spans"]
-
 LANES = ("model", "exposed", "gathers", "reductions")
 """What the model computes, what it waits for, and communication from its start to its end."""
 

@@ -11,8 +11,6 @@ from fullshard.trace.rankfile import CLOCKS
 from fullshard.trace.shortage import ways
 from fullshard.trace.spans import LANES, spans
 
-__all__ = ["first_difference", "memory", "summarize"]
-
 MOST_RANKS = 8
 """Ranks whose lanes are shown: the first ones, and the one that waits least."""
 MOST_SPANS = 2_000

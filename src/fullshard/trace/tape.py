@@ -27,8 +27,6 @@ from fullshard.schedule.triggers import (
 )
 from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, Segment, SegmentKind
 
-__all__ = ["MOST_ENTRIES", "Tap", "Tape", "stamp_of"]
-
 MOST_ENTRIES = 100_000
 """Entries after which a step is cut, so that a loop that never steps fills no memory."""
 
