@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
 from fullshard.flat.children import prepare_inside
 from fullshard.flat.comm_hook import reduce_by_hook
-from fullshard.flat.lending import summon
+from fullshard.flat.lending import summon_full_params
 from fullshard.flat.meshes import data_mesh_of
 from fullshard.flat.optim_state import OptimStateDicts
 from fullshard.flat.options import (
@@ -261,27 +261,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [one for one in found if one._is_root] if root_only else found
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Show full parameters in a ``with`` block, as ``fullshard.unshard_params`` does.
-
-        If nothing is sharded or offloaded, edits persist even with ``writeback=False``.
-        """
-        return summon(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
+    summon_full_params = staticmethod(summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply ``fn`` to all modules, each while the parameters of its unit are full."""
