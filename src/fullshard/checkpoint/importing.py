@@ -191,12 +191,7 @@ class _Target:
     def fill(self, folder: Path, seed: int) -> None:
         """Give the model memory, initialise what the files lack, and read."""
         self._model._apply(self._with_memory)
-        for first, *others in self._tied:
-            tensors, own = _place(self._model, first)
-            for other in others:
-                its, last = _place(self._model, other)
-                if its[last] is not tensors[own]:
-                    its[last] = tensors[own]
+        self._tie()
         drawn_on = [] if self._device.type == "cpu" else [self._device]
         with torch.random.fork_rng(drawn_on), torch.no_grad():
             torch.manual_seed(seed)
@@ -211,6 +206,15 @@ class _Target:
                 elif row.name in self._names:
                     _fill(row, self.chosen.parts[row.name], reader)
         tree.rewritten()
+
+    def _tie(self) -> None:
+        """Tie again what was tied before the model got memory."""
+        for first, *others in self._tied:
+            tensors, own = _place(self._model, first)
+            for other in others:
+                its, last = _place(self._model, other)
+                if its[last] is not tensors[own]:
+                    its[last] = tensors[own]
 
     def _fill_converted(self, row: Row, reader: StoredReader) -> None:
         """Read a stored tensor whole, and keep this rank's part of what is made of it.

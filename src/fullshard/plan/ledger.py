@@ -119,7 +119,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._carry = carry or lanes.carry
         self.kind = ACTIVATIONS
-        self.doing, self.unit = "", ""
+        self._where = "", ""  # what the model does, and in which unit
         self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
@@ -166,7 +166,7 @@ class Ledger(TorchDispatchMode):
 
     def turn_to(self, doing: str, unit: str = "") -> None:
         """Take note of what the model does from now on."""
-        self.doing, self.unit = doing, unit
+        self._where = doing, unit
 
     def restart(self) -> None:
         """Forget peak, moments and FLOPs so far, but not what is held."""
@@ -279,7 +279,7 @@ class Ledger(TorchDispatchMode):
 
     def _now(self) -> Moment:
         at_s, held, home = self._lanes.computed_s, self.device.held, self.home.held
-        return Moment(at_s, held, self.doing, self.unit, home)
+        return Moment(at_s, held, *self._where, home)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from .config import TrainConfig
 from .data import TokenizedText
 from .planned import tell_plan
 from .quantized import check_bitsandbytes
-from .rows import Packed
+from .rows import Packed, Rows
 from .rundir import RunDir, check_continues, describe
 from .runlock import RunLock
 
@@ -106,9 +106,14 @@ def _check_enough(config: TrainConfig, text: TokenizedText, num_workers: int) ->
             f"sixteenth of the text has {len(text.held_out.tokens)}: give more --data, or lower "
             "--seq"
         )
+    _tell_cut(rows, config.seq)
+
+
+def _tell_cut(rows: Rows, seq: int) -> None:
+    """Print a note if samples are longer than a row."""
     if isinstance(rows, Packed) and rows.num_cut:
         print(
-            f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {config.seq} tokens: "
+            f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {seq} tokens: "
             "what is behind is not read, give a greater --seq",
             file=sys.stderr,
         )
