@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,6 +88,21 @@ def planned_tensors(
         own = datafile.dtype_of(entries[stored.source].dtype)
         cast = dtype is not None and own.is_floating_point
         found.append(Planned(stored, dtype if cast and dtype is not None else own))
+    return found
+
+
+def grouped(
+    tensors: Sequence[Planned], nbytes: int, size: Callable[[Planned], int]
+) -> list[list[Planned]]:
+    """Divide tensors, in their order, into groups of at most ``nbytes``, or of one tensor."""
+    found: list[list[Planned]] = []
+    room = 0
+    for one in tensors:
+        if not found or size(one) > room:
+            found.append([])
+            room = nbytes
+        found[-1].append(one)
+        room -= size(one)
     return found
 
 

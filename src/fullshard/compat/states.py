@@ -262,15 +262,12 @@ class ParamGroup(View):
     @property
     def post_forward_mesh_info(self) -> torch_common.DataParallelMeshInfo | None:
         """The mesh over which parameters are cut between forward and backward, if they are."""
-        after = self._policy.after_forward
-        if after is AfterForward.SECONDARY:
+        if self._policy.after_forward is AfterForward.SECONDARY:
             raise UnsupportedError(
                 "FSDPParamGroup.post_forward_mesh_info: reshard_after_forward is an int, whose "
                 "smaller groups are in no mesh; use the number that fully_shard was given"
             )
-        is_kept = after is AfterForward.KEEP
-        is_kept |= after is AfterForward.AUTO and is_root(self._unit)
-        return None if is_kept else self.mesh_info
+        return None if self._policy.keeps(is_root(self._unit)) else self.mesh_info
 
     @property
     def _module_fqn(self) -> str:

@@ -22,9 +22,10 @@ from fullshard.schedule.state import (
     Iteration,
     MachinePolicy,
     Residency,
+    Task,
+    Tasks,
     UnitState,
 )
-from fullshard.schedule.tasks import Task, Tasks
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
 # The holds that end with a unit's backward, whatever the policy.

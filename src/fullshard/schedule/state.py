@@ -1,4 +1,4 @@
-"""The state of the machine: of each unit and of a running forward."""
+"""The state of the machine: of each unit, of a running forward and of running backwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import InitVar, dataclass, field, replace
 
 from fullshard.errors import ProtocolError
 from fullshard.schedule.actions import UnitActions, actions_of
-from fullshard.schedule.uses import Uses
 
 
 class Residency(enum.IntEnum):
@@ -151,6 +150,56 @@ class MachinePolicy:
     None: one reduction at a time holds a copy."""
 
 
+class Uses:
+    """The forward calls of a unit, by number; its ``num_members`` modules share each.
+
+    Attributes:
+        open: the use that is open, while a member is running or must still run; None without one.
+        graphs: uses whose backward may come -> number of times that it has come.
+    """
+
+    __slots__ = ("_generation", "_num_members", "_waiting", "graphs", "open")
+
+    def __init__(self, num_members: int) -> None:
+        self.open: int | None = None
+        self.graphs: dict[int, int] = {}
+        self._generation = 0  # of the weights that the forwards of ``graphs`` read
+        self._num_members = num_members
+        self._waiting: set[int] = set()  # members that must still run
+
+    def enter(self, use: int) -> None:
+        """Open a use."""
+        self.open = use
+        self._waiting = set(range(self._num_members))
+
+    def ran(self, member: int) -> bool:
+        """Take note that a member ran in the open use; return whether all have."""
+        self._waiting.discard(member)
+        return not self._waiting
+
+    def forget_past(self, generation: int) -> None:
+        """Forget uses whose backward came, or cannot come because the weights changed."""
+        if self.graphs:
+            current = self._generation == generation
+            self.graphs = {u: 0 for u, times in self.graphs.items() if current and not times}
+        self._generation = generation
+
+    def forget_from(self, first: int) -> None:
+        """Forget the uses from number ``first`` on."""
+        self.graphs = {use: times for use, times in self.graphs.items() if use < first}
+
+    def is_earliest(self, use: int) -> bool:
+        """Return whether a backward inside ``use`` will not enter an earlier use of the unit.
+
+        All ranks get the same answer, because they run the same forwards and backwards.
+        """
+        graphs = self.graphs
+        if len(graphs) == 1:
+            return use in graphs
+        times = graphs.get(use)
+        return times is not None and all(graphs[u] >= times for u in graphs if u < use)
+
+
 @dataclass(slots=True)
 class UnitState:
     """The state of one unit in the machine.
@@ -208,6 +257,47 @@ class UnitState:
                 "this is a defect of the scheduler, please report it"
             )
         self.residency = to
+
+
+@dataclass(slots=True)
+class Task:
+    """One backward call: the uses that it is inside of, and the reductions that are due.
+
+    ``first_use`` is the number of the first use that may begin during the call.
+    """
+
+    first_use: int
+    open_uses: dict[int, int] = field(default_factory=dict)
+    """Use -> unit, in the order in which backward entered them."""
+    entered: dict[int, None] = field(default_factory=dict)
+    """Units, in the order in which backward entered them."""
+    dealt_with: set[int] = field(default_factory=set)
+    """Units that were reduced, or need no reduction."""
+    due: set[int] = field(default_factory=set)
+    """Units to reduce when this task leaves their earliest use."""
+    recomputed: set[int] = field(default_factory=set)
+    """Units of which the call ran a forward again."""
+
+    def is_inside(self, unit: int) -> bool:
+        """Return whether backward is inside a use of the unit."""
+        return unit in self.open_uses.values()
+
+
+class Tasks(dict[int, Task]):
+    """The backward calls that are under way, by number; one may be nested in another."""
+
+    def around(self, unit: int, nested: int) -> Task | None:
+        """Return a task inside the unit, in which the task ``nested`` runs; None without one."""
+        for number, task in self.items():  # a generator takes 1 us longer
+            if number != nested and task.is_inside(unit):
+                return task
+        return None
+
+    @property
+    def unit(self) -> int | None:
+        """The unit that backward is inside of; None if there is none."""
+        inside = (unit for task in self.values() for unit in task.open_uses.values())
+        return next(iter(reversed(list(inside))), None)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -284,12 +285,12 @@ def _fill_cache(
 
 
 def _read_part(folder: Path, name: str, facts: dict[str, int]) -> Part:
-    def read(file: str) -> npt.NDArray[np.generic] | None:
+    def read(file: str) -> Any:
         path = folder / f"{file}.npy"
         return np.load(path, mmap_mode="r") if path.exists() else None
 
     tokens, starts, learned = read(name), read(f"{name}_starts"), read(f"{name}_learned")
-    return Part(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])  # type: ignore[arg-type]
+    return Part(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])
 
 
 def _write_chats(folder: Path, name: str, given: _Given, documents: Sequence[Document]) -> int:
