@@ -51,7 +51,7 @@ class Conversion(NamedTuple):
 
 
 class LoadedWeights(NamedTuple):
-    """What ``load_weights`` did not load.
+    """The names of tensors that ``load_weights`` did not load.
 
     Attributes:
         missing: names of the model's tensors that the files lack.
@@ -307,7 +307,7 @@ class _Lacking(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a unit owns one of the tensors."""
+        """True if a unit owns one of the tensors."""
         return any(owner_of(Place(*place)) is not None for place in self._places())
 
     def fill(self) -> None:

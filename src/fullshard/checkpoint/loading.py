@@ -96,7 +96,7 @@ def _union(said: list[list[str]]) -> list[str]:
 
 
 class Target:
-    """What is to be loaded into a model and an optimizer, in new memory of the host.
+    """The values to load into a model and an optimizer, in new memory of the host.
 
     Attributes:
         wanted: this rank's parts, by their names in the checkpoint.

@@ -131,7 +131,7 @@ class Piece(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank has of a piece.
+    """The part of a piece that one rank has.
 
     Attributes:
         at: number of the piece in its batch.

@@ -25,7 +25,7 @@ _originals: MutableMapping[Tensor, _Original] = WeakIdKeyDictionary()
 
 
 class _Original(NamedTuple):
-    """What became of a whole parameter; refers to nothing strongly."""
+    """The unit and the place of a whole parameter that was sharded; all references are weak."""
 
     name: str
     unit: weakref.ref[Unit]

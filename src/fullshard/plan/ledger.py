@@ -46,15 +46,15 @@ class Moment(NamedTuple):
     at_s: float
     held: dict[str, int]
     doing: str
-    """What the model does at that moment: "forward", "after the forward", ..."""
+    """The phase of the model at that moment: "forward", "after the forward", ..."""
     unit: str = ""
     """The unit that does it; empty if that is not of one unit."""
     home: dict[str, int] = {}  # noqa: RUF012 - never changed
-    """What is held in the host's memory, of ``held`` that of the device's."""
+    """The bytes held in the host's memory; ``held`` counts the device's."""
 
     @property
     def where(self) -> str:
-        """What the model does at that moment, and which unit."""
+        """The phase of the model at that moment, and the unit."""
         return f"{self.doing} of {self.unit}" if self.unit else self.doing
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank file says: units, their policies, sums over all steps, steps kept whole."""
+"""Make the contents of a rank file: units, policies, sums over all steps, steps kept whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace says in plain words, and what to change: pure functions on what rank files hold."""
+"""Say in plain words what costs time or memory, and what to change: functions on rank files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fullshard.plan.text import in_bytes, in_seconds
 
 Rank = Mapping[str, Any]
-"""What the file of a rank holds."""
+"""The contents of a rank file."""
 
 LEAST_SHARE = 0.01
 """The share of a step below which exposed communication is not worth a change."""
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 class _Exposed(NamedTuple):
-    """What one unit costs in a step."""
+    """The time that one unit costs in a step."""
 
     unit: int
     exposed_s: float

@@ -54,7 +54,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Step:
-    """What happened in a segment."""
+    """The events of a segment."""
 
     held: dict[str, int]
     """Bytes of buffers by kind when it began."""
@@ -64,7 +64,7 @@ class Step:
 
 
 class Failed(NamedTuple):
-    """What was held when an exception came, by unit and kind, and the unit that ran last."""
+    """The memory held when an exception came, by unit and kind, and the unit that ran last."""
 
     unit: int
     held: dict[tuple[int, str], int]

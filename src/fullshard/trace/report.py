@@ -16,7 +16,7 @@ _DATA = "{{data}}"
 
 
 class Combined(NamedTuple):
-    """What was written, and the summary that is in it."""
+    """The files that were written, and their summary."""
 
     summary: dict[str, Any]
     page: Path

@@ -21,7 +21,7 @@ class Way(NamedTuple):
     saves_nbytes: int
     costs: str
     suffices: bool | None
-    """Whether it saves what the failed allocation asked for; None: that is not known."""
+    """True if it saves as much as the failed allocation asked for; None: that is not known."""
 
 
 def ways(rank: Mapping[str, Any]) -> list[Way]:

@@ -17,7 +17,7 @@ _ANSWERS = re.compile(r"{%-?\s*generation")  # templates may mark answers themse
 
 
 class Sample(NamedTuple):
-    """What a model reads of a chat.
+    """The part of a chat that a model reads.
 
     Attributes:
         tokens: the tokens.
