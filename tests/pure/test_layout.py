@@ -364,7 +364,7 @@ def test_a_layout_of_many_ranks_takes_a_short_line_for_each_parameter() -> None:
 def test_the_examples_in_docstrings_hold(module: str) -> None:
     found = doctest.testmod(
         importlib.import_module(f"fullshard.layout.{module}"),
-        extraglobs={name: getattr(fullshard.layout, name) for name in fullshard.layout.__all__},
+        extraglobs=vars(fullshard.layout),
     )
     assert found.attempted and not found.failed
 

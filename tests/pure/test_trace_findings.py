@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from fullshard.trace.findings import (
-    exposed_gathers,
-    exposed_reductions,
+    exposed,
     findings,
     missed_guesses,
     stragglers,
@@ -30,7 +29,7 @@ def gathered(exposed_s: float, budget: int | None = None) -> Any:
 
 
 def test_an_exposed_gather_names_what_the_budget_holds_and_what_more_costs() -> None:
-    (found,) = exposed_gathers(gathered(0.0012))
+    (found,) = exposed(gathered(0.0012), "gather")
     assert found.text == (
         "blocks.2: gather exposed 1.2 ms a step, the budget holds one unit ahead; one more would "
         "hide it and cost 32 MB"
@@ -40,31 +39,31 @@ def test_an_exposed_gather_names_what_the_budget_holds_and_what_more_costs() -> 
 
 
 def test_a_budget_of_bytes_grows_by_the_unit() -> None:
-    (found,) = exposed_gathers(gathered(0.0012, 70 * MB))
+    (found,) = exposed(gathered(0.0012, 70 * MB), "gather")
     assert "the budget holds 70 MB, 2 such units;" in found.text
     assert found.change == BUDGET.format(102 * MB)
 
 
 def test_what_would_not_be_hidden_is_not_promised() -> None:
-    (found,) = exposed_gathers(gathered(0.015))
+    (found,) = exposed(gathered(0.015), "gather")
     assert "one more would hide 10 ms of it at most" in found.text
 
 
 def test_the_first_gather_of_a_step_has_nothing_to_hide_behind() -> None:
     actions = [action("unshard", 0, 0.0), action("wait", 0, 0.001, 0.02)]
-    (found,) = exposed_gathers(rank_file(steps=[step(work=[], actions=actions)]))
+    (found,) = exposed(rank_file(steps=[step(work=[], actions=actions)]), "gather")
     assert "nothing runs before it that could hide it" in found.text
 
 
 def test_a_short_wait_is_no_finding() -> None:
-    assert exposed_gathers(gathered(0.0009)) == []
+    assert exposed(gathered(0.0009), "gather") == []
 
 
 def test_many_exposed_units_are_told_in_one_line() -> None:
     actions = [action("unshard", n, 0.0) for n in range(8)]
     actions += [action("wait", n, 0.01, 0.002) for n in range(8)]
     units = [unit(f"blocks.{n}") for n in range(8)]
-    told = exposed_gathers(rank_file(steps=[step(actions=actions)], units=units))
+    told = exposed(rank_file(steps=[step(actions=actions)], units=units), "gather")
     assert len(told) == 4
     assert told[-1].text == "gathers of 5 more units are exposed, 10 ms a step together"
 
@@ -75,7 +74,7 @@ def reduced(at_s: float) -> Any:
 
 
 def test_an_exposed_reduction_names_the_budget() -> None:
-    (found,) = exposed_reductions(reduced(0.03))
+    (found,) = exposed(reduced(0.03), "reduction")
     assert found.text == (
         "blocks.2: reduction exposed 2 ms a step, the budget holds one reduction; one more in "
         "flight would cost 32 MB"
@@ -84,7 +83,7 @@ def test_an_exposed_reduction_names_the_budget() -> None:
 
 
 def test_a_reduction_after_backward_has_nothing_to_hide_behind() -> None:
-    (found,) = exposed_reductions(reduced(0.07))
+    (found,) = exposed(reduced(0.07), "reduction")
     assert "backward is over by then" in found.text
 
 

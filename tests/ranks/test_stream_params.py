@@ -285,3 +285,9 @@ def test_names_are_those_of_transformers(pool: RankPool) -> None:
 def test_a_model_that_is_not_sharded() -> None:
     model = nn.BatchNorm1d(3)
     same(streamed(stream_params(model, bucket_nbytes=7)), dict(model.state_dict()))
+
+
+def test_a_tensor_without_elements_may_come_first() -> None:
+    model = nn.ParameterDict({"empty": torch.empty(0, 3), "full": torch.ones(2)})
+    stream = stream_params(model, bucket_nbytes=64)
+    same(streamed(stream), {"empty": torch.empty(0, 3), "full": torch.ones(2)})

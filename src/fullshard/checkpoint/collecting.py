@@ -22,11 +22,11 @@ from fullshard.engine import Unit
 from fullshard.errors import UnsupportedError
 
 EXTRA_STATE = "_extra_state"
-"""What modules name theirs."""
+"""The names that modules give to theirs."""
 
 
 class Collected:
-    """What a rank contributes to a checkpoint.
+    """The contribution of a rank to a checkpoint.
 
     Attributes:
         tensors: the tensors of which this rank holds a part.

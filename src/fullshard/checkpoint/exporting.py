@@ -22,10 +22,10 @@ from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.outgoing import (
     ALIGN,
     Piece,
-    Planned,
     Share,
     aligned,
     described,
+    grouped,
     pack,
     planned_tensors,
     shares_of,
@@ -132,14 +132,7 @@ class _Plan:
                 )
         share = sum(one.nbytes for one in self.tensors) // world
         limit = min(max_file_nbytes, max(share + 1, _SMALLEST_FILE_NBYTES))
-        groups: list[list[Planned]] = [[]]
-        nbytes = 0
-        for one in self.tensors:
-            if groups[-1] and nbytes + one.nbytes > limit:
-                groups.append([])
-                nbytes = 0
-            groups[-1].append(one)
-            nbytes += one.nbytes
+        groups = grouped(self.tensors, limit, lambda one: one.nbytes) or [[]]
         # Large elements first, so that every tensor is aligned to its elements.
         self.files = [sorted(group, key=lambda one: -one.dtype.itemsize) for group in groups]
         count = len(groups)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.adapted import adapted_layers, reset_adapters
 from fullshard.checkpoint.pending import settle
@@ -26,16 +25,14 @@ from fullshard.checkpoint.stored import (
     choose,
     read_index,
 )
-from fullshard.checkpoint.tree import Row, Tree
+from fullshard.checkpoint.tree import Row, Tree, part_here, some
 from fullshard.comm.council import Council
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.ownership import owner_of
 from fullshard.frontend.places import Place
 from fullshard.layout.region import Region, whole
-from fullshard.tensors import region_of
 from fullshard.tensors.names import clean_name
-from fullshard.tensors.parts import coordinate_in
 
 _BUFFER_NBYTES = 32 << 20
 
@@ -54,7 +51,7 @@ class Conversion(NamedTuple):
 
 
 class LoadedWeights(NamedTuple):
-    """What ``load_weights`` did not load.
+    """The names of tensors that ``load_weights`` did not load.
 
     Attributes:
         missing: names of the model's tensors that the files lack.
@@ -118,9 +115,9 @@ def load_weights(
         unexpected = [name for name in said[0][1] if name in nowhere]
         problems = []
         if strict and missing:
-            problems.append(f"the files lack {_some(missing)}")
+            problems.append(f"the files lack {some(missing)}")
         if strict and unexpected:
-            problems.append(f"the model lacks {_some(unexpected)}")
+            problems.append(f"the model lacks {some(unexpected)}")
         if problems:
             raise ConfigError("they do not fit; " + "; ".join(problems))
         return [missing, unexpected, torch.initial_seed()]
@@ -155,7 +152,7 @@ class _Target:
         shapes = {row.name: tuple(row.value.shape) for row in rows}
         nowhere = [name for name in convert if name not in shapes]
         if nowhere:
-            raise ConfigError(f"convert names {_some(nowhere)}, which the model lacks")
+            raise ConfigError(f"convert names {some(nowhere)}, which the model lacks")
         shapes |= {name: tuple(one.shape) for name, one in convert.items()}
         self.chosen: Chosen = choose(model, list(names.values()), shapes, files)
         self._names = set(self.chosen.parts)
@@ -186,17 +183,12 @@ class _Target:
             if one.initialise is None
         ]
         if problems:
-            raise ConfigError("they do not fit; " + _some(problems, "; "))
+            raise ConfigError("they do not fit; " + some(problems, "; "))
 
     def fill(self, folder: Path, seed: int) -> None:
         """Give the model memory, initialise what the files lack, and read."""
         self._model._apply(self._with_memory)
-        for first, *others in self._tied:
-            tensors, own = _place(self._model, first)
-            for other in others:
-                its, last = _place(self._model, other)
-                if its[last] is not tensors[own]:
-                    its[last] = tensors[own]
+        self._tie()
         drawn_on = [] if self._device.type == "cpu" else [self._device]
         with torch.random.fork_rng(drawn_on), torch.no_grad():
             torch.manual_seed(seed)
@@ -211,6 +203,15 @@ class _Target:
                 elif row.name in self._names:
                     _fill(row, self.chosen.parts[row.name], reader)
         tree.rewritten()
+
+    def _tie(self) -> None:
+        """Tie again what was tied before the model got memory."""
+        for first, *others in self._tied:
+            tensors, own = _place(self._model, first)
+            for other in others:
+                its, last = _place(self._model, other)
+                if its[last] is not tensors[own]:
+                    its[last] = tensors[own]
 
     def _fill_converted(self, row: Row, reader: StoredReader) -> None:
         """Read a stored tensor whole, and keep this rank's part of what is made of it.
@@ -230,7 +231,7 @@ class _Target:
                 f"convert made {made.dtype} {tuple(made.shape)} of {row.name}, which is "
                 f"{value.dtype} {tuple(value.shape)} here"
             )
-        local, region = _own(value)
+        local, region = part_here(value)
         memory = torch.empty(region.numel, dtype=local.dtype)
         made = made.contiguous()
         for one in region.overlaps(whole(made.shape)):
@@ -249,7 +250,7 @@ class _Target:
 
 def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
     """Read what this rank holds of a tensor, a piece at a time."""
-    local, region = _own(row.value)
+    local, region = part_here(row.value)
     step = max(_BUFFER_NBYTES // local.element_size(), 1)
     for start in range(0, region.numel, step):
         piece = region.part(start, min(start + step, region.numel))
@@ -263,15 +264,6 @@ def _fill(row: Row, parts: Sequence[Stored], reader: StoredReader) -> None:
             _read(stored, piece, memory, reader)
         if not in_place:
             _put(memory, local, start)
-
-
-def _own(value: Tensor) -> tuple[Tensor, Region]:
-    """Return what this rank holds of a tensor of the model, and which elements these are."""
-    if not isinstance(value, DTensor):
-        return value.detach(), whole(value.shape)
-    mesh = value.device_mesh
-    region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
-    return _torch.local_of(value), region
 
 
 def _read(stored: Stored, piece: Region, memory: Tensor, reader: StoredReader) -> None:
@@ -315,7 +307,7 @@ class _Lacking(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a unit owns one of the tensors."""
+        """True if a unit owns one of the tensors."""
         return any(owner_of(Place(*place)) is not None for place in self._places())
 
     def fill(self) -> None:
@@ -388,7 +380,3 @@ def _on_meta(path: str, module: nn.Module) -> dict[str, str]:
 
 def _reset(module: nn.Module) -> None:
     module.reset_parameters()  # type: ignore[operator]
-
-
-def _some(names: Sequence[str], between: str = ", ") -> str:
-    return between.join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,12 @@ from fullshard.checkpoint.optimizer import optim_state_to_load
 from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.reading import Reader, Wanted
 from fullshard.checkpoint.stepped import Stepped
-from fullshard.checkpoint.tree import Tree
+from fullshard.checkpoint.tree import Tree, part_here, some
 from fullshard.checkpoint.values import decode
 from fullshard.comm.council import Council
 from fullshard.errors import ConfigError
-from fullshard.layout.region import Region, whole
 from fullshard.optim.states import is_cut, one_for_many
-from fullshard.tensors import is_on_one_rank, region_of
-from fullshard.tensors.parts import coordinate_in
+from fullshard.tensors import is_on_one_rank
 
 
 def load(
@@ -98,7 +96,7 @@ def _union(said: list[list[str]]) -> list[str]:
 
 
 class Target:
-    """What is to be loaded into a model and an optimizer, in new memory of the host.
+    """The values to load into a model and an optimizer, in new memory of the host.
 
     Attributes:
         wanted: this rank's parts, by their names in the checkpoint.
@@ -165,9 +163,9 @@ class Target:
         saved = [name for kind, _, name in kinds if kind == "model"]
         unexpected = [name for name in (*saved, *states) if name not in names]
         if self._strict and missing:
-            self._problems.append(f"the checkpoint lacks {_some(missing)}")
+            self._problems.append(f"the checkpoint lacks {some(missing)}")
         if self._strict and unexpected:
-            self._problems.append(f"the model lacks {_some(unexpected)}")
+            self._problems.append(f"the model lacks {some(unexpected)}")
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         stored = [c.values["optimizer"] for c in self._manifest.contents if "optimizer" in c.values]
@@ -233,8 +231,8 @@ class Target:
         if own is not None and _overlaps_itself(own):
             self._problems.append(f"{full} shares memory between its elements here")
             return None
-        region, shape = _own(like)
-        local = torch.empty(shape, dtype=dtype, device="cpu")
+        held, region = part_here(like)
+        local = torch.empty(held.shape, dtype=dtype, device="cpu")
         if full in self.wanted:  # tied there, and not here
             self.again.append({full: Wanted(region, local.view(-1))})
         else:
@@ -246,16 +244,3 @@ def _overlaps_itself(value: Tensor) -> bool:
     local = _torch.local_of(value) if isinstance(value, DTensor) else value
     pairs = zip(local.shape, local.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)
-
-
-def _own(like: Tensor) -> tuple[Region, torch.Size]:
-    """Return what this rank holds of ``like``, and the shape of its local tensor."""
-    if not isinstance(like, DTensor):
-        return whole(like.shape), like.shape
-    mesh = like.device_mesh
-    region = region_of(like.shape, like.placements, mesh.shape, coordinate_in(mesh))
-    return region, _torch.local_of(like).shape
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.source import Key, Source
-from fullshard.checkpoint.tree import Row, Tree, full, sharded
+from fullshard.checkpoint.tree import Row, Tree, full, sharded, some
 from fullshard.errors import ConfigError
 from fullshard.frontend.sharded import taken_as_it_is
 from fullshard.tensors import local_part, taken_by
@@ -150,9 +150,9 @@ def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> N
     missing = [row.name for row in rows if id(row.value) not in given]
     unexpected = [str(key) for key in source.announced if key not in names]
     if strict and missing:
-        problems.append(f"missing: {_some(missing)}")
+        problems.append(f"missing: {some(missing)}")
     if strict and unexpected:
-        problems.append(f"unexpected: {_some(unexpected)}")
+        problems.append(f"unexpected: {some(unexpected)}")
     for row in rows:
         if row.name in source.announced and isinstance(row.value, Tensor):
             shape = source.shape_of(row.name)
@@ -161,11 +161,6 @@ def _check(what: str, rows: Sequence[Row], source: Source, *, strict: bool) -> N
                 problems.append(f"{row.name}: got {got}, expected {tuple(row.value.shape)}")
     if problems:
         raise _Mismatch(f"{what}: the state dict does not fit the model; " + "; ".join(problems))
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 class _Mismatch(ConfigError, RuntimeError):

@@ -12,6 +12,7 @@ of an ``OwnedOptimizer``, of any shape, is cut so that owners hold it whole.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.agreement import check_alike
 from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.stepped import Kept, StateDict, Stepped
 from fullshard.checkpoint.tree import Row, Tree, full, sharded
+from fullshard.comm import all_same, broadcast_object_from_first
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import Groups, numbered, options_of
 from fullshard.optim.states import one_for_many
@@ -111,10 +112,33 @@ def _rows(state: Mapping[str, Kept]) -> Iterator[Row]:
             yield Row(name, value, key=key)
 
 
+def _check_keys_alike(what: str, tree: Tree, keys: Iterable[tuple[str, str]]) -> None:
+    """Check that all ranks will gather or receive the same ``keys`` in one order; a collective.
+
+    Raises:
+        ConfigError: on all ranks, if the (parameter name, state name) pairs of any ranks differ.
+    """
+    mesh, own = tree.mesh, list(keys)
+    if mesh is None or all_same(sha256(repr(own).encode()).digest(), mesh):
+        return
+    first = broadcast_object_from_first(own, mesh)
+    apart = [f"{key} of {name}" for name, key in own if (name, key) not in first]
+    lacks = [f"{key} of {name}" for name, key in first if (name, key) not in own]
+    raise _Disagreement(
+        f"{what}: ranks have the state of different parameters; beside the first rank, this one "
+        f"lacks {lacks[:8]} and has {apart[:8]} besides. Give the optimizers of all ranks the "
+        "same parameters, and step all of them"
+    )
+
+
+class _Disagreement(ConfigError, RuntimeError):
+    """A ``RuntimeError`` as well, because PyTorch raises one here."""
+
+
 def _check_alike(what: str, tree: Tree, state: Mapping[str, Kept]) -> None:
     """Check that all ranks gather the same DTensors."""
     spread = [(r.name, r.key) for r in _rows(state) if isinstance(r.value, DTensor)]
-    check_alike(what, tree, spread)
+    _check_keys_alike(what, tree, spread)
 
 
 def _by_names(
@@ -213,7 +237,7 @@ def optim_state_to_load(
     for (name, key), _ in needed:
         loaded.check_shape(name, key, likes[name, key])
     if send or spread:
-        check_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
+        _check_keys_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
     own: dict[str, dict[str, Any]] = {}
     for (name, key), param in needed:
         value, like = source.get((name, key)), likes[name, key]

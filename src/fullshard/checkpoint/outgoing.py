@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,6 +91,21 @@ def planned_tensors(
     return found
 
 
+def grouped(
+    tensors: Sequence[Planned], nbytes: int, size: Callable[[Planned], int]
+) -> list[list[Planned]]:
+    """Divide tensors, in their order, into groups of at most ``nbytes``, or of one tensor."""
+    found: list[list[Planned]] = []
+    room = 0
+    for one in tensors:
+        if not found or size(one) > room:
+            found.append([])
+            room = nbytes
+        found[-1].append(one)
+        room -= size(one)
+    return found
+
+
 class Piece(NamedTuple):
     """Elements ``start`` to ``stop`` of a tensor; ``file`` is the number of where it goes."""
 
@@ -116,7 +131,7 @@ class Piece(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank has of a piece.
+    """The part of a piece that one rank has.
 
     Attributes:
         at: number of the piece in its batch.

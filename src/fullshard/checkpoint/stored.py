@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
 
 class InFile(NamedTuple):
-    """What a file of weights says of a tensor."""
+    """The description of a tensor in a file of weights."""
 
     file: str
     dtype: str

@@ -17,6 +17,7 @@ from fullshard.checkpoint.outgoing import (
     Planned,
     aligned,
     described,
+    grouped,
     pack,
     planned_tensors,
     shares_of,
@@ -110,7 +111,7 @@ def stream_params(
             if unknown:
                 raise ConfigError(f"names: the model has no {', '.join(unknown[:8])}")
             tensors = [one for one in tensors if one.stored.name in set(chosen)]
-        plans.append(_buckets(tensors, bucket_nbytes))
+        plans.append(grouped(tensors, bucket_nbytes, lambda one: aligned(one.nbytes)))
 
     council.agree(plan)
     return ParamStream(model, manifest, plans[0], receivers, council)
@@ -333,19 +334,6 @@ class BucketTensor(Tensor):
     def _given_away(self) -> Tensor:
         self._bucket.packed  # noqa: B018
         return self._plain
-
-
-def _buckets(tensors: Sequence[Planned], nbytes: int) -> list[list[Planned]]:
-    """Divide tensors, in their order, into buckets of at most ``nbytes`` or of one tensor."""
-    found: list[list[Planned]] = []
-    size = nbytes
-    for one in tensors:
-        if size + aligned(one.nbytes) > nbytes:
-            found.append([])
-            size = 0
-        found[-1].append(one)
-        size += aligned(one.nbytes)
-    return found
 
 
 def _offsets(bucket: Sequence[Planned]) -> list[int]:

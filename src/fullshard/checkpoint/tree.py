@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard import _torch
 from fullshard.engine import Unit
 from fullshard.errors import ConfigError
 from fullshard.frontend.contexts import (
@@ -22,8 +23,10 @@ from fullshard.frontend.contexts import (
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
-from fullshard.tensors import on_larger_mesh, plainly_sharded
+from fullshard.layout.region import Region, whole
+from fullshard.tensors import on_larger_mesh, plainly_sharded, region_of
 from fullshard.tensors.names import clean_name
+from fullshard.tensors.parts import coordinate_in
 
 
 class Row(NamedTuple):
@@ -103,7 +106,8 @@ class Tree:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The largest mesh of any sharded parameter; None if there is no such parameter."""
-        meshes = [self.shown(held).device_mesh for held in self._held.values()]  # type: ignore[attr-defined]
+        shown: list[Any] = [self.shown(held) for held in self._held.values()]
+        meshes = [param.device_mesh for param in shown]
         return max({id(mesh): mesh for mesh in meshes}.values(), key=_extent, default=None)
 
     @property
@@ -174,3 +178,18 @@ def sharded(
         elif isinstance(value, DTensor) and mesh is not None:
             value = on_larger_mesh(value, mesh)
         yield row, value
+
+
+def part_here(value: Tensor) -> tuple[Tensor, Region]:
+    """Return what this rank holds of a tensor of the model, and which elements these are."""
+    if not isinstance(value, DTensor):
+        return value.detach(), whole(value.shape)
+    mesh = value.device_mesh
+    region = region_of(value.shape, value.placements, mesh.shape, coordinate_in(mesh))
+    return _torch.local_of(value), region
+
+
+def some(names: Iterable[str], between: str = ", ") -> str:
+    """Return the first eight names, for messages, and how many more there are."""
+    names = list(names)
+    return between.join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

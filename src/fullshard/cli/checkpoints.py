@@ -21,8 +21,6 @@ from fullshard.checkpoint import (
 from fullshard.cli.printing import print_json, print_table, size
 from fullshard.errors import CheckpointError, ConfigError
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True, help="Look at checkpoints, check, compare and convert them."
 )

@@ -23,8 +23,6 @@ from fullshard.errors import ConfigError, FullshardError
 from fullshard.train.launch import default_nproc, start_workers
 from fullshard.train.world import is_worker, meeting_place, num_local_workers
 
-__all__ = ["doctor_command"]
-
 Show = Callable[[doctor.Report], None]
 
 

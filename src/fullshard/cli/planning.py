@@ -8,23 +8,21 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
 from fullshard import MixedPrecisionPolicy, PerParameter, Ragged
 from fullshard.errors import ConfigError
 from fullshard.optim import Muon
 from fullshard.plan import PRESETS, Plan, draw_plan, plan
+from fullshard.train import flags
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.config import HF, SIZES, Dtype, LayoutName, OptimizerName, TrainConfig
 from fullshard.train.planned import plan_of
-
-__all__ = ["plan_command"]
-
 
 _LAYOUTS = {LayoutName.PER_PARAMETER: PerParameter(), LayoutName.RAGGED: Ragged()}
 _POLICIES = {
@@ -33,100 +31,139 @@ _POLICIES = {
 }
 
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help=f"{', '.join(SIZES)}, a configuration of transformers, or a function that returns "
+        "a model, or a model and its batch.",
+        metavar="SIZE|hf:CONFIG.json|MODULE:FUNCTION",
+    ),
+]
+_WorldSize = Annotated[int | None, typer.Option(help="Number of ranks, all of which shard.")]
+_Mesh = Annotated[
+    str | None, typer.Option(help="Instead: dims with sizes.", metavar="replicate=4,shard=256")
+]
+_Hardware = Annotated[
+    str,
+    typer.Option(help=f"{', '.join(PRESETS)}, cpu, or a file of doctor.", metavar="NAME|FILE"),
+]
+_Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of a rank: choose layout, copies, resharding, recomputation and budgets "
+        "so that it is enough and the step is fast.",
+        metavar="80GB",
+    ),
+]
+_Batch = Annotated[int, typer.Option(help="Sequences of a rank.", min=1)]
+_Seq = Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)]
+_Accumulate = Annotated[int, typer.Option(help="Microbatches of a step.", min=1)]
+_Layout = Annotated[
+    LayoutName | None,
+    typer.Option(help="How parameters lie in the shards; default: per parameter, or chosen."),
+]
+_Reshard = Annotated[
+    bool | None,
+    typer.Option(
+        "--reshard/--no-reshard",
+        help="Free full parameters between forward and backward; default: yes, or chosen.",
+    ),
+]
+_Rank = Annotated[int, typer.Option(help="Which rank to plan for.", min=0)]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(help="Draw memory over the step into this file.", metavar="FILE.svg|png"),
+]
+
+
 def plan_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"{', '.join(SIZES)}, a configuration of transformers, or a function that returns "
-            "a model, or a model and its batch.",
-            metavar="SIZE|hf:CONFIG.json|MODULE:FUNCTION",
-        ),
-    ],
+    model: _Model,
     *,
-    world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks, all of which shard.")
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Instead: dims with sizes.", metavar="replicate=4,shard=256"),
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(PRESETS)}, cpu, or a file of doctor.", metavar="NAME|FILE"),
-    ] = "h100",
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of a rank: choose layout, copies, resharding, recomputation and budgets "
-            "so that it is enough and the step is fast.",
-            metavar="80GB",
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences of a rank.", min=1)] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 2048,
-    accumulate: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = Dtype.BF16,
-    optimizer: Annotated[
-        OptimizerName, typer.Option(help="What steps the matrices; AdamW steps everything else.")
-    ] = OptimizerName.ADAMW,
-    layout: Annotated[
-        LayoutName | None,
-        typer.Option(help="How parameters lie in the shards; default: per parameter, or chosen."),
-    ] = None,
-    reshard: Annotated[
-        bool | None,
-        typer.Option(
-            "--reshard/--no-reshard",
-            help="Free full parameters between forward and backward; default: yes, or chosen.",
-        ),
-    ] = None,
-    checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")
-    ] = False,
-    rank: Annotated[int, typer.Option(help="Which rank to plan for.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw memory over the step into this file.", metavar="FILE.svg|png"),
-    ] = None,
+    world_size: _WorldSize = None,
+    mesh: _Mesh = None,
+    hardware: _Hardware = "h100",
+    budget: _Budget = None,
+    batch: _Batch = 1,
+    seq: _Seq = 2048,
+    accumulate: _Accumulate = 1,
+    dtype: flags.Dtype = Dtype.BF16,
+    optimizer: flags.Optimizer = OptimizerName.ADAMW,
+    layout: _Layout = None,
+    reshard: _Reshard = None,
+    checkpoint_activations: flags.CheckpointActivations = False,
+    rank: _Rank = 0,
+    as_json: _AsJson = False,
+    picture: _Picture = None,
 ) -> int:
     """Tell memory, communication and time of a training step; exit code 1 if it does not fit."""
-    sizes = _mesh(world_size, mesh)
     options: dict[str, Any] = {"hardware": hardware, "rank": rank}
     if budget is not None:
         options["budget_nbytes"] = nbytes_of(budget)
+    step = _Step(
+        batch=batch,
+        seq=seq,
+        accumulate=accumulate,
+        dtype=dtype,
+        optimizer=optimizer,
+        layout=layout,
+        reshard=reshard,
+        checkpoint_activations=checkpoint_activations,
+    )
+    sizes = _mesh(world_size, mesh)
     if ":" in model and not model.startswith(HF):
-        if checkpoint_activations:
-            raise ConfigError("--checkpoint-activations: let MODULE:FUNCTION build them in")
-        if layout is not None:
-            options["layout"] = _LAYOUTS[layout]
-        if reshard is not None:
-            options["reshard_after_forward"] = None if reshard else False
-        options |= {"accumulate": accumulate, "mp_policy": _POLICIES[dtype]}
-        if optimizer is OptimizerName.MUON:
-            options["optimizer"] = Muon
         options |= {"mesh": sizes} if mesh else {"world_size": world_size}
-        found = _plan_function(_function(model), _zeros(batch, seq), **options)
+        found = _plan_function(_function(model), step, options)
     else:
         if budget is not None and (mesh or layout or reshard is not None):
             raise ConfigError("--budget chooses --mesh, --layout and --reshard: leave them out")
-        config = TrainConfig(
-            model=model,
-            dtype=dtype,
-            layout=layout or LayoutName.PER_PARAMETER,
-            reshard=reshard is not False,
-            replicas=sizes.get("replicate", 1),
-            checkpoint_activations=checkpoint_activations,
-            batch=batch,
-            seq=seq,
-            accumulate=accumulate,
-            optimizer=optimizer,
-        )
-        found = _plan_config(config, sizes, options)
+        found = _plan_config(step.config(model, sizes), sizes, options)
     print(json.dumps(found.as_json(), indent=1) if as_json else found)
     if picture is not None:
         draw_plan(found, picture)
     return 0 if found.fits else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The options that say what a step computes; None leaves the choice to the plan."""
+
+    batch: int
+    seq: int
+    accumulate: int
+    dtype: Dtype
+    optimizer: OptimizerName
+    layout: LayoutName | None
+    reshard: bool | None
+    checkpoint_activations: bool
+
+    def config(self, model: str, sizes: dict[str, int]) -> TrainConfig:
+        """Return the configuration of a run of the trainer."""
+        return TrainConfig(
+            model=model,
+            dtype=self.dtype,
+            layout=self.layout or LayoutName.PER_PARAMETER,
+            reshard=self.reshard is not False,
+            replicas=sizes.get("replicate", 1),
+            checkpoint_activations=self.checkpoint_activations,
+            batch=self.batch,
+            seq=self.seq,
+            accumulate=self.accumulate,
+            optimizer=self.optimizer,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of ``fullshard.plan``."""
+        if self.checkpoint_activations:
+            raise ConfigError("--checkpoint-activations: let MODULE:FUNCTION build them in")
+        found: dict[str, Any] = {"accumulate": self.accumulate, "mp_policy": _POLICIES[self.dtype]}
+        if self.layout is not None:
+            found["layout"] = _LAYOUTS[self.layout]
+        if self.reshard is not None:
+            found["reshard_after_forward"] = None if self.reshard else False
+        if self.optimizer is OptimizerName.MUON:
+            found["optimizer"] = Muon
+        return found
 
 
 def _plan_config(config: TrainConfig, sizes: dict[str, int], options: dict[str, Any]) -> Plan:
@@ -140,16 +177,14 @@ def _plan_config(config: TrainConfig, sizes: dict[str, int], options: dict[str, 
     return plan_of(config, choose_architecture(config), num_workers=num_workers, **options)
 
 
-def _plan_function(make: Callable[[], Any], tokens: Tensor, **options: Any) -> Plan:
+def _plan_function(make: Callable[[], Any], step: _Step, options: dict[str, Any]) -> Plan:
     """Plan for the model that ``make`` returns, with its own batch if it returns one as well."""
+    options |= step.options()
     with torch.device("meta"):
         made = make()
+        tokens = torch.zeros(step.batch, step.seq, dtype=torch.long)
     model, batch = made if isinstance(made, tuple) else (made, tokens)
     return plan(model, batch=batch, **options)
-
-
-def _zeros(batch: int, seq: int) -> Tensor:
-    return torch.zeros(batch, seq, dtype=torch.long, device="meta")
 
 
 def _function(name: str) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""What commands print: JSON, tables, numbers of bytes."""
+"""Print the output of commands: JSON, tables, numbers of bytes."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ from fullshard.cli.printing import console_for_tables
 from fullshard.plan import in_bytes, in_seconds
 from fullshard.trace import combine
 
-__all__ = ["trace_command"]
-
 NUM_UNITS = 20
 
 

@@ -139,7 +139,7 @@ class Handle(View):
 
     @property
     def uses_sharded_strategy(self) -> bool:
-        """Whether a rank holds less than all parameters."""
+        """True if a rank holds less than all parameters."""
         return self._fsdp.sharding_strategy.name != "NO_SHARD"
 
     @property

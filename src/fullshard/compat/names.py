@@ -107,7 +107,7 @@ SHOWN: dict[str, dict[str, object]] = {
     "torch.distributed.fsdp._fully_shard._fsdp_state": _STATE2,
     "torch.distributed.fsdp._fully_shard._fsdp_init": _STATE2,
 }
-"""What programs that import from files of PyTorch's implementation find there, while PyTorch is
+"""The names that programs find in files of PyTorch's implementation, while PyTorch is
 patched: the same table as ``OURS``, but the functions in those files go on using PyTorch's."""
 
 BUILT_ON_SHOWN = ("torch.distributed._composable.replicate_with_fsdp",)

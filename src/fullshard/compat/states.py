@@ -197,7 +197,7 @@ class StateContext(View):
 
     @property
     def is_last_backward(self) -> bool:
-        """What ``set_is_last_backward`` set."""
+        """The value of ``set_is_last_backward``."""
         return self._engine.scheduler.policy.is_last_backward
 
 
@@ -262,15 +262,12 @@ class ParamGroup(View):
     @property
     def post_forward_mesh_info(self) -> torch_common.DataParallelMeshInfo | None:
         """The mesh over which parameters are cut between forward and backward, if they are."""
-        after = self._policy.after_forward
-        if after is AfterForward.SECONDARY:
+        if self._policy.after_forward is AfterForward.SECONDARY:
             raise UnsupportedError(
                 "FSDPParamGroup.post_forward_mesh_info: reshard_after_forward is an int, whose "
                 "smaller groups are in no mesh; use the number that fully_shard was given"
             )
-        is_kept = after is AfterForward.KEEP
-        is_kept |= after is AfterForward.AUTO and is_root(self._unit)
-        return None if is_kept else self.mesh_info
+        return None if self._policy.keeps(is_root(self._unit)) else self.mesh_info
 
     @property
     def _module_fqn(self) -> str:
@@ -286,32 +283,32 @@ class ParamGroup(View):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether only the shards are in memory."""
+        """True if only the shards are in memory."""
         return self._sharded_state is torch_param.ShardedState.SHARDED
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether whole parameters are in memory and usable."""
+        """True if whole parameters are in memory and usable."""
         return self._sharded_state is torch_param.ShardedState.UNSHARDED
 
     @property
     def reduce_grads(self) -> bool:
-        """What ``set_requires_gradient_sync`` set."""
+        """The value of ``set_requires_gradient_sync``."""
         return self._policy.requires_gradient_sync
 
     @property
     def all_reduce_grads(self) -> bool:
-        """What ``set_requires_all_reduce`` set."""
+        """The value of ``set_requires_all_reduce``."""
         return self._policy.requires_all_reduce
 
     @property
     def reshard_after_backward(self) -> bool:
-        """What ``set_reshard_after_backward`` set."""
+        """The value of ``set_reshard_after_backward``."""
         return self._policy.reshard_after_backward
 
     @property
     def unshard_in_backward(self) -> bool:
-        """What ``set_unshard_in_backward`` set."""
+        """The value of ``set_unshard_in_backward``."""
         return self._policy.unshard_in_backward
 
     def post_backward(self) -> None:
@@ -361,10 +358,10 @@ class Param(View):
 
     @property
     def sharded_state(self) -> torch_param.ShardedState:
-        """Whether whole parameters are in memory."""
+        """The state of the unit: whether whole parameters are in memory."""
         return _sharded_state(cast(Unit, self._of[0]))
 
     @property
     def offload_to_cpu(self) -> bool:
-        """Whether the shards are kept on the CPU."""
+        """True if the shards are kept on the CPU."""
         return cast(Bucket, self._of[1]).spec.offload is not None

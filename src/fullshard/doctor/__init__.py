@@ -1,4 +1,4 @@
-"""What the ranks of a job are, how they communicate and how fast, and what is wrong.
+"""Examine a job: its ranks, how they communicate and how fast, and what is wrong.
 
 Start reading at ``visit.examine``: ranks tell their ``facts`` through the ``board``, form a process
 group, and time its ``wires`` (``links``) and themselves (``speed``); ``findings`` are functions of

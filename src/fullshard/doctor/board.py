@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other through its store, with or without a process group."""
+"""Exchange facts among the ranks of a job through its store, with or without a process group."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ CHECKS: tuple[Check, ...] = (
     little_shared_memory,
     few_open_files,
 )
-"""What can be found without a process group."""
+"""The checks that need no process group."""
 
 
 def findings_of(ranks: Sequence[Facts]) -> list[Finding]:

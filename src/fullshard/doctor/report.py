@@ -1,4 +1,4 @@
-"""What a doctor's visit found: facts, measurements, findings, and a description of the hardware."""
+"""The result of a doctor's visit: facts, measurements, findings, a description of the hardware."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Dim(NamedTuple):
 
 @dataclass
 class Report:
-    """What is known so far."""
+    """The result so far."""
 
     ranks: list[Facts]
     world: int = 1

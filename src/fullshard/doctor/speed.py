@@ -28,7 +28,7 @@ _STEPS = 30
 
 
 class Speed(NamedTuple):
-    """What one rank reaches while all others do the same."""
+    """The speeds that one rank reaches while all others do the same."""
 
     flops: Mapping[str, float]
     """FLOP/s of products of large matrices, by dtype."""

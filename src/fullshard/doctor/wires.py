@@ -23,7 +23,7 @@ MESSAGES = "messages between hosts"
 
 
 class Wire(NamedTuple):
-    """What carries the collectives of one process group."""
+    """The transport of the collectives of one process group."""
 
     ranks: tuple[int, ...]
     gathers: str

@@ -92,7 +92,7 @@ class Actor(ABC):
 
     @property
     def _actor(self) -> Callable[[Action], None]:
-        """What carries out an action, under the eyes of an observer if there is one."""
+        """Return the function that carries out an action and tells the observer, if any."""
         return self._act if self.observer is None else self._act_observed
 
     def _act_observed(self, action: Action) -> None:

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.flat.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fullshard.flat.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    as_cpu_offload,
+)
 from fullshard.frontend.buckets import device_of
 from fullshard.frontend.meshes import DataMesh
 
@@ -28,12 +34,12 @@ class Given:
     limit_all_gathers: bool
 
     @classmethod
-    def of(cls, mesh: DataMesh, named: Mapping[str, Any]) -> Given:
+    def of(cls, named: Mapping[str, Any]) -> Given:
         """Create from all arguments by name."""
         return cls(
-            mesh=mesh,
+            mesh=named["_mesh"],
             strategy=named["sharding_strategy"],
-            cpu_offload=named["cpu_offload"] or CPUOffload(),
+            cpu_offload=as_cpu_offload(named["cpu_offload"]),
             mixed_precision=named["mixed_precision"] or MixedPrecision(),
             backward_prefetch=named["backward_prefetch"],
             forward_prefetch=named["forward_prefetch"],

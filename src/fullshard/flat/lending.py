@@ -12,16 +12,15 @@ from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
 
 
-def summon(
+def summon_full_params(
     module: nn.Module,
-    *,
-    recurse: bool,
-    writeback: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    with_grads: bool,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return the context manager of ``fullshard.unshard_params``.
+    """Show full parameters in a ``with`` block, as ``fullshard.unshard_params`` does.
 
     If nothing is sharded, and parameters are lent on all ranks and on their device, edits persist
     even with ``writeback=False``, because in this case FSDP1 programs edit the shards themselves.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,15 +16,15 @@ from fullshard.frontend.meshes import DataMesh
 
 def data_mesh_of(
     strategy: ShardingStrategy,
+    process_group: Any,
+    device_mesh: Any,
+    device: torch.device | None,
     *,
-    process_group: Any = None,
-    device_mesh: Any = None,
-    device_type: str | None = None,
-    wraps_children: bool = False,
+    wraps_children: bool,
 ) -> DataMesh:
     """Return the mesh, and which of its dims shard and replicate, for ``strategy``.
 
-    If only one rank would shard a copy, ranks replicate. ``device_type`` is that of ``device_id``.
+    If only one rank would shard a copy, ranks replicate. ``device`` is that of ``device_id``.
 
     Raises:
         ConfigError: if group and mesh are both given, or a needed one is missing or misshapen.
@@ -33,6 +34,7 @@ def data_mesh_of(
         raise ConfigError(
             "FullyShardedDataParallel: got process_group and device_mesh; give one of them"
         )
+    device_type = None if device is None else device.type
     if strategy.is_hybrid:
         mesh = _hybrid(strategy, process_group, device_mesh, device_type, wraps_children)
         alone = mesh.size(1) == 1

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fullshard.comm import played_by
+from fullshard.engine import Offload
 from fullshard.errors import ArgumentTypeError
 from fullshard.schedule import Ahead
 
@@ -175,6 +177,36 @@ class StateDictSettings:
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
     optim_state_dict_config: OptimStateDictConfig
+
+
+def as_cpu_offload(given: Any) -> CPUOffload:
+    """Return the user's ``cpu_offload``; None is the default.
+
+    Raises:
+        ArgumentTypeError: if it is not a ``CPUOffload``.
+    """
+    if given is not None and not isinstance(getattr(given, "offload_params", None), bool):
+        raise ArgumentTypeError(
+            f"FullyShardedDataParallel(cpu_offload={given!r}): expected a CPUOffload"
+        )
+    return given or CPUOffload()
+
+
+def as_offload(given: CPUOffload, device: torch.device) -> Offload | None:
+    """Return the engine's form of the user's choice; None without offload, as always on the CPU."""
+    on_host = given.offload_params and played_by(device.type) != "cpu"
+    return Offload(pinned=True) if on_host else None
+
+
+def as_strategy(given: Any) -> ShardingStrategy:
+    """Return the user's ``sharding_strategy``, see ``member_of``; None is the default."""
+    default = ShardingStrategy.FULL_SHARD
+    return member_of(ShardingStrategy, given or default, "sharding_strategy")
+
+
+def as_prefetch(given: Any) -> BackwardPrefetch | None:
+    """Return the user's ``backward_prefetch``, see ``member_of``, or None."""
+    return None if given is None else member_of(BackwardPrefetch, given, "backward_prefetch")
 
 
 def member_of(cls: type[Member], given: Any, argument: str) -> Member:

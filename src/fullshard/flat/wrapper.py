@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.engine import Offload, Unit
+from fullshard.engine import Unit
 from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
 from fullshard.flat.children import prepare_inside
 from fullshard.flat.comm_hook import reduce_by_hook
-from fullshard.flat.lending import summon
+from fullshard.flat.lending import summon_full_params
 from fullshard.flat.meshes import data_mesh_of
 from fullshard.flat.optim_state import OptimStateDicts
 from fullshard.flat.options import (
@@ -24,22 +25,20 @@ from fullshard.flat.options import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    member_of,
+    as_offload,
+    as_prefetch,
+    as_strategy,
 )
 from fullshard.flat.order import follow_order
+from fullshard.flat.own import OwnTensors, own_modules
 from fullshard.flat.precision import Precision, as_mixed_precision
 from fullshard.flat.prepare import (
-    as_offload,
+    as_ignored,
     check_module,
     checked_device,
-    ignored_params,
-    materialize,
-    move,
-    straighten,
-    synchronize,
 )
 from fullshard.flat.state import StateDicts
-from fullshard.frontend.buckets import Choices, Shown, device_of
+from fullshard.frontend.buckets import Choices, Shown
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded
 from fullshard.frontend.contexts import unshard_params
@@ -116,26 +115,22 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         _is_exempt: bool = False,
     ) -> None:
         super().__init__()
-        strategy = member_of(
-            ShardingStrategy, sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy"
-        )
-        ahead = Ahead.NEVER
-        if backward_prefetch is not None:
-            ahead = member_of(BackwardPrefetch, backward_prefetch, "backward_prefetch").ahead
+        strategy = as_strategy(sharding_strategy)
+        prefetch = as_prefetch(backward_prefetch)
         device = checked_device(device_id, module)
-        params, modules = ignored_params(module, ignored_modules, ignored_states)
-        check_module(module, modules, shown_as_one=not use_orig_params)
+        ignored = as_ignored(ignored_modules, ignored_states)
+        check_module(module, ignored, shown_as_one=not use_orig_params)
         mesh = _mesh or data_mesh_of(
             strategy,
-            process_group=process_group,
-            device_mesh=device_mesh,
-            device_type=None if device is None else device.type,
+            process_group,
+            device_mesh,
+            device,
             wraps_children=auto_wrap_policy is not None,
         )
-        given = {
+        given: dict[str, Any] = {
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
+            "backward_prefetch": prefetch,
             "mixed_precision": mixed_precision,
             "param_init_fn": param_init_fn,
             "device_id": device_id,
@@ -143,55 +138,47 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             "forward_prefetch": forward_prefetch,
             "limit_all_gathers": limit_all_gathers,
             "use_orig_params": use_orig_params,
-            "ignored_states": list(modules or params) or None,
+            "ignored_states": list(ignored.modules or ignored.params) or None,
             "_mesh": mesh,
         }
-        prepare_inside(
-            module,
-            auto_wrap_policy,
-            Ignored.of(modules, params),
-            given,
-            lambda inner, **options: FullyShardedDataParallel(inner, **{**given, **options}),
-        )
+        make = partial(FullyShardedDataParallel, **given)
+        prepare_inside(module, auto_wrap_policy, ignored, given, make)
         setattr(self, WRAPPED, module)
-        self._given = Given.of(mesh, given)
+        self._given = Given.of(given)
         self._precision = Precision(as_mixed_precision(mixed_precision), is_exempt=_is_exempt)
-        offload = as_offload(cpu_offload, device_of(mesh))
         # Now, because shards differ in size between ranks.
-        check_not_sharded(collect([self], params).params, what_to_do=TOGETHER_IN_A_WRAPPER)
-        materialize(module, params, modules, init=param_init_fn, device=device_of(mesh))
-        if device is not None:
-            move(module, params, modules, device)
-        straighten(module, params, modules)
-        if sync_module_states:
-            groups = (mesh.mesh.get_group(dim) for dim in range(mesh.mesh.ndim))
-            synchronize(module, params, modules, groups)
-        shown = Shown.ORIGINALS if use_orig_params else Shown.FLAT
-        self._shard(mesh, params, offload, shown)
-        budget = None if limit_all_gathers else sys.maxsize
-        self._set_machine(backward_ahead=ahead, prefetch_budget=budget)
+        check_not_sharded(collect([self], ignored.params).params, what_to_do=TOGETHER_IN_A_WRAPPER)
+        self._fill(OwnTensors(module, ignored), device, given)
+        self._shard(ignored, shown_as_one=not use_orig_params)
 
-    def _shard(
-        self,
-        mesh: DataMesh,
-        ignored: set[nn.Parameter],
-        offload: Offload | None,
-        shown: Shown,
-    ) -> None:
+    def _fill(self, own: OwnTensors, device: torch.device | None, given: dict[str, Any]) -> None:
+        """Give all tensors of the unit the memory and the values that they are sharded with."""
+        own.materialize(given["param_init_fn"], self.compute_device)
+        if device is not None:
+            own.move(device)
+        own.straighten()
+        if given["sync_module_states"]:
+            own.synchronize(self._given.mesh.mesh)
+
+    def _shard(self, ignored: Ignored, *, shown_as_one: bool) -> None:
         """Make a unit of the parameters that are in no inner wrapper."""
-        keeps = self._given.strategy.keeps or mesh.shard_dim is None
+        given = self._given
+        keeps = given.strategy.keeps or given.mesh.shard_dim is None
         choices = Choices(
-            mesh=mesh,
+            mesh=given.mesh,
             after_forward=AfterForward.KEEP if keeps else AfterForward.AUTO,
             secondary=None,
             policy=self._precision.policy,
-            ignored=ignored,
+            ignored=set(ignored.params),
             placement_fn=None,
             layout=Ragged(),
-            offload=offload,
-            shown=shown,
+            offload=as_offload(given.cpu_offload, self.compute_device),
+            shown=Shown.FLAT if shown_as_one else Shown.ORIGINALS,
         )
         self._precision.keep_reduced(shard_modules([self], choices))
+        ahead = Ahead.NEVER if given.backward_prefetch is None else given.backward_prefetch.ahead
+        budget = None if given.limit_all_gathers else sys.maxsize
+        self._set_machine(backward_ahead=ahead, prefetch_budget=budget)
 
     # the wrapped module
 
@@ -238,7 +225,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
                 follow_order(unit)
             if self._precision.options.full_precision_in_eval:
                 self._follow_modes()
-        self._precision.cast_buffers(self._own_modules(), is_lent=unit.is_lent)
+        self._precision.cast_buffers(own_modules(getattr(self, WRAPPED)), is_lent=unit.is_lent)
         return super().__call__(*args, **kwargs)
 
     def _follow_modes(self) -> None:
@@ -246,19 +233,6 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         engine = engine_of(self._unit)
         for one in self.fsdp_modules(self) if engine.scheduler.idle else [self]:
             one._precision.follow(one._unit, engine, training=one.training)
-
-    def _own_modules(self) -> Iterator[nn.Module]:
-        """Return the modules inside this wrapper that are in no inner wrapper."""
-        seen: set[nn.Module] = set()
-
-        def visit(module: nn.Module) -> Iterator[nn.Module]:
-            for child in module.children():
-                if child not in seen and unit_of(child) is None:
-                    seen.add(child)
-                    yield child
-                    yield from visit(child)
-
-        return visit(self)
 
     def extra_repr(self) -> str:
         """Return a description of the unit, for ``print``."""
@@ -287,27 +261,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [one for one in found if one._is_root] if root_only else found
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Show full parameters in a ``with`` block, as ``fullshard.unshard_params`` does.
-
-        If nothing is sharded or offloaded, edits persist even with ``writeback=False``.
-        """
-        return summon(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
+    summon_full_params = staticmethod(summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Apply ``fn`` to all modules, each while the parameters of its unit are full."""

@@ -1,4 +1,4 @@
-"""What is chosen for a whole model: the result of a search, and what ``shard_blocks`` applies."""
+"""The options chosen for a whole model: a search finds them, ``shard_blocks`` applies them."""
 
 from __future__ import annotations
 

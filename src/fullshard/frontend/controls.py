@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fullshard.comm import AllGather, Collectives, Custom, ReduceScatter, collectives_of_twin
 from fullshard.engine import Bucket, Unit
-from fullshard.errors import ArgumentTypeError, ConfigError, NotBuiltError
+from fullshard.errors import ArgumentTypeError, AssertedConfigError, ConfigError, NotBuiltError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.sharded import ShardedModule, unit_and_engine
@@ -189,7 +189,7 @@ class CommunicationControls(ShardedModule):
         buckets = self._buckets(recurse=False)
         wires = [wire for b in buckets for wire in (b.spec.comm, b.spec.reducing)]
         if any(isinstance(wire, Custom) for wire in wires):
-            raise _CustomWire(
+            raise AssertedConfigError(
                 f"{what}({value!r}): the unit has a collective from set_custom_all_gather or "
                 "set_custom_reduce_scatter, which allocates its own memory; use one or the other"
             )
@@ -223,10 +223,6 @@ def _by_sums(bucket: Bucket) -> dict[str, Collectives | None]:
     spec = bucket.spec
     replicas = None if spec.replicas is None else spec.replicas.by_sums()
     return {"reducer": spec.reducing.by_sums(), "replicas": replicas}
-
-
-class _CustomWire(ConfigError, AssertionError):
-    """A conflict with a custom collective, where PyTorch fails an assertion."""
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

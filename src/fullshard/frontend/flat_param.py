@@ -179,20 +179,8 @@ class FlatPlaces(Places):
 
     def _stand_in(self, hidden: bool) -> None:
         """Let attributes stand for parameters, or remove them, as they hide ``_parameters``."""
-        for front in self.fronts:  # one at most
-            spec = front.bucket.spec
-            dtype = spec.unsharded_dtype(front.bucket.shards.dtype)
-            facts = (dtype, spec.device, front.param.requires_grad)
-            if hidden and facts != self._absent_of:
-                self._absent_of = facts
-                self._absent = [
-                    AbsentParameter.of(
-                        clean_name(front.bucket.names[slot.number]),
-                        spec.layout.params[slot.number].shape,
-                        *facts,
-                    )
-                    for slot in self._slots
-                ]
+        if hidden:
+            self._refresh_absent()
         for slot, absent in zip(self._slots, self._absent, strict=False):
             attributes = vars(slot.place.module)
             is_ours = isinstance(attributes.get(slot.name), AbsentParameter)
@@ -200,6 +188,20 @@ class FlatPlaces(Places):
                 attributes[slot.name] = absent
             elif is_ours:
                 del attributes[slot.name]
+
+    def _refresh_absent(self) -> None:
+        """Make the stand-ins, unless those that there are tell the same of the parameters."""
+        for front in self.fronts:  # one at most
+            spec = front.bucket.spec
+            dtype = spec.unsharded_dtype(front.bucket.shards.dtype)
+            facts = (dtype, spec.device, front.param.requires_grad)
+            if facts != self._absent_of:
+                self._absent_of = facts
+                names, params = front.bucket.names, spec.layout.params
+                self._absent = [
+                    AbsentParameter.of(clean_name(names[n]), params[n].shape, *facts)
+                    for n in (slot.number for slot in self._slots)
+                ]
 
     @contextmanager
     def showing_pieces(self, buckets: Sequence[Bucket]) -> Iterator[None]:

@@ -18,7 +18,7 @@ from fullshard.comm import (
     device_types_of,
     mesh_of_dim,
 )
-from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.errors import ArgumentTypeError, AssertedConfigError, ConfigError
 from fullshard.tensors import (
     ParallelSpec,
     RaggedShard,
@@ -199,7 +199,7 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
     if mesh.ndim not in (1, 2):
         raise ConfigError(f"fully_shard(mesh=...): got {mesh.ndim} mesh dims, expected 1 or 2")
     if mesh.ndim == 2 and not mesh.mesh_dim_names:
-        raise _Unnamed(
+        raise AssertedConfigError(
             f"fully_shard(mesh=...): got a mesh of shape {tuple(mesh.shape)} without names, "
             "expected mesh_dim_names=(...), so that it is plain which dim replicates (the first) "
             "and which one shards"
@@ -221,7 +221,3 @@ def _mesh_with_roles(mesh: DeviceMesh, dims: Any) -> DataMesh:
         replicate_dim=0 if spmd.replicate_names else None,
         spmd=spmd,
     )
-
-
-class _Unnamed(ConfigError, AssertionError):
-    """A mesh without dim names, where PyTorch fails an assertion."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ _originals: MutableMapping[Tensor, _Original] = WeakIdKeyDictionary()
 
 
 class _Original(NamedTuple):
-    """What became of a whole parameter; refers to nothing strongly."""
+    """The unit and the place of a whole parameter that was sharded; all references are weak."""
 
     name: str
     unit: weakref.ref[Unit]
@@ -145,7 +145,7 @@ class Subtree:
     """The parameters that no inner unit owns and the call does not ignore."""
 
 
-def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Subtree:
+def collect(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Subtree:
     """Return all that lies below ``modules``, for a call that ignores the parameters ``ignored``.
 
     Tied parameters occur once, with all their places. This includes places inside inner units whose

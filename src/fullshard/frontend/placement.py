@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fullshard.errors import ConfigError
+from fullshard.errors import AssertedConfigError, ConfigError
 from fullshard.frontend.meshes import DataMesh, data_mesh
 from fullshard.frontend.ownership import OwnedParam
 
@@ -62,7 +62,7 @@ def placed(owned: OwnedParam, answer: Any, default: DataMesh) -> Placed:
         )
     num_dims = owned.param.dim()
     if not -num_dims <= answer.dim < num_dims:
-        raise _BadDim(
+        raise AssertedConfigError(
             f"shard_placement_fn: got {answer} for parameter {owned.name} of shape "
             f"{tuple(owned.param.shape)}, expected a dim below {num_dims}"
         )
@@ -92,7 +92,3 @@ def _mesh_of(owned: OwnedParam, info: Any, default: DataMesh) -> DataMesh:
             f"{owned.name}, the unit is on {default.mesh.device_type}"
         )
     return found
-
-
-class _BadDim(ConfigError, AssertionError):
-    """A dim that the parameter does not have, where PyTorch fails an assertion."""

@@ -43,8 +43,7 @@ def _check(
     places = [place for place in _embeddings(model) if owner_of(place) is not None]
     if not places:
         return
-    inputs: Any = _embeddings(model)[0].module
-    rows = getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0]  # pieces are 1-D
+    rows = _num_rows(model)
     wanted = rows if new_num_tokens is None else new_num_tokens
     if pad_to_multiple_of:
         wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
@@ -56,6 +55,11 @@ def _check(
         "a model that is sharded already: take fullshard.checkpoint.full_state_dict(model, "
         "rank0_only=False), load it into a new model that is not sharded, resize that, and shard it"
     )
+
+
+def _num_rows(model: nn.Module) -> int:
+    inputs: Any = _embeddings(model)[0].module
+    return int(getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0])  # pieces are 1-D
 
 
 def _embeddings(model: Any) -> list[Place]:

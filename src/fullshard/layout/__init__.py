@@ -29,39 +29,10 @@ modules: `packing` states the problem, `bound` proves a lower bound on the lengt
 """
 
 from fullshard.layout.fused import Slot, even_from, in_rows, plan_slots
-from fullshard.layout.gather import (
-    Direct,
-    GatherPlan,
-    ParamGather,
-    plan_gather,
-    plan_param_gather,
-)
+from fullshard.layout.gather import GatherPlan, plan_gather, plan_param_gather
 from fullshard.layout.layout import Layout, LayoutStrategy
 from fullshard.layout.per_param import PerParameter
 from fullshard.layout.ragged import Granularity, Ragged
 from fullshard.layout.segment import Band, Segment, StridedCopy
 from fullshard.layout.spec import ParamSpec, round_up
 from fullshard.layout.subset import subset
-
-__all__ = [
-    "Band",
-    "Direct",
-    "GatherPlan",
-    "Granularity",
-    "Layout",
-    "LayoutStrategy",
-    "ParamGather",
-    "ParamSpec",
-    "PerParameter",
-    "Ragged",
-    "Segment",
-    "Slot",
-    "StridedCopy",
-    "even_from",
-    "in_rows",
-    "plan_gather",
-    "plan_param_gather",
-    "plan_slots",
-    "round_up",
-    "subset",
-]

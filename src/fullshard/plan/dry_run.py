@@ -41,7 +41,7 @@ NUM_STEPS = 2
 """Steps of a dry run: the first learns the order, and from the second on they are alike."""
 
 ROOT = "(root)"
-"""What the root is called, whose name is empty."""
+"""The name shown for the root, whose own name is empty."""
 FORWARD, AFTER_FORWARD = "forward", "after the forward"
 BACKWARD, AFTER_BACKWARD = "backward", "after the backward"
 
@@ -65,7 +65,7 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run."""
+    """The program to run."""
 
     model: nn.Module
     batch: Any
@@ -80,7 +80,7 @@ class Job:
     accumulate: int = 1
     """Microbatches of a step."""
     reduces_once: bool = False
-    """Whether only the last microbatch of a step reduces gradients."""
+    """True if only the last microbatch of a step reduces gradients."""
 
 
 class Carried(NamedTuple):
@@ -93,7 +93,7 @@ class Carried(NamedTuple):
 
 @dataclass
 class Step:
-    """What happened in one step."""
+    """The events of one step."""
 
     start_s: float
     end_s: float = 0.0
@@ -115,7 +115,7 @@ class Step:
 
 @dataclass
 class Recorded:
-    """What a dry run left behind."""
+    """The result of a dry run."""
 
     steps: list[Step]
     units: list[Unit]

@@ -63,9 +63,9 @@ class Hardware:
     device: str = "cuda"
     """The type of the device; unless it is "cpu", it runs behind the host, on streams."""
     in_background: bool = True
-    """Whether collectives go on while nobody waits for them."""
+    """True if collectives go on while nobody waits for them."""
     adds_wide: bool = False
-    """Whether reductions add up in fp32 whatever travels (our own over gloo do)."""
+    """True if reductions add up in fp32, whatever dtype travels (our own over gloo do)."""
     granule_nbytes: int = 1
     """The allocator rounds sizes up to multiples of this."""
     fixed_nbytes: int = 0

@@ -46,15 +46,15 @@ class Moment(NamedTuple):
     at_s: float
     held: dict[str, int]
     doing: str
-    """What the model does at that moment: "forward", "after the forward", ..."""
+    """The phase of the model at that moment: "forward", "after the forward", ..."""
     unit: str = ""
     """The unit that does it; empty if that is not of one unit."""
     home: dict[str, int] = {}  # noqa: RUF012 - never changed
-    """What is held in the host's memory, of ``held`` that of the device's."""
+    """The bytes held in the host's memory; ``held`` counts the device's."""
 
     @property
     def where(self) -> str:
-        """What the model does at that moment, and which unit."""
+        """The phase of the model at that moment, and the unit."""
         return f"{self.doing} of {self.unit}" if self.unit else self.doing
 
     @property
@@ -119,7 +119,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._carry = carry or lanes.carry
         self.kind = ACTIVATIONS
-        self.doing, self.unit = "", ""
+        self._where = "", ""  # what the model does, and in which unit
         self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
@@ -166,7 +166,7 @@ class Ledger(TorchDispatchMode):
 
     def turn_to(self, doing: str, unit: str = "") -> None:
         """Take note of what the model does from now on."""
-        self.doing, self.unit = doing, unit
+        self._where = doing, unit
 
     def restart(self) -> None:
         """Forget peak, moments and FLOPs so far, but not what is held."""
@@ -279,7 +279,7 @@ class Ledger(TorchDispatchMode):
 
     def _now(self) -> Moment:
         at_s, held, home = self._lanes.computed_s, self.device.held, self.home.held
-        return Moment(at_s, held, self.doing, self.unit, home)
+        return Moment(at_s, held, *self._where, home)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a dry run found of a step, as a value."""
+"""A plan: the figures that a dry run found of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fullshard.plan.text import in_bytes, in_seconds, table
 
 
 class PlannedUnit(NamedTuple):
-    """What one unit takes."""
+    """The figures of one unit."""
 
     name: str
     """The name of its module; empty for the root."""
@@ -70,13 +70,13 @@ class Plan:
     rank: int
     units: tuple[PlannedUnit, ...]
     peak: Moment
-    """What is held when most is, without ``reserved``."""
+    """The bytes held at the peak, without ``reserved``."""
     rest: Mapping[str, int]
-    """What is held between steps, by kind."""
+    """The bytes held between steps, by kind."""
     reserved: Mapping[str, int]
-    """What is held beside tensors: by the framework and by communicators."""
+    """The bytes held beside tensors: by the framework and by communicators."""
     host: Mapping[str, int]
-    """What is held in the host's memory beside the device's when most is, by kind; all of an
+    """The bytes held in the host's memory beside the device's at the peak, by kind; all of an
     offloaded unit between steps is there."""
     traffic: tuple[Traffic, ...]
     step_s: float
@@ -85,15 +85,15 @@ class Plan:
     flops: float
     """FLOP of matrix products and attention in a step, recomputation included."""
     memory: tuple[Moment, ...] = field(repr=False)
-    """What is held at each event of a step, by time since it began."""
+    """The bytes held at each event of a step, by time since it began."""
     spans: tuple[tuple[Span, str], ...] = field(repr=False)
-    """What takes which time, on which lane, each with the name of its unit; times as above."""
+    """The spans of time on each lane, each with the name of its unit; times as above."""
     actions: tuple[str, ...] = field(repr=False)
     """The scheduler's actions in a step, as text."""
     choice: Choice | None = None
-    """What a search has chosen, for ``shard_blocks(model, plan=plan)``; None: nothing was."""
+    """The choice of a search, for ``shard_blocks(model, plan=plan)``; None: there was no search."""
     tried: tuple[Tried, ...] = ()
-    """What the search tried, the chosen one first."""
+    """The choices that the search tried, the chosen one first."""
 
     @property
     def peak_nbytes(self) -> int:
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of the hardware is enough."""
+        """True if the memory of the hardware is enough."""
         return not self.excess_nbytes
 
     @property

@@ -14,7 +14,7 @@ from fullshard.layout import PerParameter, Ragged
 from fullshard.plan.plan import Plan, Tried
 
 _GAIN = 0.995
-"""What is not faster than this share counts as equal, and the simpler choice stays."""
+"""A choice that is faster by less than this share counts as equal; the simpler one stays."""
 
 
 class Search:

@@ -1,4 +1,4 @@
-"""What a training is told of the job that it is called in, and what it tells of itself."""
+"""Tell a training about the job that calls it, and let it tell how far it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-
-__all__ = ["Life", "Restart"]
 
 log = logging.getLogger("fullshard")
 
@@ -17,7 +15,7 @@ class Restart:
     """Why a training was called again, and what that cost."""
 
     why: str
-    """What failed; a text in which ranks have the numbers that they had then."""
+    """The failure, as a text in which ranks have the numbers that they had then."""
     lost: tuple[int, ...]
     """The ranks that are gone, by the numbers that they had when the job began."""
     world: int

@@ -7,7 +7,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from fullshard.errors import ConfigError, LostRankError, PeerError
 from fullshard.recover.life import Life, Restart
 from fullshard.recover.vote import End, Next, Said, Verdict, Voter
 from fullshard.recover.world import Origin, join, leave
-
-__all__ = ["resilient"]
 
 log = logging.getLogger("fullshard")
 
@@ -136,13 +134,10 @@ class _Job(Generic[Result]):
         """
         lost = "; ".join(f"rank {one} {why}" for one, why in verdict.lost.items())
         why = "; ".join(filter(None, [lost, verdict.why]))
-        if self._life.number >= self._max_restarts:
-            self._refuse(f"max_restarts={self._max_restarts} are over", why, error)
-        if len(verdict.members) < self._min_world:
-            left = (
-                f"{len(verdict.members)} rank(s) are left, fewer than min_world={self._min_world}"
-            )
-            self._refuse(left, why, error)
+        refusal = self._refusal(len(verdict.members))
+        if refusal is not None:
+            kind = type(error) if isinstance(error, LostRankError) else PeerError
+            raise kind(f"the job does not go on, as {refusal}: {why}") from error
         if self._member == verdict.members[0]:
             log.warning("the job begins anew with %d rank(s): %s", len(verdict.members), why)
         restart = Restart(why=why, lost=tuple(verdict.lost), world=len(verdict.members))
@@ -156,7 +151,9 @@ class _Job(Generic[Result]):
             failed_at_s=self._ended_at_s,
         )
 
-    @staticmethod
-    def _refuse(reason: str, why: str, error: Exception | None) -> NoReturn:
-        kind = type(error) if isinstance(error, LostRankError) else PeerError
-        raise kind(f"the job does not go on, as {reason}: {why}") from error
+    def _refusal(self, num_left: int) -> str | None:
+        if self._life.number >= self._max_restarts:
+            return f"max_restarts={self._max_restarts} are over"
+        if num_left < self._min_world:
+            return f"{num_left} rank(s) are left, fewer than min_world={self._min_world}"
+        return None

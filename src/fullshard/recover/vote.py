@@ -26,8 +26,6 @@ from fullshard.comm.pulse import Pulse
 from fullshard.errors import LostRankError
 from fullshard.watch import DEAD, Roll, ended_key
 
-__all__ = ["End", "Next", "Said", "Verdict", "Voter"]
-
 log = logging.getLogger("fullshard")
 
 _POLL_S = 0.01
@@ -48,7 +46,7 @@ class End(enum.Enum):
 
 
 class Next(enum.Enum):
-    """What comes next."""
+    """The next thing to do."""
 
     OVER = "over"
     """All who are left are done."""
@@ -59,7 +57,7 @@ class Next(enum.Enum):
 
 
 class Verdict(NamedTuple):
-    """What comes next, for whom."""
+    """The next thing to do, and the members that do it."""
 
     next: Next
     members: tuple[int, ...]
@@ -67,7 +65,7 @@ class Verdict(NamedTuple):
     lost: Mapping[int, str]
     """Who is not, and why."""
     why: str
-    """What failed, as the first of those said who failed."""
+    """The failure, in the words of the first member that failed."""
 
 
 class Said(NamedTuple):

@@ -20,8 +20,6 @@ from fullshard.checkpoint.pending import settle
 from fullshard.comm.pulse import silence_s
 from fullshard.errors import FullshardError
 
-__all__ = ["Origin", "join", "leave"]
-
 log = logging.getLogger("fullshard")
 
 _LEAST_JOIN_S = 10.0

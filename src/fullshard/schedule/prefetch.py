@@ -139,6 +139,4 @@ class Prefetcher:
 
     def _drop(self, unit: int, out: Actions) -> None:
         del self._guesses[unit]
-        state = self._residents.units[unit]
-        state.holds &= ~Hold.GUESS
-        self._residents.settle(state, out)
+        self._residents.release(self._residents.units[unit], Hold.GUESS, out)

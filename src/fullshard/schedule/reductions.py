@@ -55,9 +55,11 @@ class Reductions:
         self._in_flight[state.key] = to_do
         self._held[state.key] = state.reduction_nbytes
 
-    def end_partial(self, state: UnitState, out: Actions) -> None:
-        """Reduce partial gradients over the replicas, unless the user still keeps them partial."""
+    def start_waiting(self, state: UnitState, out: Actions, budget: int | None) -> None:
+        """Reduce pending and partial gradients of the unit, as far as its policy allows now."""
         policy = state.policy
+        if state.pending and policy.requires_gradient_sync:
+            self.start(state, out, budget)
         if state.partial and policy.requires_all_reduce and policy.requires_gradient_sync:
             state.partial = False
             out.append(state.do.all_reduce)

@@ -97,15 +97,25 @@ class Residents:
         """Release the units whose hidden graphs belong to weights that have changed since."""
         for state in [self.units[key] for key in sorted(self.hidden)]:
             if state.generation != self.generation and not state.holds & IN_USE:
-                self.unhide(state, out)
+                self._unhide(state, out)
 
-    def unhide(self, state: UnitState, out: Actions) -> None:
-        """Release a hidden unit."""
-        state.holds &= ~Hold.HIDDEN
+    def unhide_all(self, out: Actions) -> None:
+        """Release all hidden units."""
+        for key in sorted(self.hidden):
+            self._unhide(self.units[key], out)
+
+    def _unhide(self, state: UnitState, out: Actions) -> None:
         self.hidden.discard(state.key)
         if state.carries and not state.residency:  # freed in name only, see ``settle``
             out.extend(one.do.reshard for one in (state, *state.carries))
-        self.settle(state, out)
+        self.release(state, Hold.HIDDEN, out)
+
+    def release(
+        self, state: UnitState, holds: int, out: Actions, *, to_secondary: bool = False
+    ) -> None:
+        """Drop ``holds`` of the unit, then settle it."""
+        state.holds &= ~holds
+        self.settle(state, out, to_secondary=to_secondary)
 
     def settle(self, state: UnitState, out: Actions, *, to_secondary: bool = False) -> None:
         """Reshard the unit if nothing holds it; conceal it if only ``hidden`` or ``late`` do.
@@ -153,8 +163,7 @@ class Residents:
         """Free the unit that was put off, if there is one."""
         if self._late is not None:
             (state, to_secondary), self._late = self._late, None
-            state.holds &= ~Hold.LATE
-            self.settle(state, out, to_secondary=to_secondary)
+            self.release(state, Hold.LATE, out, to_secondary=to_secondary)
 
     def regroup(self) -> None:
         """Find the carrier of each unit that ranks may skip, once all units are sharded.

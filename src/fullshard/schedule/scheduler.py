@@ -23,6 +23,7 @@ from fullshard.schedule.state import (
     MachinePolicy,
     Residency,
     Task,
+    Tasks,
     UnitState,
 )
 from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
@@ -54,7 +55,7 @@ class Scheduler:
         self._learned: dict[int, list[int]] = {}  # root -> units in order of entry
         self._ahead = Prefetcher(self.residents)
         self._back = Prefetcher(self.residents)
-        self._tasks: dict[int, Task] = {}
+        self._tasks = Tasks()
         self.reductions = Reductions()
 
     def add(self, *units: UnitState) -> None:
@@ -86,8 +87,7 @@ class Scheduler:
     @property
     def backward_of(self) -> int | None:
         """The unit that backward is inside of; None if there is none."""
-        inside = (unit for task in self._tasks.values() for unit in task.open_uses.values())
-        return next(iter(reversed(list(inside))), None)
+        return self._tasks.unit
 
     @property
     def current_use(self) -> int:
@@ -108,14 +108,15 @@ class Scheduler:
             self._begin_iteration(state, out)
         if not outside:
             self._task(event.task)
-        elif state.use is None and state.carrier is None:
+        elif state.uses.open is None and state.carrier is None:
             self.residents.refresh(state, out)
-        entered = state.use is None
-        if state.use is None:
-            state.use = self._num_uses
-            state.waiting_members = set(range(state.num_members))
+        use = state.uses.open
+        entered = use is None
+        if use is None:
+            use = self._num_uses
+            state.uses.enter(use)
             self._num_uses += 1
-        self._stack.append((event.unit, state.use))
+        self._stack.append((event.unit, use))
         if state.carrier is not None:
             return  # it is unsharded, and other ranks may not run it
         state.holds |= Hold.FORWARD
@@ -139,18 +140,18 @@ class Scheduler:
             pass  # inner uses that an exception ended without a ``ForwardExit``
         if any(unit == event.unit for unit, _ in self._stack):
             return  # the unit called itself; the exit of the outer call ends the use
+        uses = state.uses
         if state.carrier is not None:
-            state.use = None
+            uses.open = None
             return
         outside = event.task == NO_TASK
-        if event.follows >= _BACKWARD and not event.failed and state.use is not None:
+        if event.follows >= _BACKWARD and not event.failed and uses.open is not None:
             if outside:
-                state.forget_past_uses(self.residents.generation)
+                uses.forget_past(self.residents.generation)
                 if event.follows is _HIDDEN:
                     self.residents.hide(state)
-            state.graph_uses[state.use] = 0
-        state.waiting_members.discard(event.member)
-        if not state.waiting_members or event.failed or not outside:
+            uses.graphs[uses.open] = 0
+        if uses.ran(event.member) or event.failed or not outside:
             self._close_use(state, event, out)
         iteration = self._iteration
         if iteration and outside:
@@ -160,16 +161,16 @@ class Scheduler:
 
     def _close_use(self, state: UnitState, event: when.ForwardExit, out: Actions) -> None:
         """Close the use after its forward: replace its hold by the holds that follow a forward."""
-        if state.use is None:
+        if state.uses.open is None:
             return
-        state.use = None
-        for one in state.carries:
-            one.use = None
+        for one in (state, *state.carries):
+            one.uses.open = None
         outside = event.task == NO_TASK
+        is_root = self._iteration is not None and self._iteration.root == state.key
         if not outside:
             self._task(event.task).recomputed.add(state.key)
             state.holds |= Hold.RECOMPUTE
-        elif not event.failed and (event.follows is _READS or self._keeps(state)):
+        elif not event.failed and (event.follows is _READS or state.policy.keeps(is_root)):
             state.holds |= Hold.KEEP
         else:
             state.holds &= ~Hold.USER
@@ -179,12 +180,6 @@ class Scheduler:
         if outside and self._ahead.is_blind:
             self.residents.put_off(state, out, to_secondary=to_secondary)
         self.residents.settle(state, out, to_secondary=to_secondary)
-
-    def _keeps(self, state: UnitState) -> bool:
-        """Return whether the unit stays unsharded after its forward."""
-        if state.policy.after_forward is AfterForward.AUTO:
-            return self._iteration is not None and self._iteration.root == state.key
-        return state.policy.after_forward is AfterForward.KEEP
 
     def _end_iteration(self, iteration: Iteration, event: when.ForwardExit, out: Actions) -> None:
         """End the iteration: the root has left its forward."""
@@ -197,8 +192,7 @@ class Scheduler:
         if event.failed or event.follows < _BACKWARD:
             # If units stayed unsharded, optimizers and checkpoints would find unknown parameters.
             for state in used:
-                state.holds &= ~(Hold.KEEP | Hold.USER)
-                self.residents.settle(state, out)
+                self.residents.release(state, Hold.KEEP | Hold.USER, out)
         else:
             left = (self._units[key] for key in reversed(iteration.left))
             self._back.follow([u.key for u in left if u.policy.unshard_in_backward or u.carries])
@@ -214,8 +208,8 @@ class Scheduler:
         if event.use in task.open_uses or state.carrier is not None:
             return
         task.open_uses[event.use] = event.unit
-        if event.use in state.graph_uses:
-            state.graph_uses[event.use] += 1
+        if event.use in state.uses.graphs:
+            state.uses.graphs[event.use] += 1
         task.entered[event.unit] = None
         if event.accumulates is _NOWHERE:
             task.dealt_with.add(event.unit)
@@ -247,12 +241,12 @@ class Scheduler:
         left: list[tuple[int, UnitState]] = []
         for use in sorted((use for use in task.open_uses if use > until), reverse=True):
             state = self._units[task.open_uses.pop(use)]
-            if not task.is_inside(state.key) and self._outer_task(state.key, number) is None:
+            if not task.is_inside(state.key) and self._tasks.around(state.key, number) is None:
                 self._leave_unit(state, out)
                 self._back.done(state.key, self.policy.prefetch_budget, out)
                 left.append((use, state))
         for use, state in left:
-            if state.key in task.due and state.is_earliest(use):
+            if state.key in task.due and state.uses.is_earliest(use):
                 self._reduce(state, task, out)
 
     def _leave_unit(self, state: UnitState, out: Actions) -> None:
@@ -278,7 +272,7 @@ class Scheduler:
         """
         carrier = self._units[event.unit].carrier
         unit = event.unit if carrier is None else carrier.key
-        outer = self._outer_task(unit, event.task)
+        outer = self._tasks.around(unit, event.task)
         (outer or self._task(event.task)).due.add(unit)
 
     def _task_end(self, event: when.TaskEnd, out: Actions) -> None:
@@ -288,7 +282,7 @@ class Scheduler:
         touched = dict.fromkeys((*task.entered, *sorted(task.dealt_with | task.due)))
         ended: list[UnitState] = []
         for key in touched:
-            outer = self._outer_task(key, event.task)
+            outer = self._tasks.around(key, event.task)
             if outer is not None:
                 outer.due.add(key)
                 continue
@@ -300,20 +294,16 @@ class Scheduler:
             if state.key in task.due or state.key not in task.dealt_with:
                 self._reduce(state, task, out)
         for state in map(self._units.__getitem__, sorted(task.recomputed)):
-            state.holds &= ~Hold.RECOMPUTE
-            uses = state.graph_uses
-            state.graph_uses = {use: uses[use] for use in uses if use < task.first_use}
-            self.residents.settle(state, out)
+            state.uses.forget_from(task.first_use)
+            self.residents.release(state, Hold.RECOMPUTE, out)
         if not self._tasks:
             self._end_backward(out)
 
     def _finalize(self, event: when.Finalize, out: Actions) -> None:
         for state in self._units.values():
             if state.policy.reshard_after_backward:
-                state.holds &= ~(Hold.KEEP | Hold.USER)
-                self.residents.settle(state, out)
-        for state in self._units.values():
-            self._reduce_pending(state, out)
+                self.residents.release(state, Hold.KEEP | Hold.USER, out)
+        self._reduce_waiting(out)
         if event.waits:
             self.reductions.finish(out)
         else:
@@ -322,11 +312,9 @@ class Scheduler:
     def _await_reductions(self, event: when.AwaitReductions, out: Actions) -> None:
         self.reductions.finish(out)
 
-    def _reduce_pending(self, state: UnitState, out: Actions) -> None:
-        """Reduce pending and partial gradients of the unit, as far as its policy allows now."""
-        if state.pending and state.policy.requires_gradient_sync:
-            self.reductions.start(state, out, self.policy.reduction_budget)
-        self.reductions.end_partial(state, out)
+    def _reduce_waiting(self, out: Actions) -> None:
+        for state in self._units.values():
+            self.reductions.start_waiting(state, out, self.policy.reduction_budget)
 
     def _end_backward(self, out: Actions) -> None:
         """End the backward: the outermost task has ended."""
@@ -336,11 +324,9 @@ class Scheduler:
             for state in self._units.values():
                 # Kept for a backward that never came; if it still does, the unit is gathered again.
                 if state.residency and state.policy.reshard_after_backward:
-                    state.holds &= ~Hold.KEEP
-                    self.residents.settle(state, out)
+                    self.residents.release(state, Hold.KEEP, out)
         if not manual:
-            for state in self._units.values():
-                self._reduce_pending(state, out)
+            self._reduce_waiting(out)
         if self.policy.is_last_backward and not manual:
             self.reductions.finish(out)
 
@@ -355,15 +341,7 @@ class Scheduler:
         self.reductions.finish(out)
         for state in self.residents.units.values():
             if not state.holds & Hold.FORWARD:
-                state.holds &= ~(_BACKWARD_DONE | Hold.KEEP)
-                self.residents.settle(state, out)
-
-    def _outer_task(self, unit: int, task: int) -> Task | None:
-        """Return another task that is inside the unit (``task`` is nested in it), or None."""
-        for number, other in self._tasks.items():  # a generator takes 1 us longer
-            if number != task and other.is_inside(unit):
-                return other
-        return None
+                self.residents.release(state, _BACKWARD_DONE | Hold.KEEP, out)
 
     def _reduce(self, state: UnitState, task: Task, out: Actions) -> None:
         task.dealt_with.add(state.key)
@@ -398,8 +376,7 @@ class Scheduler:
     def _user_reshard(self, event: when.UserReshard, out: Actions) -> None:
         state = self.residents.leading(event.unit)
         self.residents.end_stale_hidden(out)
-        state.holds &= ~(Hold.USER if state.holds & IN_USE else _NOT_IN_USE)
-        self.residents.settle(state, out)
+        self.residents.release(state, Hold.USER if state.holds & IN_USE else _NOT_IN_USE, out)
 
     def _weights_changed(self, event: when.WeightsChanged, out: Actions) -> None:
         self.residents.generation += 1
@@ -428,14 +405,12 @@ class Scheduler:
             guesses.follow(())
         self.reductions.finish(out)
         self.residents.end_late(out)
-        for key in sorted(self.residents.hidden):
-            self.residents.unhide(self._units[key], out)
+        self.residents.unhide_all(out)
         for state in self.residents.units.values():
-            state.use = None
-            state.graph_uses.clear()
-            state.holds &= Hold.CARRIED
+            state.uses.open = None
+            state.uses.graphs.clear()
             state.pending = state.partial = False
-            self.residents.settle(state, out)
+            self.residents.release(state, ~Hold.CARRIED, out)
             out.append(state.do.forget)
 
 

@@ -1,10 +1,10 @@
-"""The state of the machine: of each unit, of a running forward and of a running backward."""
+"""The state of the machine: of each unit, of a running forward and of running backwards."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from fullshard.errors import ProtocolError
 from fullshard.schedule.actions import UnitActions, actions_of
@@ -109,6 +109,12 @@ class UnitPolicy:
     skip_tolerant: bool = False
     """True if each rank may skip the unit, repeat it or run it in an order of its own."""
 
+    def keeps(self, is_root: bool) -> bool:
+        """Return whether the unit stays unsharded after its forward."""
+        if self.after_forward is AfterForward.AUTO:
+            return is_root
+        return self.after_forward is AfterForward.KEEP
+
     def renumbered(self, key_of: Mapping[int, int]) -> UnitPolicy:
         """Return this policy with unit keys mapped by ``key_of``; drop units missing from it."""
         return replace(
@@ -144,6 +150,56 @@ class MachinePolicy:
     None: one reduction at a time holds a copy."""
 
 
+class Uses:
+    """The forward calls of a unit, by number; its ``num_members`` modules share each.
+
+    Attributes:
+        open: the use that is open, while a member is running or must still run; None without one.
+        graphs: uses whose backward may come -> number of times that it has come.
+    """
+
+    __slots__ = ("_generation", "_num_members", "_waiting", "graphs", "open")
+
+    def __init__(self, num_members: int) -> None:
+        self.open: int | None = None
+        self.graphs: dict[int, int] = {}
+        self._generation = 0  # of the weights that the forwards of ``graphs`` read
+        self._num_members = num_members
+        self._waiting: set[int] = set()  # members that must still run
+
+    def enter(self, use: int) -> None:
+        """Open a use."""
+        self.open = use
+        self._waiting = set(range(self._num_members))
+
+    def ran(self, member: int) -> bool:
+        """Take note that a member ran in the open use; return whether all have."""
+        self._waiting.discard(member)
+        return not self._waiting
+
+    def forget_past(self, generation: int) -> None:
+        """Forget uses whose backward came, or cannot come because the weights changed."""
+        if self.graphs:
+            current = self._generation == generation
+            self.graphs = {u: 0 for u, times in self.graphs.items() if current and not times}
+        self._generation = generation
+
+    def forget_from(self, first: int) -> None:
+        """Forget the uses from number ``first`` on."""
+        self.graphs = {use: times for use, times in self.graphs.items() if use < first}
+
+    def is_earliest(self, use: int) -> bool:
+        """Return whether a backward inside ``use`` will not enter an earlier use of the unit.
+
+        All ranks get the same answer, because they run the same forwards and backwards.
+        """
+        graphs = self.graphs
+        if len(graphs) == 1:
+            return use in graphs
+        times = graphs.get(use)
+        return times is not None and all(graphs[u] >= times for u in graphs if u < use)
+
+
 @dataclass(slots=True)
 class UnitState:
     """The state of one unit in the machine.
@@ -158,7 +214,7 @@ class UnitState:
     key: int
     nbytes: int
     reduction_nbytes: int = 0
-    num_members: int = 1
+    num_members: InitVar[int] = 1
     num_inside: int = 0
     replicated: bool = False
     policy: UnitPolicy = UnitPolicy()
@@ -170,20 +226,15 @@ class UnitState:
     """True if gradients that are reduced over shards wait to be reduced over replicas."""
     generation: int = 0
     """The generation of the weights in the unsharded copy."""
-    use: int | None = None
-    """The open use, while a member is running or must still run."""
-    waiting_members: set[int] = field(default_factory=set)
-    graph_uses: dict[int, int] = field(default_factory=dict)
-    """Uses whose backward may come -> number of times that it has come."""
-    graph_generation: int = 0
-    """The generation of the weights that the forwards of ``graph_uses`` read."""
+    uses: Uses = field(init=False)
     carrier: UnitState | None = field(default=None, repr=False, compare=False)
     """The unit with which this one is gathered, freed and reduced; None: it moves by itself."""
     carries: tuple[UnitState, ...] = field(default=(), repr=False, compare=False)
     """The units of which this one is the carrier, by key."""
     do: UnitActions = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, num_members: int) -> None:
+        self.uses = Uses(num_members)
         self.do = actions_of(self.key)
 
     @property
@@ -207,26 +258,6 @@ class UnitState:
             )
         self.residency = to
 
-    def forget_past_uses(self, generation: int) -> None:
-        """Forget uses whose backward came, or cannot come because the weights changed."""
-        if self.graph_uses:
-            current = self.graph_generation == generation
-            self.graph_uses = {
-                u: 0 for u, times in self.graph_uses.items() if current and not times
-            }
-        self.graph_generation = generation
-
-    def is_earliest(self, use: int) -> bool:
-        """Return whether a backward inside ``use`` will not enter an earlier use of the unit.
-
-        All ranks get the same answer, because they run the same forwards and backwards.
-        """
-        uses = self.graph_uses
-        if len(uses) == 1:
-            return use in uses
-        times = uses.get(use)
-        return times is not None and all(uses[u] >= times for u in uses if u < use)
-
 
 @dataclass(slots=True)
 class Task:
@@ -245,10 +276,28 @@ class Task:
     due: set[int] = field(default_factory=set)
     """Units to reduce when this task leaves their earliest use."""
     recomputed: set[int] = field(default_factory=set)
+    """Units of which the call ran a forward again."""
 
     def is_inside(self, unit: int) -> bool:
         """Return whether backward is inside a use of the unit."""
         return unit in self.open_uses.values()
+
+
+class Tasks(dict[int, Task]):
+    """The backward calls that are under way, by number; one may be nested in another."""
+
+    def around(self, unit: int, nested: int) -> Task | None:
+        """Return a task inside the unit, in which the task ``nested`` runs; None without one."""
+        for number, task in self.items():  # a generator takes 1 us longer
+            if number != nested and task.is_inside(unit):
+                return task
+        return None
+
+    @property
+    def unit(self) -> int | None:
+        """The unit that backward is inside of; None if there is none."""
+        inside = (unit for task in self.values() for unit in task.open_uses.values())
+        return next(iter(reversed(list(inside))), None)
 
 
 @dataclass(slots=True)

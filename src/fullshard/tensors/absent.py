@@ -1,4 +1,4 @@
-"""What stands for a whole parameter in a module while its memory is freed."""
+"""A stand-in for a whole parameter in a module while the parameter's memory is freed."""
 
 from __future__ import annotations
 

@@ -12,12 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from fullshard import _torch
 from fullshard.comm import all_reduce
-from fullshard.errors import ProtocolError
+from fullshard.errors import AssertedProtocolError
 from fullshard.tensors.parallel import ParallelSpec
-
-
-class _WrongGradient(ProtocolError, AssertionError):
-    """The error for a gradient that is plain or on another mesh, unlike its DTensor parameter."""
 
 
 @torch.no_grad()
@@ -99,13 +95,13 @@ class _Misplaced(NamedTuple):
 
 def _checked(grad: Tensor, spec: ParallelSpec) -> DTensor:
     if not isinstance(grad, DTensor):
-        raise _WrongGradient(
+        raise AssertedProtocolError(
             f"the gradient of a parameter of shape {tuple(spec.shape)}, a DTensor placed "
             f"{spec.placements}, is a plain tensor of shape {tuple(grad.shape)}; whoever computes "
             "it must return a DTensor"
         )
     if grad.device_mesh != spec.mesh:
-        raise _WrongGradient(
+        raise AssertedProtocolError(
             f"the gradient of a parameter of shape {tuple(spec.shape)} lies on "
             f"{grad.device_mesh}, the parameter on {spec.mesh}"
         )

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.errors import AssertedConfigError, ConfigError, UnsupportedError
 
 _MAX_PARALLEL_DIMS = 2
 _MAX_DIMS = 4
@@ -36,10 +36,6 @@ _MAX_DIMS = 4
 
 class _Apart(ConfigError, RuntimeError):
     """The error for meshes that cannot be joined."""
-
-
-class _TooManyDims(ConfigError, AssertionError):
-    """The error for a mesh with more dims than torch supports."""
 
 
 def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
@@ -63,7 +59,7 @@ def joint_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
             f"{_MAX_PARALLEL_DIMS} can be sharded further: flatten some of them"
         )
     if dp.ndim + tp.ndim > _MAX_DIMS:
-        raise _TooManyDims(
+        raise AssertedConfigError(
             f"data-parallel mesh {dp} and tensor-parallel mesh {tp} have {dp.ndim + tp.ndim} dims "
             f"together, at most {_MAX_DIMS} are possible"
         )

@@ -1,4 +1,4 @@
-"""What the engines of a model did, beside the training: recorded, and made into reports.
+"""Record the actions of a model's engines during a training, and make reports of them.
 
 ``trace`` records through the seams of the engine (``tape``), keeps some steps whole and sums of all
 (``steps``), and writes one file for each rank. Reports are made of these files later, by code that

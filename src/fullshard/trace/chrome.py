@@ -9,8 +9,6 @@ from typing import Any
 
 from fullshard.trace.spans import LANES, spans
 
-__all__ = ["chrome_events", "chrome_text"]
-
 _ACTIONS = len(LANES)  # the thread of all actions, as the host carries them out
 
 

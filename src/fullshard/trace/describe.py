@@ -1,4 +1,4 @@
-"""What a rank file says: units, their policies, sums over all steps, steps kept whole."""
+"""Make the contents of a rank file: units, policies, sums over all steps, steps kept whole."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from fullshard.engine import Engine, Unit
 from fullshard.tensors import local_part
 from fullshard.trace.reading import read
 from fullshard.trace.steps import History, Kept
-
-__all__ = ["history_as_json", "resting", "step_as_json", "unit_as_json"]
 
 
 def unit_as_json(unit: Unit, engine: Engine, number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a trace says in plain words, and what to change: pure functions on what rank files hold."""
+"""Say in plain words what costs time or memory, and what to change: functions on rank files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,8 @@ from typing import Any, NamedTuple
 
 from fullshard.plan.text import in_bytes, in_seconds
 
-__all__ = [
-    "Finding",
-    "exposed_gathers",
-    "exposed_reductions",
-    "findings",
-    "missed_guesses",
-    "stragglers",
-    "unequal_units",
-]
-
 Rank = Mapping[str, Any]
-"""What the file of a rank holds."""
+"""The contents of a rank file."""
 
 LEAST_SHARE = 0.01
 """The share of a step below which exposed communication is not worth a change."""
@@ -48,7 +38,7 @@ class Finding(NamedTuple):
 
 
 class _Exposed(NamedTuple):
-    """What one unit costs in a step."""
+    """The time that one unit costs in a step."""
 
     unit: int
     exposed_s: float
@@ -59,8 +49,8 @@ class _Exposed(NamedTuple):
 def findings(ranks: Sequence[Rank]) -> list[Finding]:
     """Return all that is found, what costs most first."""
     found = [
-        *exposed_gathers(ranks[0]),
-        *exposed_reductions(ranks[0]),
+        *exposed(ranks[0], "gather"),
+        *exposed(ranks[0], "reduction"),
         *missed_guesses(ranks[0]),
         *stragglers(ranks),
         *unequal_units(ranks[0]["units"]),
@@ -85,11 +75,14 @@ def took_s(action: Sequence[Any]) -> float:
     return float(action[3] if action[5] is None else action[5])
 
 
-def exposed_gathers(rank: Rank) -> list[Finding]:
-    """Return the units whose gathers computation waits for."""
-    found = [one for one in _mean(map(_gathers, rank["steps"])) if _counts(rank, one)]
-    told = [_exposed_gather(rank, one) for one in found[:NUM_NAMED]]
-    return told + _the_rest("gather", "gathers", found[NUM_NAMED:], rank)
+def exposed(rank: Rank, kind: str) -> list[Finding]:
+    """Return the units for whose gathers, or reductions, computation waits."""
+    of_step, told_of = _EXPOSED[kind]
+    found = [one for one in _mean(map(of_step, rank["steps"])) if _counts(rank, one)]
+    return [
+        *(told_of(rank, one) for one in found[:NUM_NAMED]),
+        *_the_rest(kind, found[NUM_NAMED:]),
+    ]
 
 
 def _exposed_gather(rank: Rank, one: _Exposed) -> Finding:
@@ -110,13 +103,6 @@ def _exposed_gather(rank: Rank, one: _Exposed) -> Finding:
     text = f"{said}, the budget holds {holds}; one more would {would} and cost {in_bytes(nbytes)}"
     change = f"set_prefetch_budget({3 * nbytes if budget is None else budget + nbytes})"
     return Finding("gather", name, text, change, one.exposed_s)
-
-
-def exposed_reductions(rank: Rank) -> list[Finding]:
-    """Return the units whose reductions computation waits for."""
-    found = [one for one in _mean(map(_reductions, rank["steps"])) if _counts(rank, one)]
-    told = [_exposed_reduction(rank, one) for one in found[:NUM_NAMED]]
-    return told + _the_rest("reduction", "reductions", found[NUM_NAMED:], rank)
 
 
 def _exposed_reduction(rank: Rank, one: _Exposed) -> Finding:
@@ -250,9 +236,12 @@ def _reductions(step: Mapping[str, Any]) -> list[_Exposed]:
     ]
 
 
-def _the_rest(kind: str, what: str, rest: Sequence[_Exposed], rank: Rank) -> list[Finding]:
+_EXPOSED = {"gather": (_gathers, _exposed_gather), "reduction": (_reductions, _exposed_reduction)}
+
+
+def _the_rest(kind: str, rest: Sequence[_Exposed]) -> list[Finding]:
     if not rest:
         return []
     total_s = sum(one.exposed_s for one in rest)
-    text = f"{what} of {len(rest)} more units are exposed, {in_seconds(total_s)} a step together"
+    text = f"{kind}s of {len(rest)} more units are exposed, {in_seconds(total_s)} a step together"
     return [Finding(kind, None, text, "see the table of units", rest[0].exposed_s)]

@@ -10,8 +10,6 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["CLOCKS", "VERSION", "path_of", "read_all", "write", "write_text"]
-
 VERSION = 1
 
 CLOCKS = (

@@ -20,8 +20,6 @@ from fullshard.schedule.triggers import (
 )
 from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, NO_UNIT, Kept, Segment, lane_time
 
-__all__ = ["Act", "Change", "Failed", "Step", "Work", "held_when_it_failed", "read"]
-
 
 class Act(NamedTuple):
     """An action: its unit, by number in the tree, and when it was carried out."""
@@ -56,7 +54,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Step:
-    """What happened in a segment."""
+    """The events of a segment."""
 
     held: dict[str, int]
     """Bytes of buffers by kind when it began."""
@@ -66,7 +64,7 @@ class Step:
 
 
 class Failed(NamedTuple):
-    """What was held when an exception came, by unit and kind, and the unit that ran last."""
+    """The memory held when an exception came, by unit and kind, and the unit that ran last."""
 
     unit: int
     held: dict[tuple[int, str], int]

@@ -12,13 +12,11 @@ from fullshard.trace import rankfile
 from fullshard.trace.chrome import chrome_text
 from fullshard.trace.summary import summarize
 
-__all__ = ["Combined", "combine", "page"]
-
 _DATA = "{{data}}"
 
 
 class Combined(NamedTuple):
-    """What was written, and the summary that is in it."""
+    """The files that were written, and their summary."""
 
     summary: dict[str, Any]
     page: Path

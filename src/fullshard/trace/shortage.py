@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from fullshard.plan.text import in_bytes
 from fullshard.trace.steps import NO_UNIT
 
-__all__ = ["Way", "ways"]
-
 NUM_WAYS = 3
 
 _GATHERED = ("unsharded", "gather_output", "all_gather_input")
@@ -23,7 +21,7 @@ class Way(NamedTuple):
     saves_nbytes: int
     costs: str
     suffices: bool | None
-    """Whether it saves what the failed allocation asked for; None: that is not known."""
+    """True if it saves as much as the failed allocation asked for; None: that is not known."""
 
 
 def ways(rank: Mapping[str, Any]) -> list[Way]:

@@ -1,14 +1,12 @@
-"""What was under way when, from the actions of a step: for lanes in a report, and for Chrome."""
+"""Turn the actions of a step into spans of time: for the lanes of a report, and for Chrome."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["LANES", "Span", "spans"]
-
 LANES = ("model", "exposed", "gathers", "reductions")
-"""What the model computes, what it waits for, and communication from its start to its end."""
+"""The lanes: computation, waits of the model, and communication from its start to its end."""
 
 _STARTS = {"unshard": "gathers", "reduce_scatter": "reductions"}
 _ENDS = {"wait": "gathers", "finish_reduce": "reductions", "keep_partial": "reductions"}

@@ -1,4 +1,4 @@
-"""What is kept of the steps of a trace: the last and the slowest whole, sums of all.
+"""Keep the steps of a trace: the last and the slowest ones whole, of all of them sums.
 
 This runs once a step, beside the training; entries are put together only when a trace is over
 (``trace/reading.py``).
@@ -49,7 +49,7 @@ _RESHARD, _TO_SECONDARY = Op.RESHARD, Op.RESHARD_TO_SECONDARY
 
 
 class SegmentKind(enum.StrEnum):
-    """What the entries between two ends of steps are."""
+    """The kind of the entries between two ends of steps."""
 
     STEP = "step"
     EVALUATION = "evaluation"
@@ -146,7 +146,7 @@ class UnitSums:
     def __init__(self) -> None:
         self.num_gathers = 0
         self.gather = Sum()
-        """What computation waited for its gathers."""
+        """The time that computation waited for the unit's gathers."""
         self.reduction = Sum()
         """The same for its reductions."""
 

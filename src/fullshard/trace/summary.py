@@ -11,8 +11,6 @@ from fullshard.trace.rankfile import CLOCKS
 from fullshard.trace.shortage import ways
 from fullshard.trace.spans import LANES, spans
 
-__all__ = ["first_difference", "memory", "summarize"]
-
 MOST_RANKS = 8
 """Ranks whose lanes are shown: the first ones, and the one that waits least."""
 MOST_SPANS = 2_000
@@ -76,26 +74,27 @@ def units(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
     Seconds are means over the ranks that have the same units; stages of a pipeline have others.
     """
     ranks = [one for one in ranks if _names(one) == _names(ranks[0])]
-    rows = []
     missed: Counter[int] = Counter()
     for unit, *_, count in ranks[0]["missed"]:
         missed[unit] += count
-    for number, unit in enumerate(ranks[0]["units"]):
-        gather, reduction = (_exposed(ranks, number, kind) for kind in ("gather", "reduction"))
-        rows.append(
-            {
-                "name": unit["name"],
-                "unsharded_nbytes": unit["unsharded_nbytes"],
-                "shard_nbytes": unit["shard_nbytes"],
-                "gathers": ranks[0]["totals"][number]["gathers"],
-                "missed": missed[number],
-                "gather_s": gather[0],
-                "reduction_s": reduction[0],
-                "exposed_s": gather[0] + reduction[0],
-                "most_s": max(gather[1], reduction[1]),
-            }
-        )
+    rows = [_unit(ranks, number, missed[number]) for number in range(len(ranks[0]["units"]))]
     return sorted(rows, key=lambda row: -row["exposed_s"])
+
+
+def _unit(ranks: Sequence[Rank], number: int, missed: int) -> dict[str, Any]:
+    unit = ranks[0]["units"][number]
+    gather, reduction = (_exposed(ranks, number, kind) for kind in ("gather", "reduction"))
+    return {
+        "name": unit["name"],
+        "unsharded_nbytes": unit["unsharded_nbytes"],
+        "shard_nbytes": unit["shard_nbytes"],
+        "gathers": ranks[0]["totals"][number]["gathers"],
+        "missed": missed,
+        "gather_s": gather[0],
+        "reduction_s": reduction[0],
+        "exposed_s": gather[0] + reduction[0],
+        "most_s": max(gather[1], reduction[1]),
+    }
 
 
 def _names(rank: Rank) -> list[str]:

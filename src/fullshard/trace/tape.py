@@ -1,4 +1,4 @@
-"""What a trace hears of engines while they run: a list of tuples, and little else.
+"""Note the actions of engines while they run, in a list of tuples, at little cost.
 
 Everything here runs beside every action of a step, so nothing is looked up, formatted or added up
 that could be later (``trace/steps.py``).
@@ -26,8 +26,6 @@ from fullshard.schedule.triggers import (
     WeightsChanged,
 )
 from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, Segment, SegmentKind
-
-__all__ = ["MOST_ENTRIES", "Tap", "Tape", "stamp_of"]
 
 MOST_ENTRIES = 100_000
 """Entries after which a step is cut, so that a loop that never steps fills no memory."""
@@ -134,7 +132,7 @@ _MAY_END = frozenset({ForwardEnter, ForwardExit, WeightsChanged, TaskEnd})
 
 
 class _Before(NamedTuple):
-    """What an engine had before it was traced."""
+    """The recorder and the watch of an engine before it was traced."""
 
     recorder: Any
     watch: Any

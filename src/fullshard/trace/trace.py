@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from fullshard.trace.describe import history_as_json, resting, step_as_json, uni
 from fullshard.trace.reading import held_when_it_failed
 from fullshard.trace.steps import HELD, Clock, History, Segment
 from fullshard.trace.tape import Tap, Tape, stamp_of
-
-__all__ = ["Trace", "trace"]
 
 log = logging.getLogger("fullshard")
 
@@ -104,12 +101,7 @@ class Trace:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         """Stop; after an error, out of memory for one, nothing that fails here hides it."""
         if error is None:
             self._stop(None)

@@ -17,7 +17,7 @@ _ANSWERS = re.compile(r"{%-?\s*generation")  # templates may mark answers themse
 
 
 class Sample(NamedTuple):
-    """What a model reads of a chat.
+    """The part of a chat that a model reads.
 
     Attributes:
         tokens: the tokens.
@@ -41,20 +41,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            import jinja2  # noqa: F401 - transformers asks for it late, in words of its own
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ConfigError("chats need transformers: pip install 'fullshard[hf]'") from error
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # OSError, ValueError, KeyError and more
-            reason = textwrap.shorten(str(error), width=300)
-            raise ConfigError(
-                f"--init {folder}: its tokenizer cannot be read ({reason})"
-            ) from error
+        self._tokenizer = _read_tokenizer(folder)
         template = self._tokenizer.chat_template
         if not isinstance(template, str):
             raise ConfigError(
@@ -166,3 +153,16 @@ def _span(write: _Writer, messages: Sequence[Any], answer: int) -> _Span:
             "answer begins is not known; mark answers in it with {% generation %}"
         )
     return _Span(text, len(question))
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    try:
+        import jinja2  # noqa: F401 - transformers asks for it late, in words of its own
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError("chats need transformers: pip install 'fullshard[hf]'") from error
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, KeyError and more
+        reason = textwrap.shorten(str(error), width=300)
+        raise ConfigError(f"--init {folder}: its tokenizer cannot be read ({reason})") from error

@@ -8,13 +8,14 @@ import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fullshard.errors import ConfigError, FullshardError
 
-from .config import HF, SIZES, Dtype, LayoutName, OptimizerName, Quantize, TrainConfig, default_lr
+from . import flags
+from .config import HF, TrainConfig, default_lr
 from .launch import default_nproc, launch
 from .options import read_options
 from .rundir import RunDir
@@ -27,113 +28,38 @@ _DEFAULT = TrainConfig()
 def train_command(
     context: typer.Context,
     *,
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(SIZES)}, or a configuration of transformers.",
-            metavar="SIZE|hf:CONFIG.json",
-        ),
-    ] = _DEFAULT.model,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Text or chats: files, JSONL or parquet; default: Python's standard library.",
-            metavar="PATH",
-        ),
-    ] = _DEFAULT.data,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            help="Begin with these weights, and their tokenizer; --model is then hf:FOLDER.",
-            metavar="FOLDER",
-        ),
-    ] = _DEFAULT.init,
-    lora: Annotated[
-        int | None,
-        typer.Option(help="Train adapters of this rank (peft) beside frozen weights.", min=1),
-    ] = _DEFAULT.lora,
-    quantize: Annotated[
-        Quantize | None, typer.Option(help="Hold frozen weights in four bits (bitsandbytes).")
-    ] = _DEFAULT.quantize,
-    export: Annotated[
-        str | None,
-        typer.Option(
-            help="Write the trained model, or the adapters, to this new folder at the end.",
-            metavar="FOLDER",
-        ),
-    ] = _DEFAULT.export,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Export the model with the adapters in it.")
-    ] = _DEFAULT.merge,
-    config_file: Annotated[
-        str | None,
-        typer.Option(
-            "--config", help="Options from a file; those given here win.", metavar="FILE.toml"
-        ),
-    ] = None,
-    name: Annotated[str, typer.Option(help="The run lies in runs/NAME.")] = "default",
-    out: Annotated[
-        str | None, typer.Option(help="Folder of the run, instead of runs/NAME.", metavar="DIR")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, same options.")
-    ] = _DEFAULT.resume,
-    nproc: Annotated[
-        int | None, typer.Option(help="Local workers; default: one per GPU, 2 on CPU.")
-    ] = None,
-    min_workers: Annotated[
-        int | None,
-        typer.Option(help="Go on without workers that are lost, while so many are left."),
-    ] = _DEFAULT.min_workers,
-    steps: Annotated[int, typer.Option(help="Steps of the whole schedule.")] = _DEFAULT.steps,
-    stop_after: Annotated[
-        int | None, typer.Option(help="Stop early after this step, the schedule unchanged.")
-    ] = _DEFAULT.stop_after,
-    batch: Annotated[int, typer.Option(help="Sequences per worker.")] = _DEFAULT.batch,
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = _DEFAULT.seq,
-    accumulate: Annotated[int, typer.Option(help="Microbatches per step.")] = _DEFAULT.accumulate,
-    lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate; default: by the size of the model.")
-    ] = None,
-    optimizer: Annotated[
-        OptimizerName, typer.Option(help="What steps the matrices; AdamW steps everything else.")
-    ] = _DEFAULT.optimizer,
-    muon_lr: Annotated[
-        float | None, typer.Option(help="Peak learning rate of Muon; default: --lr.")
-    ] = _DEFAULT.muon_lr,
-    max_skipped: Annotated[
-        int, typer.Option(help="Steps in a row to skip if loss or gradients are not finite.")
-    ] = _DEFAULT.max_skipped,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of forward and backward.")] = _DEFAULT.dtype,
-    layout: Annotated[
-        LayoutName, typer.Option(help="How parameters lie in the shards.")
-    ] = _DEFAULT.layout,
-    replicas: Annotated[
-        int, typer.Option(help="Copies of the shards; workers of one copy share it.")
-    ] = _DEFAULT.replicas,
-    reshard: Annotated[
-        bool, typer.Option(help="Free full parameters between forward and backward.")
-    ] = _DEFAULT.reshard,
-    checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")
-    ] = _DEFAULT.checkpoint_activations,
-    seed: Annotated[int, typer.Option(help="Of weights and data order.")] = _DEFAULT.seed,
-    save_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints.")
-    ] = _DEFAULT.save_every,
-    eval_every: Annotated[
-        int, typer.Option(help="Steps between evaluations.")
-    ] = _DEFAULT.eval_every,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan the time of a step, too, for a preset or a file of fullshard doctor.",
-            metavar="NAME|FILE",
-        ),
-    ] = _DEFAULT.hardware,
-    trace: Annotated[
-        bool, typer.Option(help="Record what workers do, for fullshard trace.")
-    ] = _DEFAULT.trace,
+    model: flags.Model = _DEFAULT.model,
+    data: flags.Data = _DEFAULT.data,
+    init: flags.Init = _DEFAULT.init,
+    lora: flags.Lora = _DEFAULT.lora,
+    quantize: flags.Quantize = _DEFAULT.quantize,
+    export: flags.Export = _DEFAULT.export,
+    merge: flags.Merge = _DEFAULT.merge,
+    config_file: flags.ConfigFile = None,
+    name: flags.Name = "default",
+    out: flags.Out = None,
+    resume: flags.Resume = _DEFAULT.resume,
+    nproc: flags.Nproc = None,
+    min_workers: flags.MinWorkers = _DEFAULT.min_workers,
+    steps: flags.Steps = _DEFAULT.steps,
+    stop_after: flags.StopAfter = _DEFAULT.stop_after,
+    batch: flags.Batch = _DEFAULT.batch,
+    seq: flags.Seq = _DEFAULT.seq,
+    accumulate: flags.Accumulate = _DEFAULT.accumulate,
+    lr: flags.Lr = None,
+    optimizer: flags.Optimizer = _DEFAULT.optimizer,
+    muon_lr: flags.MuonLr = _DEFAULT.muon_lr,
+    max_skipped: flags.MaxSkipped = _DEFAULT.max_skipped,
+    dtype: flags.Dtype = _DEFAULT.dtype,
+    layout: flags.Layout = _DEFAULT.layout,
+    replicas: flags.Replicas = _DEFAULT.replicas,
+    reshard: flags.Reshard = _DEFAULT.reshard,
+    checkpoint_activations: flags.CheckpointActivations = _DEFAULT.checkpoint_activations,
+    seed: flags.Seed = _DEFAULT.seed,
+    save_every: flags.SaveEvery = _DEFAULT.save_every,
+    eval_every: flags.EvalEvery = _DEFAULT.eval_every,
+    hardware: flags.Hardware = _DEFAULT.hardware,
+    trace: flags.Trace = _DEFAULT.trace,
 ) -> int:
     """Train a language model on real text, fully sharded over local workers.
 

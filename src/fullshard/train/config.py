@@ -29,7 +29,7 @@ class LayoutName(enum.StrEnum):
 
 
 class OptimizerName(enum.StrEnum):
-    """What steps the matrices of a model; everything else is stepped by AdamW."""
+    """The optimizer of the matrices of a model; AdamW steps everything else."""
 
     ADAMW = "adamw"
     MUON = "muon"
@@ -83,38 +83,24 @@ def default_lr(model: str, *, tuned: bool = False, lora: bool = False) -> float:
 class TrainConfig:
     """Everything that decides what a run computes.
 
+    Most attributes are options of the command, which ``flags`` describes; of some there is more to
+    say, and some are no options.
+
     Attributes:
         out: folder for ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and others.
-        model: a name in ``SIZES``, or ``hf:`` and the path of a ``transformers`` configuration.
-        init: a folder of weights to begin with, and of their tokenizer, as transformers writes it.
         lora: rank of the adapters that are trained instead of the weights of ``init``.
-        quantize: how the frozen weights are stored; only with ``lora``.
         export: a new folder for the trained model, as transformers reads it; of ``lora`` the
             adapters, as peft reads them.
-        merge: export the model with the adapters merged into it.
-        data: a file of text, JSONL or parquet, or a folder of them; ``None`` reads Python's own
-            standard library.
         nproc: local workers to start; under torchrun its ``--nproc-per-node`` is used instead.
-        min_workers: go on without workers that are lost, while so many are left; None: end.
-        steps: optimizer steps of the whole schedule.
-        stop_after: step after which to stop early, without changing the schedule.
-        batch: sequences per worker and microbatch.
-        seq: tokens per sequence.
-        accumulate: microbatches per optimizer step.
         lr: peak learning rate, reached after ``warmup`` steps; it then decays along a cosine to
             ``lr_floor`` times its peak.
-        optimizer: what steps the matrices.
         muon_lr: peak learning rate of Muon, which is scaled as AdamW's are; None: ``lr``.
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
-        max_skipped: steps in a row that may be skipped because something is not finite.
-        reshard: free each block's full parameters between its forward and its backward.
-        hardware: what the run is planned for, see ``fullshard.plan``; None plans bytes only.
         trace: record what all workers do, see ``fullshard.trace``, and write it to ``trace/`` of
             ``out`` when the run ends.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
-        resume: continue from the newest complete checkpoint of ``out``.
 
     Raises:
         ConfigError: a value cannot work.

@@ -19,14 +19,17 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
 from fullshard.errors import ConfigError
 
 from .chats import ChatTokenizer
+from .config import TrainConfig
 from .documents import Document, collect, split
 from .rows import Indices, Packed, Rows, Tokens, Windows
 
@@ -131,6 +134,34 @@ class Order:
     def _at(self, first: int, count: int) -> Indices:
         epochs = (divmod(place, self.num_rows) for place in range(first, first + count))
         return np.array([_permutation(self.num_rows, self.seed, e)[i] for e, i in epochs])
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The rows to train on, in their order."""
+
+    rows: Rows
+    order: Order
+
+    @classmethod
+    def of(cls, config: TrainConfig, text: TokenizedText, num_workers: int) -> Feed:
+        """Create for a run of ``num_workers``."""
+        rows = text.train.rows(config.seq)
+        order = Order(len(rows), config.seed, config.batch, config.accumulate, num_workers)
+        return cls(rows, order)
+
+    def read(self, *, step: int, rank: int) -> list[Tensor]:
+        """Return what ``rank`` reads in ``step``, one microbatch after the other."""
+        order = self.order
+        rows = [
+            order.rows(step=step, microbatch=microbatch, rank=rank)
+            for microbatch in range(order.accumulate)
+        ]
+        return self.rows.read(np.concatenate(rows)).tensors()
+
+    def num_learned(self, step: int) -> int:
+        """Return how many labels all workers learn in ``step``."""
+        return self.rows.num_learned(self.order.rows_of_step(step))
 
 
 def load_text(
@@ -260,12 +291,12 @@ def _fill_cache(
 
 
 def _read_part(folder: Path, name: str, facts: dict[str, int]) -> Part:
-    def read(file: str) -> npt.NDArray[np.generic] | None:
+    def read(file: str) -> Any:
         path = folder / f"{file}.npy"
         return np.load(path, mmap_mode="r") if path.exists() else None
 
     tokens, starts, learned = read(name), read(f"{name}_starts"), read(f"{name}_learned")
-    return Part(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])  # type: ignore[arg-type]
+    return Part(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])
 
 
 def _write_chats(folder: Path, name: str, given: _Given, documents: Sequence[Document]) -> int:

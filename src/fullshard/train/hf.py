@@ -19,7 +19,7 @@ _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
 }
-"""What a configuration may choose: kernels of PyTorch's."""
+"""The values that a configuration may choose: kernels of PyTorch's."""
 
 # Fields that do not describe the model: origin, version, dtype, caching.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,14 +21,14 @@ from fullshard.optim import StepGuard
 from .adapters import add_adapters
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
-from .data import Order, TokenizedText
+from .data import Feed, TokenizedText
+from .evaluation import Evaluation, losses_of
 from .gauges import peak_memory_nbytes, recording, shard_nbytes, waited_s
 from .metrics import MetricsFile, StepRecord, drop_after
 from .optimizer import build_optimizer, set_learning_rate
 from .progress import Reporter
 from .quantized import conversions, quantize_linears
-from .rows import IGNORED, Indices, Packed
-from .rows import Rows as TokenRows
+from .rows import Packed
 from .rundir import RunDir, check_continues, describe
 from .stopping import Stopping, stopping
 from .world import Rows, World
@@ -78,17 +76,17 @@ def train(
 
         last: StartedStep | None = None  # the device may still be computing its figures
         step = first
-        while step < config.last_step and not trainer.stops:
+        while step < config.last_step and not trainer.stopping.is_agreed:
             step += 1
             started = trainer.start(step)
             if last is not None:
                 tell(last)
             is_due = trainer.checkpointer.is_due(step) or step == config.last_step
             last = started
-            if is_due or trainer.stops or started.evaluates or started.rows.is_here:
+            if is_due or trainer.stopping.is_agreed or started.evaluates or started.rows.is_here:
                 tell(started)
                 last = None
-            if is_due or trainer.stops:
+            if is_due or trainer.stopping.is_agreed:
                 trainer.save(step)
             reached(step)
         trainer.checkpointer.wait()
@@ -185,10 +183,9 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, text: TokenizedText, world: World) -> None:
         self.config = config
-        self.text = text
         self.world = world
-        self.architecture = choose_architecture(config)
-        self.model = build_sharded_model(config, self.architecture, world)
+        architecture = choose_architecture(config)
+        self.model = build_sharded_model(config, architecture, world)
         self.optimizer = build_optimizer(self.model, config)
         self.guard = StepGuard(
             self.model, self.optimizer, max_norm=config.clip, max_skipped=config.max_skipped
@@ -202,21 +199,15 @@ class Trainer:
             mode="async",
             budget_nbytes=_COPIES_NBYTES,
         )
-        self.shard_nbytes = shard_nbytes(self.model)
-        self.rows, self.held_out = text.train.rows(config.seq), text.held_out.rows(config.seq)
-        self.order = Order(
-            num_rows=len(self.rows),
-            seed=config.seed,
-            batch=config.batch,
-            accumulate=config.accumulate,
-            num_workers=world.size,
+        self.feed = Feed.of(config, text, world.size)
+        self.evaluation = Evaluation(self.model, config, text, world)
+        self.origin = describe(
+            config, architecture.description(), text_key=text.key, num_workers=world.size
         )
-        self.bytes_per_token = torch.from_numpy(text.bytes_per_token())
         self._ended_s = 0.0  # end of the previous step, by the host's clock
-        if isinstance(self.rows, Packed):
+        if isinstance(self.feed.rows, Packed):
             self._check_kept_apart()
         self.stopping = Stopping()
-        self.stops = False  # whether any worker was asked to stop; the same on all workers
 
     def start(self, step: int) -> StartedStep:
         """Issue one optimizer step; on a GPU the host waits for the gradients, not for more."""
@@ -235,7 +226,7 @@ class Trainer:
             loss,
             waited_s(self.model) - waited_before_s,
             peak_memory_nbytes(self.world.device),
-            self.shard_nbytes,
+            shard_nbytes(self.model),
             self.guard.norm,
             float(self.stopping.is_asked),
         )
@@ -248,7 +239,7 @@ class Trainer:
         config, step = self.config, started.step
         figures = started.rows.read()
         losses, waits_s, peaks, shards, grad_norms, asked = figures.unbind(dim=1)
-        self.stops = self.stops or bool(asked.any())
+        self.stopping.is_agreed |= bool(asked.any())
         now_s = time.perf_counter()
         seconds = now_s - max(started.started_s, self._ended_s)  # it ran after the previous step
         self._ended_s = now_s
@@ -263,7 +254,7 @@ class Trainer:
             peak_memory_nbytes=int(peaks.max()),
             shard_nbytes=int(shards.max()),
             waiting=waits_s.mean().item() / seconds,
-            eval_bits_per_byte=self.evaluate() if started.evaluates else None,
+            eval_bits_per_byte=self.evaluation.bits_per_byte() if started.evaluates else None,
             skipped=started.skipped or None,
             repeated=started.repeated or None,
         )
@@ -274,18 +265,12 @@ class Trainer:
         Over all workers the mean of these losses is that of all tokens that the step learns, which
         may be unlike from row to row.
         """
-        share = self.world.size / self.rows.num_learned(self.order.rows_of_step(step))
-        rows = [
-            self.order.rows(step=step, microbatch=microbatch, rank=self.world.rank)
-            for microbatch in range(self.config.accumulate)
-        ]
-        read = _read(self.rows, np.concatenate(rows))
-        total = self.microbatches.backward(lambda part: self._losses(part).sum() * share, read)
+        share = self.world.size / self.feed.num_learned(step)
+        read = self.feed.read(step=step, rank=self.world.rank)
+        total = self.microbatches.backward(
+            lambda part: losses_of(self.model, part, self.world).sum() * share, read
+        )
         return total.double()
-
-    def _losses(self, read: list[Tensor]) -> Tensor:
-        """Return the losses of rows that were read, ``[B * T]``."""
-        return label_losses(self.model, *map(self.world.put, read))
 
     @torch.no_grad()
     def _check_kept_apart(self) -> None:
@@ -314,39 +299,9 @@ class Trainer:
                 "cannot be packed; it ignores position_ids that begin anew"
             )
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Return bits per byte of held-out text; windows do not depend on the number of workers."""
-        config, world = self.config, self.world
-        available = len(self.held_out)
-        count = min(config.eval_sequences, available)
-        rows = torch.arange(count) * available // count  # evenly spread
-        per_round = config.batch * world.size
-        nats, nbytes = 0.0, 0.0
-        self.model.eval()
-        for start in range(0, count, per_round):
-            # Each worker evaluates its share of the round. Forward all-gathers weights, so a worker
-            # without a share must run it too, on a row that is then not counted.
-            mine = rows[start + world.rank * config.batch :][: config.batch]
-            read = mine if len(mine) else rows[:1]
-            batch = _read(self.held_out, read.numpy())
-            losses, labels = self._losses(batch), batch[1].flatten()
-            if len(mine):
-                nats += losses.double().sum().item()
-                nbytes += float(self.bytes_per_token[labels[labels != IGNORED]].sum())
-        self.model.train()
-        all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
-        return float(all_nats / math.log(2) / all_nbytes)
-
     def save(self, step: int) -> None:
         """Begin to write the checkpoint of ``step``, and wait for the one before."""
-        origin = describe(
-            self.config,
-            self.architecture.description(),
-            step=step,
-            text_key=self.text.key,
-            num_workers=self.world.size,
-        )
+        origin = replace(self.origin, step=step)
         self.checkpointer.save(self.model, self.optimizer, asdict(origin), step=step)
 
     def resume(self, run: RunDir) -> int:
@@ -354,27 +309,10 @@ class Trainer:
         loaded = self.checkpointer.load(self.model, self.optimizer)
         if loaded is None:
             raise ConfigError(f"{run.checkpoints}: no intact checkpoint; leave --resume out")
-        check_continues(self.config, self.architecture.description(), loaded.path, self.text.key)
+        check_continues(self.config, self.origin, loaded.path)
         if self.world.is_first:
             drop_after(run.metrics, loaded.step)
         return loaded.step
-
-
-def _read(rows: TokenRows, numbers: Indices) -> list[Tensor]:
-    """Return tokens, labels and, if a row may be several samples, positions; on the CPU."""
-    read = rows.read(numbers)
-    return [torch.from_numpy(values) for values in read if values is not None]
-
-
-def label_losses(
-    model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor | None = None
-) -> Tensor:
-    """Return the cross entropy (nats) of each label, 0 where it is ``IGNORED``, ``[B * T]``.
-
-    All arguments are ``[B, T]``; see ``Batch``.
-    """
-    logits = next_token_logits(model, tokens, positions).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

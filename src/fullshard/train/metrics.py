@@ -7,7 +7,6 @@ import json
 import math
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -62,12 +61,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 

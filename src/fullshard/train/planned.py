@@ -17,7 +17,8 @@ from fullshard.plan import Plan, in_bytes, in_seconds, plan
 
 from .architecture import Architecture
 from .config import OptimizerName, TrainConfig
-from .loop import build_on_meta, label_losses, policy_of, shard_model
+from .evaluation import label_losses
+from .loop import build_on_meta, policy_of, shard_model
 from .metrics import read_metrics
 
 

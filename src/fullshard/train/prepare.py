@@ -13,8 +13,8 @@ from .config import TrainConfig
 from .data import TokenizedText
 from .planned import tell_plan
 from .quantized import check_bitsandbytes
-from .rows import Packed
-from .rundir import RunDir, check_continues
+from .rows import Packed, Rows
+from .rundir import RunDir, check_continues, describe
 from .runlock import RunLock
 
 
@@ -47,12 +47,14 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     text = load_text_for(architecture, config)
     _check_enough(config, text, num_workers)
     if config.resume and newest is not None:
-        info = check_continues(config, architecture.description(), newest, text.key)
-        sequences = config.batch * config.accumulate * num_workers
-        if sequences != info.sequences_per_step:
+        ours = describe(
+            config, architecture.description(), text_key=text.key, num_workers=num_workers
+        )
+        info = check_continues(config, ours, newest)
+        if info.sequences_per_step != ours.sequences_per_step:
             print(
                 f"fullshard: note: {newest} was trained on {info.sequences_per_step} sequences a "
-                f"step, now {sequences}: the losses will not be those of one run",
+                f"step, now {ours.sequences_per_step}: the losses will not be those of one run",
                 file=sys.stderr,
             )
     try:
@@ -104,9 +106,14 @@ def _check_enough(config: TrainConfig, text: TokenizedText, num_workers: int) ->
             f"sixteenth of the text has {len(text.held_out.tokens)}: give more --data, or lower "
             "--seq"
         )
+    _tell_cut(rows, config.seq)
+
+
+def _tell_cut(rows: Rows, seq: int) -> None:
+    """Print a note if samples are longer than a row."""
     if isinstance(rows, Packed) and rows.num_cut:
         print(
-            f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {config.seq} tokens: "
+            f"fullshard: note: {_count(rows.num_cut, 'chat')} of more than {seq} tokens: "
             "what is behind is not read, give a greater --seq",
             file=sys.stderr,
         )

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]  # 1D
 Indices = npt.NDArray[np.int64]
@@ -29,6 +31,10 @@ class Batch(NamedTuple):
     tokens: Indices
     labels: Indices
     positions: Indices | None
+
+    def tensors(self) -> list[Tensor]:
+        """Return tokens, labels and, if a row may be several samples, positions; on the CPU."""
+        return [torch.from_numpy(values) for values in self if values is not None]
 
 
 class Rows(Protocol):

@@ -97,7 +97,7 @@ class RunDir:
 
 
 def describe(
-    config: TrainConfig, model: dict[str, Any], *, step: int, text_key: str, num_workers: int
+    config: TrainConfig, model: dict[str, Any], *, step: int = 0, text_key: str, num_workers: int
 ) -> Origin:
     """Return the facts of a checkpoint of this run at ``step``."""
     sequences = config.batch * config.accumulate * num_workers
@@ -112,21 +112,19 @@ def read_origin(checkpoint: Path) -> Origin:
         raise ConfigError(f"{checkpoint}: not a checkpoint of fullshard train ({error})") from error
 
 
-def check_continues(
-    config: TrainConfig, model: dict[str, Any], checkpoint: Path, text_key: str
-) -> Origin:
-    """Return the checkpoint's facts, after checking that ``config`` can continue it.
+def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path) -> Origin:
+    """Return the checkpoint's facts, after checking that a run with ``ours`` can continue it.
 
     Raises:
         ConfigError: the checkpoint has another model or other text, or has reached the last step.
     """
     info = read_origin(checkpoint)
-    if info.model != model:
+    if info.model != ours.model:
         raise ConfigError(
             f"{checkpoint} holds another model than --model {config.model} "
-            f"({_difference(info.model, model)}): give its own, or start anew without --resume"
+            f"({_difference(info.model, ours.model)}): give its own, or start anew without --resume"
         )
-    if info.text_key != text_key:
+    if info.text_key != ours.text_key:
         raise ConfigError(
             f"{checkpoint} was trained on other text: give the same --data, or start anew "
             "without --resume"

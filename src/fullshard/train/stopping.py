@@ -15,10 +15,15 @@ _ONCE_S = 2.0  # launchers pass on what terminals send as well
 
 
 class Stopping:
-    """Whether a signal came; one that comes again later ends the process at once."""
+    """The wish to stop; a signal that comes again later ends the process at once.
+
+    Attributes:
+        is_asked: whether a signal came here.
+        is_agreed: whether one came to any worker; the same on all of them.
+    """
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_asked = self.is_agreed = False
         self._first_s = 0.0
 
     def ask(self, number: int, _frame: FrameType | None = None) -> None:

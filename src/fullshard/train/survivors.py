@@ -15,8 +15,6 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-__all__ = ["run_survivors"]
-
 _POLL_S = 0.1
 _Worker = subprocess.Popen[bytes]
 

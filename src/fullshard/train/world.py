@@ -144,7 +144,7 @@ def join_world() -> Iterator[World]:
 
 
 class HasPrepared:
-    """Whether workers of this job have prepared the run before; torchrun's store remembers it."""
+    """True if workers of this job have prepared the run before; torchrun's store remembers it."""
 
     def __init__(self, store: dist.Store | None = None) -> None:
         self._store = store

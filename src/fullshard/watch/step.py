@@ -50,10 +50,14 @@ class Step:
         self.place = ""
         if self.is_open:
             return
-        with judging:
+        is_free = judging.acquire(timeout=_JUDGED_S)
+        try:
             self.era, self.failure = now(), None
             self.era.begin_step()
             self.is_open = True
+        finally:
+            if is_free:
+                judging.release()
 
     def check(self) -> None:
         """Raise the error of the fault that ended this step's era, in the middle of the step."""
@@ -90,6 +94,8 @@ def described(error: BaseException) -> str:
 judging = threading.Lock()
 """Held from what this rank says of itself until it knows the judgement; no step begins meanwhile,
 so that all ranks know which step they drop."""
+
+_JUDGED_S = 10.0  # a judgement takes less, unless who keeps the store is gone
 
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
 _lock = threading.Lock()

@@ -28,7 +28,7 @@ from fullshard import _torch
 from fullshard.comm.ledger import Ledger, end_era, ledgers, now
 from fullshard.comm.pulse import PULSE_S, begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError
-from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind, diagnose
+from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
 from fullshard.watch.statement import Group, Issued, Statement
 from fullshard.watch.step import Failure, forget_failures, judging, steps
@@ -156,6 +156,8 @@ class Watcher:
     def _judgement(self, number: int) -> Diagnosis:
         until_s, attempt = time.monotonic() + _ANSWER_S, 1
         while not self._store.check([_judged_key(number)]):
+            if self._is_over:  # nobody judges any more
+                return UNDECIDED
             if time.monotonic() > until_s:
                 self._judge(number, attempt)
                 until_s, attempt = time.monotonic() + _JUDGE_S, attempt + 1

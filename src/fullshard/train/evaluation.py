@@ -1,0 +1,69 @@
+"""The loss of a model on batches, and its evaluation on held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .architecture import next_token_logits
+from .config import TrainConfig
+from .data import TokenizedText
+from .rows import IGNORED
+from .world import World
+
+
+class Evaluation:
+    """The evaluation of a model on held-out text, by all workers together."""
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, text: TokenizedText, world: World
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._world = world
+        self._rows = text.held_out.rows(config.seq)
+        self._bytes_per_token = torch.from_numpy(text.bytes_per_token())
+
+    @torch.no_grad()
+    def bits_per_byte(self) -> float:
+        """Return bits per byte of held-out text; windows do not depend on the number of workers."""
+        config, world, model = self._config, self._world, self._model
+        available = len(self._rows)
+        count = min(config.eval_sequences, available)
+        rows = torch.arange(count) * available // count  # evenly spread
+        per_round = config.batch * world.size
+        nats, nbytes = 0.0, 0.0
+        model.eval()
+        for start in range(0, count, per_round):
+            # Each worker evaluates its share of the round. Forward all-gathers weights, so a worker
+            # without a share must run it too, on a row that is then not counted.
+            mine = rows[start + world.rank * config.batch :][: config.batch]
+            read = mine if len(mine) else rows[:1]
+            batch = self._rows.read(read.numpy()).tensors()
+            losses, labels = losses_of(model, batch, world), batch[1].flatten()
+            if len(mine):
+                nats += losses.double().sum().item()
+                nbytes += float(self._bytes_per_token[labels[labels != IGNORED]].sum())
+        model.train()
+        all_nats, all_nbytes = world.rows(nats, nbytes).sum(dim=0).tolist()
+        return float(all_nats / math.log(2) / all_nbytes)
+
+
+def losses_of(model: nn.Module, batch: Sequence[Tensor], world: World) -> Tensor:
+    """Return the losses of a batch of ``Batch.tensors``, ``[B * T]``."""
+    return label_losses(model, *map(world.put, batch))
+
+
+def label_losses(
+    model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor | None = None
+) -> Tensor:
+    """Return the cross entropy (nats) of each label, 0 where it is ``IGNORED``, ``[B * T]``.
+
+    All arguments are ``[B, T]``; see ``Batch``.
+    """
+    logits = next_token_logits(model, tokens, positions).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
