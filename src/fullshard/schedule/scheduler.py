@@ -163,7 +163,8 @@ class Scheduler:
         """Close the use after its forward: replace its hold by the holds that follow a forward."""
         if state.uses.open is None:
             return
-        for one in (state, *state.carries):
+        state.uses.open = None
+        for one in state.carries:
             one.uses.open = None
         outside = event.task == NO_TASK
         is_root = self._iteration is not None and self._iteration.root == state.key

@@ -158,19 +158,19 @@ class Uses:
         graphs: uses whose backward may come -> number of times that it has come.
     """
 
-    __slots__ = ("_generation", "_num_members", "_waiting", "graphs", "open")
+    __slots__ = ("_generation", "_members", "_waiting", "graphs", "open")
 
     def __init__(self, num_members: int) -> None:
         self.open: int | None = None
         self.graphs: dict[int, int] = {}
         self._generation = 0  # of the weights that the forwards of ``graphs`` read
-        self._num_members = num_members
+        self._members = set(range(num_members))
         self._waiting: set[int] = set()  # members that must still run
 
     def enter(self, use: int) -> None:
         """Open a use."""
         self.open = use
-        self._waiting = set(range(self._num_members))
+        self._waiting = self._members.copy()
 
     def ran(self, member: int) -> bool:
         """Take note that a member ran in the open use; return whether all have."""
