@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.engine import Offload, Unit
+from fullshard.engine import Offload, Unit, WirePolicy
 from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
 from fullshard.flat.children import prepare_inside
@@ -41,7 +41,7 @@ from fullshard.flat.prepare import (
 from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown, device_of
 from fullshard.frontend.build import shard_modules
-from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded
+from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded, checked_wire
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
@@ -84,6 +84,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             so that an optimizer built earlier works; False: one flat parameter per unit.
         ignored_states: parameters, or modules, that are not sharded.
         device_mesh: the ranks as a mesh; with a hybrid strategy 2-D, with copies along dim 0.
+        wire: how parameters and gradients travel, see ``WirePolicy``; not an argument of PyTorch's.
 
     Raises:
         ConfigError, ArgumentTypeError: for arguments that cannot work, such as a policy for a
@@ -112,6 +113,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         ignored_states: Any = None,
         device_mesh: Any = None,
         *,
+        wire: WirePolicy = WirePolicy(),
         _mesh: DataMesh | None = None,
         _is_exempt: bool = False,
     ) -> None:
@@ -144,6 +146,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             "limit_all_gathers": limit_all_gathers,
             "use_orig_params": use_orig_params,
             "ignored_states": list(modules or params) or None,
+            "wire": checked_wire(wire),
             "_mesh": mesh,
         }
         prepare_inside(
@@ -167,7 +170,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             groups = (mesh.mesh.get_group(dim) for dim in range(mesh.mesh.ndim))
             synchronize(module, params, modules, groups)
         shown = Shown.ORIGINALS if use_orig_params else Shown.FLAT
-        self._shard(mesh, params, offload, shown)
+        self._shard(mesh, params, offload, shown, wire)
         budget = None if limit_all_gathers else sys.maxsize
         self._set_machine(backward_ahead=ahead, prefetch_budget=budget)
 
@@ -177,6 +180,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         ignored: set[nn.Parameter],
         offload: Offload | None,
         shown: Shown,
+        wire: WirePolicy,
     ) -> None:
         """Make a unit of the parameters that are in no inner wrapper."""
         keeps = self._given.strategy.keeps or mesh.shard_dim is None
@@ -190,6 +194,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             layout=Ragged(),
             offload=offload,
             shown=shown,
+            wire=wire,
         )
         self._precision.keep_reduced(shard_modules([self], choices))
 
