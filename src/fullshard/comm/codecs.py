@@ -90,7 +90,7 @@ class Blocks:
         """Return the bytes of a row for tensors of ``numels`` columns, without exact ones."""
         num_blocks = sum(-(-numel // self.block) for numel in numels)
         nbytes = num_blocks * (self.block + _SCALE.itemsize) + exact * _SCALE.itemsize
-        return -(-nbytes // _ROW_NBYTES) * _ROW_NBYTES
+        return -(-max(nbytes, 1) // _ROW_NBYTES) * _ROW_NBYTES
 
     def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
         """See ``Codec``; the result is bytes."""
