@@ -111,6 +111,13 @@ def train_command(
     replicas: Annotated[
         int, typer.Option(help="Copies of the shards; workers of one copy share it.")
     ] = _DEFAULT.replicas,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="How parameters and gradients travel: bf16, int8 or fp8, fp32 if left out.",
+            metavar="gather=KIND,reduce=KIND",
+        ),
+    ] = _DEFAULT.wire,
     reshard: Annotated[
         bool, typer.Option(help="Free full parameters between forward and backward.")
     ] = _DEFAULT.reshard,

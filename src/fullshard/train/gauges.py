@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,22 @@ def shard_nbytes(model: nn.Module) -> int:
 def waited_s(model: nn.Module) -> float:
     """Return the total seconds that computation waited for communication; use differences."""
     return model.waited_s() if isinstance(model, fullshard.FSDPModule) else 0.0
+
+
+def check_wire(model: nn.Module, enabled: bool) -> None:
+    """Measure what the wire loses from now on, or do not."""
+    if isinstance(model, fullshard.FSDPModule):
+        model.set_wire_check(enabled)
+
+
+def wire_errors(model: nn.Module) -> tuple[float, float]:
+    """Return what this worker lost of what it sent since the last call, parameters and gradients.
+
+    Each is the norm of the errors by that of the values, not a number if nothing was measured.
+    """
+    found = model.wire_errors() if isinstance(model, fullshard.FSDPModule) else (None, None)
+    gathered, reduced = (math.nan if one is None else one for one in found)
+    return gathered, reduced
 
 
 def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractContextManager[Any]:

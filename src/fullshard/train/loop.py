@@ -24,7 +24,14 @@ from .adapters import add_adapters
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
 from .data import Order, TokenizedText
-from .gauges import peak_memory_nbytes, recording, shard_nbytes, waited_s
+from .gauges import (
+    check_wire,
+    peak_memory_nbytes,
+    recording,
+    shard_nbytes,
+    waited_s,
+    wire_errors,
+)
 from .metrics import MetricsFile, StepRecord, drop_after
 from .optimizer import build_optimizer, set_learning_rate
 from .progress import Reporter
@@ -133,6 +140,9 @@ def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None
         reshard_after_forward=None if config.reshard else False,
         mp_policy=policy_of(config),
         layout=_LAYOUTS[config.layout],
+        wire=fullshard.WirePolicy()
+        if config.wire is None
+        else fullshard.WirePolicy.parse(config.wire),
     )
 
 
@@ -170,7 +180,8 @@ class StartedStep(NamedTuple):
     lr: float
     started_s: float
     rows: Rows
-    """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop."""
+    """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop, what
+    the wire lost in gathers and in reductions."""
     skipped: int
     """Steps skipped so far, this one included."""
     evaluates: bool
@@ -218,6 +229,8 @@ class Trainer:
         started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
         lr = set_learning_rate(self.optimizer, step, config)
+        evaluates = step % config.eval_every == 0 or step == config.steps
+        check_wire(self.model, evaluates)
         loss = self._forward_backward(step)
         try:
             self.guard.step(loss)
@@ -232,15 +245,18 @@ class Trainer:
             self.shard_nbytes,
             self.guard.norm,
             float(self.stopping.is_asked),
+            *wire_errors(self.model),
         )
-        evaluates = step % config.eval_every == 0 or step == config.steps
         return StartedStep(step, lr, started_s, rows, self.guard.skipped, evaluates)
 
     def record(self, started: StartedStep) -> StepRecord:
         """Wait for a step and return its record, with an evaluation if one is due."""
         config, step = self.config, started.step
         figures = started.rows.read()
-        losses, waits_s, peaks, shards, grad_norms, asked = figures.unbind(dim=1)
+        losses, waits_s, peaks, shards, grad_norms, asked, *lost = figures.unbind(dim=1)
+        gathered, reduced = (
+            one.max().item() if bool(one.isfinite().all()) else None for one in lost
+        )
         self.stops = self.stops or bool(asked.any())
         now_s = time.perf_counter()
         seconds = now_s - max(started.started_s, self._ended_s)  # it ran after the previous step
@@ -258,6 +274,8 @@ class Trainer:
             waiting=waits_s.mean().item() / seconds,
             eval_bits_per_byte=self.evaluate() if started.evaluates else None,
             skipped=started.skipped or None,
+            gather_error=gathered,
+            reduce_error=reduced,
         )
 
     def _forward_backward(self, step: int) -> Tensor:

@@ -20,6 +20,8 @@ class StepRecord:
         shard_nbytes: parameters kept by a worker, maximum over workers.
         waiting: fraction of the step spent waiting for communication, mean over workers.
         loss: mean over the workers whose loss is finite; not a number if none is.
+        gather_error, reduce_error: norm of what was lost on the wire by the norm of what was sent,
+            maximum over workers, measured when there is an evaluation; None: nothing was encoded.
         skipped: steps skipped since the start because something was not finite; None: none.
     """
 
@@ -34,6 +36,8 @@ class StepRecord:
     waiting: float
     eval_bits_per_byte: float | None = None
     skipped: int | None = None
+    gather_error: float | None = None
+    reduce_error: float | None = None
 
     def to_json(self) -> str:
         """Return one line of JSON, without keys whose value is None or not finite."""
