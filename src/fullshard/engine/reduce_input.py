@@ -157,8 +157,10 @@ class ReduceInput:
     def _look_at_rounding(self, grads: Sequence[Tensor | None]) -> None:
         """Compare the buffer with ``grads`` if they were rounded for the wire, and if asked to."""
         spec, narrow = self._reduced.spec, self._buffer.tensor
+        if not spec.wire_check.enabled:
+            return
         codec = spec.wire.reducing
-        if not spec.wire_check.enabled or codec is None or narrow.dtype is not codec.dtype:
+        if codec is None or narrow.dtype is not codec.dtype:
             return
         exact = ReduceInput(self._reduced, torch.float32, narrow.device)
         rows = (one.view(-1, self.row) for one in (exact.fill(grads), narrow))
