@@ -40,19 +40,21 @@ def waited_s(model: nn.Module) -> float:
     return model.waited_s() if isinstance(model, fullshard.FSDPModule) else 0.0
 
 
-def check_wire(model: nn.Module, enabled: bool) -> None:
-    """Measure what the wire loses from now on, or do not."""
+def begin_wire_check(model: nn.Module) -> None:
+    """Measure what the wire loses from now on."""
     if isinstance(model, fullshard.FSDPModule):
-        model.set_wire_check(enabled)
+        model.set_wire_check(True)
 
 
-def wire_errors(model: nn.Module) -> tuple[float, float]:
-    """Return what this worker lost of what it sent since the last call, parameters and gradients.
+def end_wire_check(model: nn.Module) -> tuple[float, float]:
+    """Return what this worker lost of what it sent, parameters and gradients, and stop measuring.
 
     Each is the norm of the errors by that of the values, not a number if nothing was measured.
     """
-    found = model.wire_errors() if isinstance(model, fullshard.FSDPModule) else (None, None)
-    gathered, reduced = (math.nan if one is None else one for one in found)
+    if not isinstance(model, fullshard.FSDPModule):
+        return math.nan, math.nan
+    model.set_wire_check(False)
+    gathered, reduced = (math.nan if one is None else one for one in model.wire_errors())
     return gathered, reduced
 
 

@@ -25,12 +25,12 @@ from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
 from .data import Order, TokenizedText
 from .gauges import (
-    check_wire,
+    begin_wire_check,
+    end_wire_check,
     peak_memory_nbytes,
     recording,
     shard_nbytes,
     waited_s,
-    wire_errors,
 )
 from .metrics import MetricsFile, StepRecord, drop_after
 from .optimizer import build_optimizer, set_learning_rate
@@ -230,7 +230,8 @@ class Trainer:
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
         lr = set_learning_rate(self.optimizer, step, config)
         evaluates = step % config.eval_every == 0 or step == config.steps
-        check_wire(self.model, evaluates)
+        if evaluates:
+            begin_wire_check(self.model)
         loss = self._forward_backward(step)
         try:
             self.guard.step(loss)
@@ -245,7 +246,7 @@ class Trainer:
             self.shard_nbytes,
             self.guard.norm,
             float(self.stopping.is_asked),
-            *wire_errors(self.model),
+            *end_wire_check(self.model),
         )
         return StartedStep(step, lr, started_s, rows, self.guard.skipped, evaluates)
 
