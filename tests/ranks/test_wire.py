@@ -28,6 +28,7 @@ from fullshard.comm.c10d import Transport
 from fullshard.errors import ConfigError, ProtocolError
 from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, noise
 from tests.ranks.pool import RankPool, every_world
+from tests.ranks.test_communication import Gather
 from tests.ranks.test_levels import on
 from tests.ranks.test_offload import a_bus
 from tests.ranks.test_parity import use_checkpoints
@@ -246,6 +247,24 @@ def test_weights_that_arrive_do_not_depend_on_the_mesh(pool: RankPool, layout: s
     )
     for other in others:
         assert all(torch.equal(first[i], other[i]) for i in free)
+
+
+def by_a_gather_of_ones_own(name: str) -> None:
+    """It is given the bytes."""
+    model, wire = Watched(*SIZES), WirePolicy(gather=name)
+    whole = [weight.detach().clone() for weight in model.weights]
+    shard(model, layout=Ragged(), wire=wire)
+    own = Gather(asynchronous=True)
+    model.set_custom_all_gather(own)
+    model(torch.ones(1))
+    assert own.called == 1 and wire.gathering is not None
+    for found, exact in zip(model.seen, whole, strict=True):
+        assert torch.equal(found, arrived(wire.gathering, exact, "ragged", 3))
+
+
+@every_codec
+def test_a_gather_of_ones_own(pool: RankPool, name: str) -> None:
+    pool.run(3, by_a_gather_of_ones_own, name)
 
 
 class Product(nn.Module):
