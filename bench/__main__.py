@@ -36,6 +36,7 @@ from bench import (
     trace,
     transport,
     weights,
+    wire,
 )
 from bench.machine import Loaded
 
@@ -54,6 +55,7 @@ BENCHES: dict[str, ModuleType] = {
     "trace": trace,
     "transport": transport,
     "cluster": cluster,
+    "wire": wire,
     "checkpoint": checkpoint,
     "weights": weights,
     "stream": stream,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from bench.contenders import CONTENDERS, FLAT, FSDP2, PER_PARAMETER, RAGGED
+from bench.contenders import CONTENDERS, FLAT, FSDP2, PER_PARAMETER, RAGGED, WIRES
 from bench.hosts import NoHosts, enter, hosts, sent_nbytes
 from bench.machine import Loaded, LoadGuard, table
 from bench.models import GPT, SHAPES
@@ -65,9 +65,16 @@ class Found(NamedTuple):
     """Sent by one host in a step."""
 
 
-def worker(process: int, case: Case, names: Sequence[str], folder: str, rounds: int) -> None:
-    """One rank; rank 0 writes."""
-    enter(names[process // case.num_ranks])
+def worker(
+    process: int,
+    case: Case,
+    places: Sequence[str],
+    names: Sequence[str],
+    folder: str,
+    rounds: int,
+) -> None:
+    """One rank, on one of the hosts ``places``, which trains all of ``names``; rank 0 writes."""
+    enter(places[process // case.num_ranks])
     torch.set_num_threads(1)
     world = case.num_hosts * case.num_ranks
     store = dist.FileStore(f"{folder}/store", world)
@@ -75,7 +82,8 @@ def worker(process: int, case: Case, names: Sequence[str], folder: str, rounds: 
     torch.manual_seed(0)
     base = GPT(SHAPE)
     tokens = torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.length + 1))
-    runs = {name: CONTENDERS[name].make(copy.deepcopy(base)) for name in NAMES}
+    known = CONTENDERS | WIRES
+    runs = {name: known[name].make(copy.deepcopy(base)) for name in names}
     guard = LoadGuard()
     found: dict[str, list[Found]] = {name: [] for name in runs}
     for number in range(WARM_UP + rounds):
@@ -101,8 +109,8 @@ def worker(process: int, case: Case, names: Sequence[str], folder: str, rounds: 
     dist.destroy_process_group()
 
 
-def needed_nbytes(case: Case, model: nn.Module) -> float:
-    """Return the bytes that one host has to send in a step.
+def needed_nbytes(case: Case, model: nn.Module) -> tuple[float, float]:
+    """Return the bytes that one host has to send in a step, for gathers and for reductions.
 
     Blocks are gathered twice, the root once; each parameter is reduced once. A gather takes this
     host's shards to each other host, a reduction one row to each rank there.
@@ -110,28 +118,31 @@ def needed_nbytes(case: Case, model: nn.Module) -> float:
     block = sum(p.nbytes for p in model.blocks.parameters())  # type: ignore[union-attr]
     whole = sum(p.nbytes for p in model.parameters())
     others = case.num_hosts - 1
-    return others * (whole + block) / case.num_hosts + others * whole / case.num_hosts
+    return others * (whole + block) / case.num_hosts, others * whole / case.num_hosts
 
 
-def measured(case: Case, rounds: int = ROUNDS, *, refuses: bool = True) -> dict[str, Any]:
-    """Let all train in this case.
+def measured(
+    case: Case, rounds: int = ROUNDS, *, refuses: bool = True, names: Sequence[str] = NAMES
+) -> dict[str, Any]:
+    """Let all of ``names`` train in this case; step times are shares of the first one's.
 
     Raises:
         Loaded: the machine was not idle, and ``refuses``.
         NoHosts: namespaces cannot be made.
     """
-    with tempfile.TemporaryDirectory() as folder, hosts(case.num_hosts, case.mbits) as names:
+    with tempfile.TemporaryDirectory() as folder, hosts(case.num_hosts, case.mbits) as places:
         world = case.num_hosts * case.num_ranks
-        mp.spawn(worker, (case, names, folder, rounds), nprocs=world)
+        mp.spawn(worker, (case, places, names, folder, rounds), nprocs=world)
         said: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
     if refuses and said["drift"] > LoadGuard.tolerance:
         raise Loaded(said["drift"])
-    base = said["found"][FSDP2][0]
+    base = said["found"][names[0]][0]
     return {
         "step": {name: seconds / base for name, (seconds, _) in said["found"].items()},
         "megabytes": {name: nbytes / 1e6 for name, (_, nbytes) in said["found"].items()},
-        "levels": said["levels"] / 1e6,
-        "seconds of FSDP2": base,
+        "levels": sum(said["levels"]) / 1e6,
+        "gathers": said["levels"][0] / sum(said["levels"]),
+        "seconds of the first": base,
     }
 
 
@@ -163,7 +174,7 @@ def report(found: dict[str, dict[str, Any]]) -> int:
         [
             case,
             *(f"{one['step'][name]:.2f}" for name in NAMES[1:]),
-            f"{one['seconds of FSDP2']:.3f}",
+            f"{one['seconds of the first']:.3f}",
         ]
         for case, one in found.items()
     ]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fullshard
 from bench.models import Block
 
-__all__ = ["CONTENDERS", "FLAT", "FSDP1", "FSDP2", "PER_PARAMETER", "RAGGED", "Contender"]
+__all__ = ["CONTENDERS", "FLAT", "FSDP1", "FSDP2", "PER_PARAMETER", "RAGGED", "WIRES", "Contender"]
 
 FLAT = "flat, original parameters"
 FSDP1 = "torch FSDP1"
@@ -100,3 +100,21 @@ CONTENDERS = {
     FLAT: Contender(wrapped(fullshard.FullyShardedDataParallel, use_orig_params=True), adamw),
     ONE_FLAT: Contender(wrapped(fullshard.FullyShardedDataParallel), adamw),
 }
+
+WIRES = {
+    text: Contender(
+        units(
+            fullshard.fully_shard,
+            layout=fullshard.Ragged(),
+            wire=fullshard.WirePolicy.parse(text),
+        ),
+        sharded_adamw,
+    )
+    for text in (
+        "reduce=bf16",
+        "gather=int8",
+        "gather=int8,reduce=bf16",
+        "gather=int8,reduce=int8",
+    )
+}
+"""Ragged shards, by how parameters and gradients travel."""

@@ -37,6 +37,11 @@ class Recording(Around):
         self.calls.append(CollectiveCall("reduce_scatter", source.numel(), source.dtype))
         return super().reduce_scatter_mean(output, source)
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Record the call and forward it."""
+        self.calls.append(CollectiveCall("all_to_all", source.numel(), source.dtype))
+        return super().all_to_all(output, source)
+
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Record the call and forward it."""
         self.calls.append(CollectiveCall("all_reduce", values.numel(), values.dtype))

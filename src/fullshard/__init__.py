@@ -6,7 +6,13 @@ from fullshard import checkpoint, errors, optim, wrap
 from fullshard._version import __version__ as __version__
 from fullshard.checkpoint.streaming import stream_params
 from fullshard.comm import AllGather, Comm, ReduceScatter
-from fullshard.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.engine import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    WireErrors,
+    WirePolicy,
+)
 from fullshard.flat import (
     BackwardPrefetch,
     CPUOffload,
@@ -86,6 +92,8 @@ __all__ = [
     "StateDictType",
     "Trace",
     "UnshardHandle",
+    "WireErrors",
+    "WirePolicy",
     "checkpoint",
     "errors",
     "fully_shard",

@@ -163,9 +163,13 @@ def broadcast(group: dist.ProcessGroup, values: Tensor, root: int) -> dist.Work:
     return group.broadcast([values], options)
 
 
-def all_to_all(group: dist.ProcessGroup, output: Tensor, source: Tensor) -> dist.Work:
+def all_to_all(
+    group: dist.ProcessGroup, output: Tensor, source: Tensor, *, in_order: bool = False
+) -> dist.Work | None:
     """Start the backend's exchange of equal slices of 1-D ``source`` into 1-D ``output``."""
-    return group.alltoall_base(output, source, [], [], dist.AllToAllOptions())
+    options = dist.AllToAllOptions()
+    options.asyncOp = not in_order
+    return group.alltoall_base(output, source, [], [], options)
 
 
 def break_off(group: dist.ProcessGroup) -> None:

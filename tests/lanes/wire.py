@@ -51,6 +51,12 @@ class TracedWire(Around):
         with self.checker.booking.suspended():
             return traced.with_(super().all_reduce_mean(values))
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Reads one, writes the other."""
+        traced = self._start(reads=[source], writes=[output])
+        with self.checker.booking.suspended():
+            return traced.with_(super().all_to_all(output, source))
+
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """In place; the rank that sends reads only."""
         sends = source == self.rank

@@ -16,7 +16,9 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.means import begun
 from fullshard.device import StorageMeter
+from fullshard.engine.policy import WirePolicy
 from fullshard.engine.reduce_input import Reduced, ReduceInput
+from fullshard.engine.wire import WireCheck
 from fullshard.layout import ParamSpec, PerParameter, Ragged, even_from, in_rows, plan_slots, subset
 from tests.pure.layout_model import aligns, elements, scatter, spec_lists, values, worlds
 
@@ -86,9 +88,15 @@ SHAPES = [(8, 3), (12, 4), (5, 3), (13,), (1, 6), (24,), (0, 4), (7, 12), (16, 2
 
 
 def filled(
-    layout: Any, grads: list[Tensor | None], numbers: tuple[int, ...], dtype: torch.dtype
+    layout: Any,
+    grads: list[Tensor | None],
+    numbers: tuple[int, ...],
+    dtype: torch.dtype,
+    wire: WirePolicy = WirePolicy(),
 ) -> Tensor:
-    spec: Any = SimpleNamespace(layout=layout, clean_padding=False)
+    spec: Any = SimpleNamespace(
+        layout=layout, clean_padding=False, wire=wire, wire_check=WireCheck()
+    )
     if len(numbers) < len(layout.params):
         spec.layout = subset(layout, numbers)
     names = tuple(param.name for param in layout.params)
@@ -97,6 +105,8 @@ def filled(
     assert isinstance(buffer, ReduceInput)
     buffer.fill(grads)  # what it leaves behind is nobody's any more
     buffer.free()
+    buffer._buffer.allocate()
+    buffer._buffer.tensor.fill_(torch.nan)
     full = buffer.fill(grads).view(layout.world, -1)
     kept = torch.zeros_like(full)
     for box in spec.layout.copies(reduced.row):
@@ -104,7 +114,22 @@ def filled(
         kept.as_strided(*where).copy_(full.as_strided(*where))
     flags = slice(spec.layout.shard_numel, spec.layout.shard_numel + len(names))
     kept[:, flags] = full[:, flags]
+    if wire.has_blocks:  # what is in between would be in the scale of a block
+        between = full[:, : spec.layout.shard_numel], kept[:, : spec.layout.shard_numel]
+        assert torch.equal(*between)
     return kept
+
+
+@pytest.mark.parametrize("strategy", [PerParameter(), Ragged()])
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_blocks_nothing_lies_between_gradients(strategy: Any, fused: bool) -> None:
+    params = [ParamSpec(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
+    layout = strategy.build(params, 3, 16)
+    for absent in (None, 3):
+        grads = [None if i == absent else torch.ones(shape) for i, shape in enumerate(SHAPES)]
+        numbers = tuple(range(len(SHAPES)))
+        with mock.patch.object(_torch, "fuses_copies", lambda device: fused):
+            filled(layout, grads, numbers, torch.float32, WirePolicy(reduce="int8"))
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

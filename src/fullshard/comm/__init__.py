@@ -8,8 +8,10 @@ functions of ``torch.distributed``. With gloo, data travels through shared memor
 from __future__ import annotations
 
 from fullshard.comm.c10d import C10d
+from fullshard.comm.codecs import ENCODED, Blocks, Cast, Codec, round_trip
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
 from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry, played_by
+from fullshard.comm.encoded import Encoded, encoded
 from fullshard.comm.hooked import HookedCopies, HookedShards, Settled
 from fullshard.comm.mesh import (
     Wire,

@@ -27,7 +27,7 @@ from fullshard.errors import ProtocolError
 
 
 class Transport(enum.Enum):
-    """The transport of gathers and means; broadcasts always use the backend."""
+    """The transport of gathers and means; broadcasts and exchanges always use the backend."""
 
     NATIVE = "native"
     """The backend's own collectives."""
@@ -61,6 +61,7 @@ class _Ways(NamedTuple):
 
     gathers: _Way
     reduces: _Way
+    exchanges: Native
 
 
 _Choice = tuple[Transport, str, bool]
@@ -91,7 +92,7 @@ def ways_of(
     if choice not in ways:
         native = Native(device_type, averages=averages)
         if transport is Transport.NATIVE:
-            ways[choice] = _Ways(native, native)
+            ways[choice] = _Ways(native, native, native)
         else:
             ways[choice] = _met(group, native)
     return ways[choice]
@@ -101,7 +102,7 @@ def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
     """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
     meeting = meet(group)
     if meeting.partners is None:
-        return _Ways(native, native)
+        return _Ways(native, native, native)
     timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
     rank = group.rank()
     way: _Way
@@ -113,7 +114,7 @@ def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
         lines = {r: Line(r, *met) for r, met in meeting.neighbours.items()}
         links = {r: Link(r, connection) for r, connection in meeting.partners.items()}
         way = Levels(Routes(meeting.circles, rank), meeting.memory, lines, links, timeout_s)
-    return _Ways(way, way)
+    return _Ways(way, way, native)
 
 
 class C10d:
@@ -204,6 +205,12 @@ class C10d:
             "mean", values.nbytes, partial(self._all_reduce_mean, self.group, values)
         )
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """See ``Collectives.all_to_all``; sends bytes, since gloo does not carry every dtype."""
+        parts = output.view(torch.uint8), source.view(torch.uint8)
+        start = partial(self._all_to_all, self.group, *parts)
+        return self._issue("exchange", source.nbytes, start)
+
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``; sends bytes, since gloo does not carry every dtype."""
         sent = values.view(-1).view(torch.uint8)
@@ -226,6 +233,9 @@ class C10d:
 
     def _all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor) -> Pending:
         return self._ways(group).reduces.all_reduce_mean(group, values, self._label.text)
+
+    def _all_to_all(self, group: dist.ProcessGroup, output: Tensor, source: Tensor) -> Pending:
+        return self._ways(group).exchanges.all_to_all(group, output, source, self._label.text)
 
     @property
     def _choice(self) -> _Choice:

@@ -81,6 +81,10 @@ class DryWire:
         """Tell that ``values`` were to be reduced."""
         return self._tell("all_reduce_mean", values.nbytes)
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Tell that slices of ``source`` were to be exchanged."""
+        return self._tell("all_to_all", source.nbytes)
+
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Tell that ``values`` were to be sent to all."""
         return self._tell("broadcast", values.nbytes)

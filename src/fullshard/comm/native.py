@@ -53,10 +53,29 @@ class Native:
         work = _torch.all_reduce(group, values, op, in_order=self._in_order)
         return _divided(work, values, divisor)
 
+    def all_to_all(
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
+    ) -> Pending:
+        """See ``Collectives.all_to_all``."""
+        self._compared.compare(group, label)
+        work = _torch.all_to_all(group, output, source, in_order=self._in_order)
+        return _Kept(work or Done(), source)
+
 
 def _divided(work: dist.Work | None, values: Tensor, divisor: float) -> Pending:
     pending = work or Done()
     return pending if divisor == 1 else Divided(pending, values, divisor)
+
+
+class _Kept:
+    """A collective whose source is kept alive until everything is sent."""
+
+    def __init__(self, pending: Pending, source: Tensor) -> None:
+        self._pending = pending
+        self._source = source
+
+    def wait(self) -> None:
+        self._pending.wait()
 
 
 class _Put:

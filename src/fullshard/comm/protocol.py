@@ -96,6 +96,12 @@ class Collectives(Protocol):
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Start to replace ``values`` (1-D) by their mean over ranks, with equal bits on all."""
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Start to write slice ``rank`` of every rank's ``source`` into ``output``, in rank order.
+
+        Both are contiguous, 1-D, of one dtype and size, and share no memory.
+        """
+
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Start to replace ``values`` (contiguous) by the values of rank ``source``."""
 
@@ -150,6 +156,10 @@ class Around:
         """Forward to ``inner``."""
         return self.inner.all_reduce_mean(values)
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Forward to ``inner``."""
+        return self.inner.all_to_all(output, source)
+
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Forward to ``inner``."""
         return self.inner.broadcast(values, source)
@@ -188,6 +198,11 @@ class Alone:
 
     def all_reduce_mean(self, values: Tensor) -> Pending:
         """Leave ``values`` as they are."""
+        return Done()
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Copy ``source`` to ``output``."""
+        output.copy_(source)
         return Done()
 
     def broadcast(self, values: Tensor, source: int) -> Pending:

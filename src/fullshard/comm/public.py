@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.c10d import C10d, Transport
 from fullshard.comm.means import begun
-from fullshard.comm.protocol import Pending, Together
+from fullshard.comm.protocol import Done, Pending, Together
 
 _AVERAGED = (torch.float32, torch.bfloat16)
 """Dtypes that every backend can average and whose sums do not overflow."""
@@ -52,6 +52,10 @@ class Public(C10d):
         op, after = self._begun(values)
         work = dist.all_reduce(values, op, group=group, async_op=self._is_async)
         return _Scaled(work, values, after, values)
+
+    def _all_to_all(self, group: dist.ProcessGroup, output: Tensor, source: Tensor) -> Pending:
+        exchange = dist.all_to_all_single
+        return exchange(output, source, group=group, async_op=self._is_async) or Done()
 
     def _begun(self, values: Tensor) -> tuple[dist.ReduceOp.RedOpType, float]:
         averages = self._averages and values.dtype in _AVERAGED

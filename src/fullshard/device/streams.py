@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fullshard.comm import Collectives, Pending
+from fullshard.comm import Collectives, Encoded, Pending
 from fullshard.device.wires import Beside
 
 
@@ -247,6 +248,8 @@ class StreamLanes:
         """Return ``comm`` on a stream for its group and ``lane``; without a group, as it is."""
         if comm.group is None:
             return comm
+        if isinstance(comm, Encoded):  # encodes and decodes on the lane, and sends beside it
+            return replace(comm, inner=self.wire(lane, comm.inner))
         streams = self._wires.setdefault(comm.group, {})
         if lane not in streams:
             streams[lane] = self._new_stream()

@@ -40,6 +40,10 @@ class Beside(Around):
         """See ``Collectives.all_reduce_mean``."""
         return self._issue(partial(self.inner.all_reduce_mean, values))
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """See ``Collectives.all_to_all``."""
+        return self._issue(partial(self.inner.all_to_all, output, source))
+
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """See ``Collectives.broadcast``."""
         return self._issue(partial(self.inner.broadcast, values, source))

@@ -20,7 +20,9 @@ from fullshard.engine.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ReducePolicy,
+    WirePolicy,
 )
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unit import Registration, Unit, check_lent_alike
 from fullshard.engine.waiting import Partial
+from fullshard.engine.wire import WireErrors, relative_error

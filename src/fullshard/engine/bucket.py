@@ -52,11 +52,11 @@ from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_ext
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce import Front as ReduceFront
 from fullshard.engine.reduce import Gradients
-from fullshard.engine.reduce_input import num_flags
 from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
-from fullshard.engine.spec import BucketSpec
+from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.engine.unshard import Unsharded
 from fullshard.engine.waiting import Waiting
+from fullshard.engine.wire import WireCheck
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
 
@@ -98,7 +98,7 @@ class Bucket:
         """Return a resharded copy with separate memory; enter its parameters into ``memo``."""
         new = copy.copy(self)
         new._label = copy.copy(self._label)
-        new.spec = self.spec.labelled(new._label)
+        new.spec = replace(self.spec.labelled(new._label), wire_check=WireCheck())
         new.unsharded = new.gradients = None
         new.waiting = Waiting()
         new.shards = self.shards.copy()

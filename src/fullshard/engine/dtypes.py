@@ -24,7 +24,9 @@ class GradDtypes:
     reduced: torch.dtype
     """The dtype of the reduction; if several are wanted, the one that holds all of them."""
     wire: torch.dtype
-    """The dtype in which gradients travel if a single backward computed them."""
+    """The dtype in which gradients of a single backward travel, unless ``narrow`` is narrower."""
+    narrow: torch.dtype | None
+    """The dtype in which ``WirePolicy`` wants gradients of fp32 to travel, if that is all."""
     shown: tuple[torch.dtype, ...]
     """The dtype of each parameter's ``.grad``."""
 
@@ -45,7 +47,14 @@ class GradDtypes:
         shown = tuple(spec.grad_dtype or dtype or reduced for dtype in wanted)
         narrows = spec.reducing.adds_wide and reduced is torch.float32 and computed.itemsize < 4
         wide = spec.reducing.world > 1 and _come_wide(spec, params)
-        return cls(computed, reduced, computed if narrows and not wide else reduced, shown)
+        wire = computed if narrows and not wide else reduced
+        codec = spec.wire.reducing
+        return cls(computed, reduced, wire, None if codec is None else codec.dtype, shown)
+
+    def sent(self, *, pending: bool) -> torch.dtype:
+        """Return the dtype in which gradients travel, ``pending`` ones of earlier passes or not."""
+        dtype = self.reduced if pending else self.wire
+        return self.narrow if self.narrow and dtype is torch.float32 else dtype
 
     @staticmethod
     def check(spec: BucketSpec, params: Sequence[nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.comm import Blocks, Cast, Codec
 from fullshard.errors import ConfigError
 
 
@@ -72,6 +73,88 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
     """True if copies go through pinned memory, so that they overlap with computation; if False,
     each copy blocks the host."""
+
+
+@dataclass(frozen=True)
+class WirePolicy:
+    """How parameters and gradients of fp32 or 16 bits travel; all others travel as they are.
+
+    The shards, and what is full (state dicts, ``unshard_params``), stay exact. A rank that has all
+    of a parameter sends nothing, and so rounds nothing. See ``docs/wire.md``.
+    """
+
+    gather: str | None = None
+    """How parameters are gathered: "bf16", or as one byte an element with an fp32 scale for each
+    block, "int8" or "fp8" (e4m3); None: as they are computed with."""
+    reduce: str | None = None
+    """How gradients are reduced, with sums in fp32 on every backend: "bf16" (those of 16 bits keep
+    their dtype), "int8" or "fp8"; None: by the backend, in the dtype of the reduction."""
+    block: int = 64
+    """Elements of a block, a power of two from 16 to 4096."""
+
+    def __post_init__(self) -> None:
+        for name in ("gather", "reduce"):
+            value = getattr(self, name)
+            if value is not None and value not in _WIRES:
+                raise ConfigError(
+                    f"WirePolicy({name}={value!r}): expected None or one of "
+                    f"{', '.join(map(repr, _WIRES))}"
+                )
+        if not isinstance(self.block, int) or self.block not in _BLOCKS:
+            raise ConfigError(
+                f"WirePolicy(block={self.block!r}): expected a power of two from {_BLOCKS[0]} to "
+                f"{_BLOCKS[-1]}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> WirePolicy:
+        """Return the policy that ``text`` tells, such as ``"gather=int8,reduce=bf16"``.
+
+        Raises:
+            ConfigError: it tells none.
+        """
+        given: dict[str, Any] = dict(part.strip().partition("=")[::2] for part in text.split(","))
+        if given.keys() - {"gather", "reduce", "block"}:
+            raise ConfigError(
+                f"{text!r} is no WirePolicy: expected some of gather=, reduce= and block=, with "
+                'commas in between, such as "gather=int8,reduce=bf16"'
+            )
+        if given.get("block", "").isdecimal():
+            given["block"] = int(given["block"])
+        return cls(**given)
+
+    def __str__(self) -> str:
+        """Return the text that ``parse`` reads; empty if everything travels as it is."""
+        named = {"gather": self.gather, "reduce": self.reduce}
+        parts = [f"{name}={value}" for name, value in named.items() if value is not None]
+        if self.has_blocks and self.block != WirePolicy.block:
+            parts.append(f"block={self.block}")
+        return ",".join(parts)
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if anything travels in blocks."""
+        return not {self.gather, self.reduce} <= {None, "bf16"}
+
+    @property
+    def gathering(self) -> Codec | None:
+        """How parameters travel."""
+        return self._codec(self.gather)
+
+    @property
+    def reducing(self) -> Codec | None:
+        """How gradients travel."""
+        return self._codec(self.reduce)
+
+    def _codec(self, name: str | None) -> Codec | None:
+        if name is None:
+            return None
+        dtype = _WIRES[name]
+        return Cast(dtype) if dtype is torch.bfloat16 else Blocks(dtype, self.block)
+
+
+_WIRES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_BLOCKS = tuple(1 << power for power in range(4, 13))
 
 
 @dataclass(frozen=True)

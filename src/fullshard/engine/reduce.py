@@ -95,7 +95,8 @@ class Gradients:
         self._dtypes = dtypes
         self._lanes = lanes
         self._comm = lanes.wire(Lane.REDUCE, spec.reducing)
-        self._replicas = spec.replicas and lanes.wire(Lane.REDUCE, spec.replicas)
+        copies = spec.replicas and spec.encoding_gradients(spec.replicas)
+        self._replicas = copies and lanes.wire(Lane.REDUCE, copies)
         self._in_flight: _Reduction | None = None
         self._unsure: Unsure | None = None
         self._sets = ReducedSets(spec, meter)
@@ -152,12 +153,11 @@ class Gradients:
         If the wire adds in a wide dtype, whatever travels, a gradient computed in a narrow dtype
         need not be widened before: the sum is the same, bit for bit.
         """
-        if has_pending:
-            return self._dtypes.reduced
-        if self._spec.reducing.world == 1:  # no other rank to agree with
-            came = {grad.dtype for grad in grads if grad is not None}
-            return self._dtypes.wire if came <= {self._dtypes.wire} else self._dtypes.reduced
-        return self._dtypes.wire
+        dtypes = self._dtypes
+        if self._spec.reducing.world > 1:
+            return dtypes.sent(pending=has_pending)
+        came = {grad.dtype for grad in grads if grad is not None}  # no other rank to agree with
+        return dtypes.wire if not has_pending and came <= {dtypes.wire} else dtypes.reduced
 
     def _result_for(self, numel: int, device: torch.device) -> tuple[GradShard | None, Tensor]:
         """Return the target of the reduction: last step's gradients if free, else new memory.

@@ -12,14 +12,9 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.device import Buffer, Kind, StorageMeter
 from fullshard.engine.copies import MOST_DENSE, copy_all
-from fullshard.engine.spec import BucketSpec
+from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.errors import ProtocolError
-from fullshard.layout import Layout, Slot, StridedCopy, in_rows, plan_slots, round_up, subset
-
-
-def num_flags(num_params: int) -> int:
-    """Return the number of elements behind each rank's slice for the flags of ``num_params``."""
-    return round_up(num_params, 8)
+from fullshard.layout import Layout, Slot, StridedCopy, in_rows, plan_slots, subset
 
 
 @dataclass(eq=False)
@@ -136,7 +131,8 @@ class ReduceInput:
                 elif boxes is not None:
                     boxes.append(box)
                 self._targets[box.param].append(view)
-            self._padding = _padding(layout, self.row, flat) if spec.clean_padding else []
+            cleans = spec.clean_padding or spec.wire.has_blocks
+            self._padding = _padding(layout, self.row, flat) if cleans else []
             self._all_targets = list(chain.from_iterable(self._targets))
             self._buffer.free()
 
@@ -155,7 +151,21 @@ class ReduceInput:
         left_out = sum(params[number].numel for number in missing)
         written = numel - left_out + self._flags.numel()
         self._meter.copied(written * self._buffer.tensor.itemsize)
+        self._look_at_rounding(given)
         return self._buffer.tensor
+
+    def _look_at_rounding(self, grads: Sequence[Tensor | None]) -> None:
+        """Compare the buffer with ``grads`` if they were rounded for the wire, and if asked to."""
+        spec, narrow = self._reduced.spec, self._buffer.tensor
+        if not spec.wire_check.enabled:
+            return
+        codec = spec.wire.reducing
+        if codec is None or narrow.dtype is not codec.dtype:
+            return
+        exact = ReduceInput(self._reduced, torch.float32, narrow.device)
+        rows = (one.view(-1, self.row) for one in (exact.fill(grads), narrow))
+        spec.wire_check.compare("reduced", *(one[:, : spec.layout.shard_numel] for one in rows))
+        exact.free()
 
     def _copy(self, grads: Sequence[Tensor | None], missing: Sequence[int]) -> None:
         """Copy the gradients box by box."""

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.comm import Collectives, Label
+from fullshard.comm import ENCODED, Collectives, Label, encoded
 from fullshard.engine.offload import Offload
-from fullshard.layout import Layout, Segment
+from fullshard.engine.policy import WirePolicy
+from fullshard.engine.wire import WireCheck
+from fullshard.layout import Layout, Segment, round_up
 from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_flat
+
+
+def num_flags(num_params: int) -> int:
+    """Return the number of elements behind each rank's slice for the flags of ``num_params``."""
+    return round_up(num_params, 8)
 
 
 class Piece(NamedTuple):
@@ -59,6 +66,10 @@ class BucketSpec:
     """True if the parameters, and so gradients, are of a wrapper subclass, see ``is_wrapper``."""
     hook_arguments: HookArguments | None = None
     """The arguments for all-gather hooks of tensors; None: there can be no hooks."""
+    wire: WirePolicy = field(default_factory=WirePolicy)
+    """How parameters and gradients travel."""
+    wire_check: WireCheck = field(default_factory=WireCheck, compare=False)
+    """What looks at the errors of that, if asked to."""
 
     def labelled(self, label: Label) -> BucketSpec:
         """Return this spec with ``label`` on its wires."""
@@ -72,12 +83,15 @@ class BucketSpec:
         ``dtype`` is the dtype of the shards. The text has a digest of all names, shapes and dtypes.
         """
         params = [(param.name, param.shape) for param in self.layout.params]
-        all_of_it = repr((unit, params, dtype, self.param_dtype, self.reduce_dtype))
+        wire = str(self.wire)
+        dtypes = (dtype, self.param_dtype, self.reduce_dtype)
+        all_of_it = repr((unit, params, *dtypes, *filter(None, [wire])))
         digest = hashlib.blake2b(all_of_it.encode(), digest_size=8).hexdigest()
         names = [param.name for param in self.layout.params[:3]]
         more = len(params) - len(names)
         some = ", ".join(names) + (f" and {more} more" if more else "")
-        return f"unit {unit or '(root)'} ({some}; digest {digest})"
+        travels = f"; wire {wire}" if wire else ""
+        return f"unit {unit or '(root)'} ({some}{travels}; digest {digest})"
 
     @property
     def home(self) -> torch.device:
@@ -87,7 +101,18 @@ class BucketSpec:
     @property
     def reducing(self) -> Collectives:
         """The wire that reduces over the shards."""
-        return self.reducer or self.comm
+        return self.reducer or self.encoding_gradients(self.comm)
+
+    def encoding_gradients(self, comm: Collectives) -> Collectives:
+        """Return ``comm``, which reduces gradients as ``wire`` says; presence flags stay exact."""
+        exact = num_flags(len(self.layout.params))
+        watch = partial(self.wire_check.look, "reduced")
+        return encoded(comm, self.wire.reducing, exact=exact, watch=watch)
+
+    def gathering(self, dtype: torch.dtype) -> Collectives:
+        """Return the wire that gathers shards into unsharded parameters of ``dtype``."""
+        codec = self.wire.gathering if dtype in ENCODED else None
+        return encoded(self.comm, codec, watch=partial(self.wire_check.look, "gathered"))
 
     @property
     def num_copies(self) -> int:

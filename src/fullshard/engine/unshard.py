@@ -177,7 +177,7 @@ class _Gather:
         layout = spec.layout
         flat, world = buffer.tensor, layout.world
         plan = gather_plan(layout, flat.itemsize)
-        self._comm = lanes.wire(Lane.GATHER, spec.comm)
+        self._comm = lanes.wire(Lane.GATHER, spec.gathering(flat.dtype))
         self._lanes = lanes
         self._meter = meter
         self._shard: Tensor | None = None  # the shard that ``_sources`` are slices of

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.engine import WirePolicy
 from fullshard.flat.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -32,6 +33,7 @@ class Given:
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     limit_all_gathers: bool
+    wire: WirePolicy
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> Given:
@@ -44,6 +46,7 @@ class Given:
             backward_prefetch=named["backward_prefetch"],
             forward_prefetch=named["forward_prefetch"],
             limit_all_gathers=named["limit_all_gathers"],
+            wire=named["wire"],
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -15,7 +15,7 @@ def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object
     """Reduce the gradients of ``units``, which belong to one engine, by ``hook`` from now on.
 
     Raises:
-        ConfigError: if ``hook`` is not callable.
+        ConfigError: if ``hook`` is not callable, or ``wire`` of a unit says how to reduce.
         AssertedConfigError: if a unit has a hybrid strategy: several copies, each of them sharded.
         AssertedProtocolError: if there is a hook already.
     """
@@ -28,6 +28,12 @@ def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object
         if isinstance(bucket.spec.reducing, HookedShards):
             raise AssertedProtocolError(
                 "register_comm_hook: communication hook is already registered; there can be one"
+            )
+        if bucket.spec.wire.reduce is not None:
+            raise ConfigError(
+                f"register_comm_hook: the unit of {', '.join(bucket.names[:3])} was wrapped with "
+                f"wire={bucket.spec.wire}, which decides how gradients travel; leave reduce out "
+                "of it, or the hook"
             )
         if bucket.spec.replicas is not None and bucket.spec.comm.world > 1:
             raise AssertedConfigError(

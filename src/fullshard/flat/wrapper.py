@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.engine import Unit
+from fullshard.engine import Unit, WirePolicy
 from fullshard.errors import AssertedProtocolError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
 from fullshard.flat.children import prepare_inside
@@ -40,7 +40,7 @@ from fullshard.flat.prepare import (
 from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown
 from fullshard.frontend.build import shard_modules
-from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded
+from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded, checked_wire
 from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
@@ -83,6 +83,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             so that an optimizer built earlier works; False: one flat parameter per unit.
         ignored_states: parameters, or modules, that are not sharded.
         device_mesh: the ranks as a mesh; with a hybrid strategy 2-D, with copies along dim 0.
+        wire: how parameters and gradients travel, see ``WirePolicy``; not an argument of PyTorch's.
 
     Raises:
         ConfigError, ArgumentTypeError: for arguments that cannot work, such as a policy for a
@@ -111,6 +112,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         ignored_states: Any = None,
         device_mesh: Any = None,
         *,
+        wire: WirePolicy = WirePolicy(),
         _mesh: DataMesh | None = None,
         _is_exempt: bool = False,
     ) -> None:
@@ -139,6 +141,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             "limit_all_gathers": limit_all_gathers,
             "use_orig_params": use_orig_params,
             "ignored_states": list(ignored.modules or ignored.params) or None,
+            "wire": checked_wire(wire),
             "_mesh": mesh,
         }
         make = partial(FullyShardedDataParallel, **given)
@@ -174,6 +177,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             layout=Ragged(),
             offload=as_offload(given.cpu_offload, self.compute_device),
             shown=Shown.FLAT if shown_as_one else Shown.ORIGINALS,
+            wire=given.wire,
         )
         self._precision.keep_reduced(shard_modules([self], choices))
         ahead = Ahead.NEVER if given.backward_prefetch is None else given.backward_prefetch.ahead

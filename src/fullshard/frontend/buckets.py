@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -14,7 +14,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.engine import BucketSpec, GradDtypes, MixedPrecisionPolicy, Offload, check_extendable
+from fullshard.comm import ENCODED
+from fullshard.engine import (
+    BucketSpec,
+    GradDtypes,
+    MixedPrecisionPolicy,
+    Offload,
+    WirePolicy,
+    check_extendable,
+)
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import OwnedParam
@@ -65,6 +73,7 @@ class Choices:
     layout: LayoutStrategy
     offload: Offload | None = None
     shown: Shown = Shown.DTENSORS
+    wire: WirePolicy = field(default_factory=WirePolicy)
 
     def layout_on(self, mesh: DataMesh) -> LayoutStrategy:
         """Return the layout on ``mesh``; ``PerParameter`` if nothing is cut, as it keeps shapes."""
@@ -73,11 +82,15 @@ class Choices:
         return self.layout
 
     def alignment(self, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> int:
-        """Return the alignment of parameters in elements; 1 if flat, so that there are no gaps."""
+        """Return the alignment of parameters in elements; 1 if flat, so that there are no gaps.
+
+        Where they travel in blocks, no block has elements of two parameters, or is cut.
+        """
         if self.shown is Shown.FLAT:
             return 1
+        block = self.wire.block if self.wire.has_blocks and dtype in ENCODED else 1
         narrowest = min(d.itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype) if d)
-        return max(1, _ALIGN_NBYTES // narrowest)
+        return max(block, _ALIGN_NBYTES // narrowest)
 
 
 @dataclass(frozen=True)
@@ -179,6 +192,7 @@ def _bucket_spec(
         clean_padding=choices.shown is Shown.FLAT,
         offload=choices.offload,
         hook_arguments=_hook_arguments(members, strategy, mesh, choices),
+        wire=choices.wire,
     )
 
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from fullshard import _torch
 from fullshard.comm import played_by
-from fullshard.engine import MixedPrecisionPolicy, Offload
+from fullshard.engine import MixedPrecisionPolicy, Offload, WirePolicy
 from fullshard.errors import (
     AlreadyShardedError,
     ArgumentTypeError,
@@ -127,6 +127,16 @@ def checked_policy(policy: Any) -> MixedPrecisionPolicy:
         *(getattr(policy, name) for name in fields),
         param_dtype_override_fn=_asked_once(override) if override else None,
     )
+
+
+def checked_wire(wire: Any) -> WirePolicy:
+    """Check the policy of what travels, and return it."""
+    if not isinstance(wire, WirePolicy):
+        raise ArgumentTypeError(
+            f"wire={wire!r}: got {type(wire).__name__}, expected a fullshard.WirePolicy, such as "
+            'WirePolicy(gather="int8", reduce="bf16")'
+        )
+    return wire
 
 
 def _asked_once(override: Callable[[nn.Parameter], Any]) -> Callable[[nn.Parameter], Any]:

@@ -149,9 +149,15 @@ class CommunicationControls(ShardedModule):
         ``comm`` is asked for the sum; we divide the result.
 
         Raises:
-            ConfigError: if the unit's parameters are on several meshes.
+            ConfigError: if the unit's parameters are on several meshes, or ``wire`` of the unit
+                says how to reduce.
         """
-        self._single_bucket("set_custom_reduce_scatter")
+        bucket = self._single_bucket("set_custom_reduce_scatter")
+        if bucket is not None and bucket.spec.wire.reduce is not None:
+            raise ConfigError(
+                f"set_custom_reduce_scatter: the unit was sharded with wire={bucket.spec.wire}, "
+                "which decides how gradients are reduced; leave reduce out of one or the other"
+            )
         self._rewire(
             recurse=False,
             change=lambda bucket: {"reducer": Custom(bucket.spec.reducing, reduce=comm)},

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy
+from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, WirePolicy
 from fullshard.frontend.buckets import Choices
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import (
@@ -17,6 +17,7 @@ from fullshard.frontend.checks import (
     checked_layout,
     checked_offload,
     checked_policy,
+    checked_wire,
 )
 from fullshard.frontend.meshes import checked_mesh
 from fullshard.frontend.placement import PlacementFn
@@ -37,6 +38,7 @@ def fully_shard(
     shard_placement_fn: PlacementFn | None = None,
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
+    wire: WirePolicy = WirePolicy(),
 ) -> Modules:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -70,6 +72,7 @@ def fully_shard(
             on one dim, as ``DTensor`` does. ``Ragged()`` concatenates parameters and cuts the
             result into equal shards, which gathers without a copy and shows ``RaggedTensor`` s;
             with ``Ragged()``, ``shard_placement_fn`` cannot choose a dim.
+        wire: how parameters and gradients travel, see ``WirePolicy``; by default, as they are.
 
     Returns:
         The object passed in. The class of each module is now ``FSDP<Name>``, a subclass of
@@ -93,6 +96,7 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         dp_mesh_dims=dp_mesh_dims,
         layout=layout,
+        wire=wire,
     )
     shard_modules(as_modules(module), choices)
     return module
@@ -108,6 +112,7 @@ def checked_choices(
     shard_placement_fn: PlacementFn | None = None,
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
+    wire: WirePolicy = WirePolicy(),
 ) -> Choices:
     """Check the options of a call and return them; raise for the first wrong one."""
     data_mesh = checked_mesh(mesh, dp_mesh_dims)
@@ -123,4 +128,5 @@ def checked_choices(
         placement_fn=shard_placement_fn,
         layout=checked_layout(layout),
         mesh=data_mesh,
+        wire=checked_wire(wire),
     )

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.engine import Engine, Unit
+from fullshard.engine import Engine, Unit, WireErrors, relative_error
 from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuiltError
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
@@ -164,6 +164,27 @@ class ShardedModule:
         engine = unit_and_engine(self)[1]
         check_left("reset_iter_state()", engine)
         engine.trigger(when.Reset())
+
+    def set_wire_check(self, enabled: bool) -> None:
+        """Set whether ``wire_errors`` is measured, also of units inside; see ``docs/wire.md``.
+
+        What is encoded is then decoded on the rank that sends it, and compared; nothing else is
+        sent. No PyTorch counterpart.
+        """
+        for bucket in (bucket for unit in self._units(recurse=True) for bucket in unit.buckets):
+            bucket.spec.wire_check.enabled = enabled
+
+    def wire_errors(self) -> WireErrors:
+        """Return, and forget, how much of what this rank sent was lost since the last call.
+
+        Call this between steps; the host waits for the device.
+        """
+        units = self._units(recurse=True)
+        for engine in dict.fromkeys(map(engine_of, units)):
+            engine.end_reductions()
+        checks = [bucket.spec.wire_check for unit in units for bucket in unit.buckets]
+        found = ([p for one in checks for p in one.take(what)] for what in WireErrors._fields)
+        return WireErrors(*map(relative_error, found))
 
     def _units(self, recurse: bool) -> list[Unit]:
         module: nn.Module = self  # type: ignore[assignment]

@@ -53,6 +53,7 @@ def train_command(
     dtype: flags.Dtype = _DEFAULT.dtype,
     layout: flags.Layout = _DEFAULT.layout,
     replicas: flags.Replicas = _DEFAULT.replicas,
+    wire: flags.Wire = _DEFAULT.wire,
     reshard: flags.Reshard = _DEFAULT.reshard,
     checkpoint_activations: flags.CheckpointActivations = _DEFAULT.checkpoint_activations,
     seed: flags.Seed = _DEFAULT.seed,

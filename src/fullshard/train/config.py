@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fullshard import WirePolicy
 from fullshard.errors import ConfigError
 
 
@@ -98,6 +99,8 @@ class TrainConfig:
         layout: layout of the shards; either layout reads checkpoints of the other.
         replicas: copies of the shards, over which gradients are reduced last; must divide the
             number of workers. Checkpoints do not depend on it.
+        wire: how parameters and gradients travel, as ``WirePolicy.parse`` reads it, such as
+            ``gather=int8,reduce=bf16``; None: as they are.
         trace: record what all workers do, see ``fullshard.trace``, and write it to ``trace/`` of
             ``out`` when the run ends.
         eval_sequences: number of held-out sequences, evenly spread, in an evaluation.
@@ -132,6 +135,7 @@ class TrainConfig:
     dtype: Dtype = Dtype.FP32
     layout: LayoutName = LayoutName.PER_PARAMETER
     replicas: int = 1
+    wire: str | None = None
     reshard: bool = True
     checkpoint_activations: bool = False
     seed: int = 0
@@ -157,6 +161,11 @@ class TrainConfig:
         for option, needed in _NEEDED.items():
             if getattr(self, option) and not getattr(self, needed):
                 raise ConfigError(f"--{option} needs --{needed}")
+        if self.wire is not None:
+            try:
+                WirePolicy.parse(self.wire)
+            except ConfigError as error:
+                raise ConfigError(f"--wire {self.wire}: {error}") from error
         if self.lora is not None:
             _at_least("lora", self.lora, 1)
         if self.merge and self.quantize is not None:

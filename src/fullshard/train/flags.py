@@ -85,6 +85,13 @@ MaxSkipped = Annotated[
 Dtype = Annotated[config.Dtype, typer.Option(help="Dtype of forward and backward.")]
 Layout = Annotated[config.LayoutName, typer.Option(help="How parameters lie in the shards.")]
 Replicas = Annotated[int, typer.Option(help="Copies of the shards; workers of one copy share it.")]
+Wire = Annotated[
+    str | None,
+    typer.Option(
+        help="How parameters and gradients travel: bf16, int8 or fp8, fp32 if left out.",
+        metavar="gather=KIND,reduce=KIND",
+    ),
+]
 Reshard = Annotated[bool, typer.Option(help="Free full parameters between forward and backward.")]
 CheckpointActivations = Annotated[
     bool, typer.Option("--checkpoint-activations", help="Recompute blocks in backward.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,24 @@ def shard_nbytes(model: nn.Module) -> int:
 def waited_s(model: nn.Module) -> float:
     """Return the total seconds that computation waited for communication; use differences."""
     return model.waited_s() if isinstance(model, fullshard.FSDPModule) else 0.0
+
+
+def begin_wire_check(model: nn.Module) -> None:
+    """Measure what the wire loses from now on."""
+    if isinstance(model, fullshard.FSDPModule):
+        model.set_wire_check(True)
+
+
+def end_wire_check(model: nn.Module) -> tuple[float, float]:
+    """Return what this worker lost of what it sent, parameters and gradients, and stop measuring.
+
+    Each is the norm of the errors by that of the values, not a number if nothing was measured.
+    """
+    if not isinstance(model, fullshard.FSDPModule):
+        return math.nan, math.nan
+    model.set_wire_check(False)
+    gathered, reduced = (math.nan if one is None else one for one in model.wire_errors())
+    return gathered, reduced
 
 
 def recording(config: TrainConfig, run: RunDir, model: nn.Module) -> AbstractContextManager[Any]:

@@ -23,7 +23,14 @@ from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
 from .data import Feed, TokenizedText
 from .evaluation import Evaluation, losses_of
-from .gauges import peak_memory_nbytes, recording, shard_nbytes, waited_s
+from .gauges import (
+    begin_wire_check,
+    end_wire_check,
+    peak_memory_nbytes,
+    recording,
+    shard_nbytes,
+    waited_s,
+)
 from .metrics import MetricsFile, StepRecord, drop_after
 from .optimizer import build_optimizer, set_learning_rate
 from .progress import Reporter
@@ -132,6 +139,9 @@ def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None
         reshard_after_forward=None if config.reshard else False,
         mp_policy=policy_of(config),
         layout=_LAYOUTS[config.layout],
+        wire=fullshard.WirePolicy()
+        if config.wire is None
+        else fullshard.WirePolicy.parse(config.wire),
     )
 
 
@@ -169,7 +179,8 @@ class StartedStep(NamedTuple):
     lr: float
     started_s: float
     rows: Rows
-    """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop."""
+    """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop, what
+    the wire lost in gathers and in reductions."""
     skipped: int
     """Steps skipped so far, this one included."""
     repeated: int
@@ -215,6 +226,9 @@ class Trainer:
         started_s, waited_before_s = time.perf_counter(), waited_s(self.model)
         torch.manual_seed(_dropout_seed(config.seed, step, self.world.rank))
         lr = set_learning_rate(self.optimizer, step, config)
+        evaluates = step % config.eval_every == 0 or step == config.steps
+        if evaluates:
+            begin_wire_check(self.model)
         loss = self._forward_backward(step)
         try:
             self.guard.step(loss)
@@ -229,8 +243,8 @@ class Trainer:
             shard_nbytes(self.model),
             self.guard.norm,
             float(self.stopping.is_asked),
+            *end_wire_check(self.model),
         )
-        evaluates = step % config.eval_every == 0 or step == config.steps
         counts = self.guard.skipped, self.microbatches.repeated
         return StartedStep(step, lr, started_s, rows, *counts, evaluates)
 
@@ -238,7 +252,10 @@ class Trainer:
         """Wait for a step and return its record, with an evaluation if one is due."""
         config, step = self.config, started.step
         figures = started.rows.read()
-        losses, waits_s, peaks, shards, grad_norms, asked = figures.unbind(dim=1)
+        losses, waits_s, peaks, shards, grad_norms, asked, *lost = figures.unbind(dim=1)
+        gathered, reduced = (
+            one.max().item() if bool(one.isfinite().all()) else None for one in lost
+        )
         self.stopping.is_agreed |= bool(asked.any())
         now_s = time.perf_counter()
         seconds = now_s - max(started.started_s, self._ended_s)  # it ran after the previous step
@@ -257,6 +274,8 @@ class Trainer:
             eval_bits_per_byte=self.evaluation.bits_per_byte() if started.evaluates else None,
             skipped=started.skipped or None,
             repeated=started.repeated or None,
+            gather_error=gathered,
+            reduce_error=reduced,
         )
 
     def _forward_backward(self, step: int) -> Tensor:

@@ -19,6 +19,8 @@ class StepRecord:
         shard_nbytes: parameters kept by a worker, maximum over workers.
         waiting: fraction of the step spent waiting for communication, mean over workers.
         loss: mean over the workers whose loss is finite; not a number if none is.
+        gather_error, reduce_error: norm of what was lost on the wire by the norm of what was sent,
+            maximum over workers, measured when there is an evaluation; None: nothing was encoded.
         skipped: steps skipped since the start because something was not finite; None: none.
         repeated: steps begun again since the start because memory ran out; None: none.
     """
@@ -35,6 +37,8 @@ class StepRecord:
     eval_bits_per_byte: float | None = None
     skipped: int | None = None
     repeated: int | None = None
+    gather_error: float | None = None
+    reduce_error: float | None = None
 
     def to_json(self) -> str:
         """Return one line of JSON, without keys whose value is None or not finite."""

@@ -95,6 +95,9 @@ def _line(record: StepRecord, *, total: int, left_s: float) -> str:
         text += f" repeated={record.repeated}"
     if record.eval_bits_per_byte is not None:
         text += f" eval_bits_per_byte={record.eval_bits_per_byte:.4f}"
+    for name in ("gather_error", "reduce_error"):
+        error = getattr(record, name)
+        text += "" if error is None else f" {name}={error:.2e}"
     return text
 
 

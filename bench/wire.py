@@ -1,0 +1,67 @@
+"""Step time and bytes on a slow network, by ``WirePolicy``: namespaces as hosts, see ``cluster``.
+
+Bytes are those of a host's interface, beside what gathers and reductions have to send.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.cluster import SLACK, Case, measured
+from bench.contenders import RAGGED, WIRES
+from bench.hosts import NoHosts
+from bench.machine import table
+
+__all__ = ["figures", "report"]
+
+CASE = Case(2, 1, 1000)
+NAMES = (RAGGED, *WIRES)
+BOUND = 0.6
+"""Largest share of the step in fp32 that is aimed at, with int8 gathers and bf16 gradients."""
+BOUNDED = "gather=int8,reduce=bf16"
+
+# Of what is sent in fp32: gathers are two thirds, since blocks are gathered twice. A block of 64
+# takes 64 bytes and a scale of four.
+_GATHER = {"int8": 68 / 256}
+_REDUCE = {"bf16": 1 / 2, "int8": 68 / 256}
+
+
+def share_of_bytes(text: str, gathers: float) -> float:
+    """Of what fp32 sends, what a policy sends, if ``gathers`` of it is gathered."""
+    kinds = dict(part.split("=") for part in text.split(","))
+    gathered, reduced = kinds.get("gather"), kinds.get("reduce")
+    return gathers * _GATHER.get(str(gathered), 1) + (1 - gathers) * _REDUCE.get(str(reduced), 1)
+
+
+def figures() -> dict[str, Any]:
+    """Shares of the step in fp32, and bytes.
+
+    Raises:
+        Loaded: the machine was not idle.
+    """
+    try:
+        return {str(CASE): measured(CASE, names=NAMES)}
+    except NoHosts as why:
+        print(f"not measured: {why}")
+        return {}
+
+
+def report(found: dict[str, Any]) -> int:
+    """Print the table; how many bounds were missed."""
+    missed = []
+    for case, one in found.items():
+        plain = one["megabytes"][RAGGED]
+        gathers = one["gathers"]
+        print(f"{case}; fp32 takes {one['seconds of the first']:.3f} s a step\n")
+        rows = []
+        for name in NAMES:
+            share = 1 if name == RAGGED else share_of_bytes(name, gathers)
+            sent, needed = one["megabytes"][name], plain * share
+            rows.append([name, f"{one['step'][name]:.2f}", f"{sent:.1f}", f"{needed:.1f}"])
+            if abs(sent / needed - 1) > SLACK:
+                missed.append(f"{name}: {sent:.1f} MB")
+        print(table(["wire", "step", "megabytes sent", "by arithmetic"], rows), end="\n\n")
+        if one["step"][BOUNDED] > BOUND:
+            missed.append(f"{BOUNDED}: {one['step'][BOUNDED]:.2f} (bound {BOUND})")
+    print(f"bounds missed: {'; '.join(missed) or 'none'}")
+    return len(missed)

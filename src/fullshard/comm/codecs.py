@@ -1,0 +1,158 @@
+"""Codecs: how values are made smaller before they travel, and made whole again where they arrive.
+
+Both sides work on rows: 2-D tensors, one row for each rank that something goes to or comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ENCODED = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that are made smaller; all others travel as they are."""
+
+_SCALE = torch.float32
+_TINY = torch.finfo(_SCALE).tiny  # the smallest scale: a block of zeros must not divide by zero
+_ROW_NBYTES = 16  # what rows of bytes are a multiple of, as some backends want
+
+
+class Codec(Protocol):
+    """A frozen value that says how values travel."""
+
+    @property
+    def block(self) -> int:
+        """The number of elements that must stay together, where values are cut into slices."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of each element as it travels, if that is all; None: blocks with scales."""
+
+    def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
+        """Return what travels instead of ``values``, ``[rows, n]`` each, as ``[rows, m]``.
+
+        The last ``exact`` columns of the last tensor are not encoded.
+        """
+
+    def decode(self, sent: Tensor, outputs: Sequence[Tensor], exact: int = 0) -> None:
+        """Write what ``sent`` stands for into ``outputs``, ``[rows, n]`` each."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A codec that rounds fp32 to a narrower dtype; values of 16 bits travel as they are."""
+
+    dtype: torch.dtype
+
+    block = 1
+
+    def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
+        """Return ``values`` in the narrow dtype, or the only one as it is if it has 16 bits."""
+        joined = values[0] if len(values) == 1 else torch.cat(list(values), dim=1)
+        return joined.to(self.dtype) if joined.itemsize > self.dtype.itemsize else joined
+
+    def decode(self, sent: Tensor, outputs: Sequence[Tensor], exact: int = 0) -> None:
+        """Copy ``sent`` to ``outputs``."""
+        parts = sent.split([output.shape[1] for output in outputs], dim=1)
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A codec that sends one byte for each element, and one fp32 scale for each ``block`` of them.
+
+    The scale is that of the largest element of a block; a block ends with its tensor, too. A row is
+
+        quotients, one byte each, whole blocks | scales | exact elements in fp32 | up to 15 bytes
+
+    Where an element is not finite, no element of its block arrives finite. An element is off by at
+    most half a step: with int8 the 254th part of the block's largest; with fp8 (e4m3) the 16th part
+    of its own, or the 2^-10 * 448th of the largest if that is more.
+    """
+
+    kind: torch.dtype
+    """``torch.int8`` or ``torch.float8_e4m3fn``."""
+    block: int
+
+    dtype = None
+
+    @property
+    def _top(self) -> float:
+        """The largest quotient."""
+        return 127.0 if self.kind is torch.int8 else torch.finfo(self.kind).max
+
+    def nbytes(self, numels: Sequence[int], exact: int = 0) -> int:
+        """Return the bytes of a row for tensors of ``numels`` columns, without exact ones."""
+        num_blocks = sum(-(-numel // self.block) for numel in numels)
+        nbytes = num_blocks * (self.block + _SCALE.itemsize) + exact * _SCALE.itemsize
+        return -(-max(nbytes, 1) // _ROW_NBYTES) * _ROW_NBYTES
+
+    def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
+        """See ``Codec``; the result is bytes."""
+        *first, last = values
+        numel = last.shape[1] - exact
+        blocks = self._blocks([*first, last[:, :numel]])
+        rows, num_blocks, _ = blocks.shape
+        sizes = [*(one.shape[1] for one in first), numel]
+        sent = torch.empty(rows, self.nbytes(sizes, exact), dtype=torch.uint8, device=last.device)
+        quotients, scales, tail = self._parts(sent, num_blocks, exact)
+        spare = torch.abs(blocks)
+        if spare.dtype is not _SCALE:
+            spare = spare.to(_SCALE)
+        torch.div(spare.amax(-1), self._top, out=scales).clamp_min_(_TINY)
+        torch.div(blocks, scales.unsqueeze(-1), out=spare)
+        if self.kind is torch.int8:
+            spare.round_()
+        quotients.copy_(spare)
+        if exact:
+            tail.copy_(last[:, numel:])
+        return sent
+
+    def decode(self, sent: Tensor, outputs: Sequence[Tensor], exact: int = 0) -> None:
+        """See ``Codec``."""
+        *first, last = outputs
+        numel = last.shape[1] - exact
+        targets = [*first, last[:, :numel]]
+        counts = [-(-target.shape[1] // self.block) for target in targets]
+        quotients, scales, tail = self._parts(sent, sum(counts), exact)
+        at = 0
+        for target, count in zip(targets, counts, strict=True):
+            whole = target
+            if target.shape[1] % self.block:
+                whole = target.new_empty(len(target), count * self.block)
+            parts = whole.unflatten(1, (count, self.block))
+            parts.copy_(quotients[:, at : at + count]).mul_(scales[:, at : at + count, None])
+            if whole is not target:
+                target.copy_(whole[:, : target.shape[1]])
+            at += count
+        if exact:
+            last[:, numel:].copy_(tail)
+
+    def _parts(self, sent: Tensor, num_blocks: int, exact: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of ``sent``: quotients ``[rows, blocks, block]``, scales and exact ones."""
+        width = _SCALE.itemsize
+        ends = num_blocks * self.block, num_blocks * (self.block + width)
+        quotients = sent[:, : ends[0]].view(self.kind).unflatten(1, (num_blocks, self.block))
+        scales = sent[:, ends[0] : ends[1]].view(_SCALE)
+        return quotients, scales, sent[:, ends[1] : ends[1] + exact * width].view(_SCALE)
+
+    def _blocks(self, values: Sequence[Tensor]) -> Tensor:
+        """Return ``values``, side by side, as ``[rows, blocks, block]``; ends filled with zeros."""
+        filled = [
+            F.pad(one, (0, -one.shape[1] % self.block)) if one.shape[1] % self.block else one
+            for one in values
+        ]
+        joined = filled[0] if len(filled) == 1 else torch.cat(filled, dim=1)
+        return joined.view(len(joined), joined.shape[1] // self.block, self.block)
+
+
+def round_trip(codec: Codec, values: Tensor) -> Tensor:
+    """Return what arrives of 2-D ``values``, in fp32."""
+    arrived = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    codec.decode(codec.encode([values]), [arrived])
+    return arrived

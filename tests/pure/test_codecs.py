@@ -1,0 +1,175 @@
+"""What codecs promise: bytes, bounds on errors, values that are not finite, kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fullshard
+from fullshard import WirePolicy
+from fullshard.comm import Blocks, Cast, round_trip
+from fullshard.errors import ConfigError
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+BF16 = Cast(torch.bfloat16)
+_ROUNDING = 1 + 2.0**-20  # of the scale and of the quotient, in fp32
+_LEAST = 2.0**-126  # the smallest scale
+
+
+def bound(blocks: Tensor, kind: torch.dtype) -> Tensor:
+    """The most that each element may be off; ``blocks`` are ``[n, block]`` in fp64."""
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if kind is INT8:
+        return ((largest / 254).clamp_min(_LEAST) * _ROUNDING).expand_as(blocks)
+    step = (largest / 448).clamp_min(_LEAST) * 2.0**-10  # half of the smallest e4m3, 2^-9
+    return torch.maximum(blocks.abs() / 16, step) * _ROUNDING
+
+
+most = float(torch.tensor(3.4e38))  # what is closer to the largest number of fp32 may round to inf
+values = st.floats(-most, most, width=32)
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@settings(max_examples=200, deadline=None)
+@given(st.lists(values, min_size=32, max_size=32))
+def test_an_element_is_off_by_half_a_step_at_most(kind: torch.dtype, numbers: list[float]) -> None:
+    exact = torch.tensor(numbers).view(1, -1)
+    arrived = round_trip(Blocks(kind, 16), exact)
+    blocks, error = exact.double().view(2, 16), (arrived.double() - exact).abs().view(2, 16)
+    assert bool((error <= bound(blocks, kind)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_all_dtypes_and_sizes(kind: torch.dtype, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    codec = Blocks(kind, 64)
+    for sizes in ((64,), (200,), (1,), (0,), (128, 64, 200), (7, 64)):
+        sent = [torch.randn(3, size).to(dtype) for size in sizes]
+        found = [torch.empty_like(one) for one in sent]
+        codec.decode(codec.encode(sent), found)
+        for one, other in zip(sent, found, strict=True):
+            filled = torch.nn.functional.pad(one.double(), (0, -one.shape[1] % 64)).view(-1, 64)
+            limit = bound(filled, kind).reshape(3, -1)[:, : one.shape[1]]
+            off = (other.double() - one).abs()
+            rounded = one.double().abs().max() * torch.finfo(dtype).eps if one.numel() else 0
+            assert bool((off <= limit + rounded).all())
+
+
+def test_bytes() -> None:
+    """One byte each, whole blocks, a scale of four bytes for each; rows of multiples of 16."""
+    codec = Blocks(INT8, 64)
+    assert codec.nbytes([64 * 12]) == 12 * 68 == 816
+    assert codec.nbytes([65]) == 2 * 68 + 8 == 144
+    assert codec.nbytes([64, 1], exact=8) == 2 * 68 + 4 * 8 + 8 == 176
+    assert codec.encode([torch.ones(3, 65)]).shape == (3, 144)
+    assert BF16.encode([torch.ones(3, 65)]).nbytes == 3 * 65 * 2
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_not_lost(kind: torch.dtype, bad: float) -> None:
+    given = torch.ones(1, 48)
+    given[0, 20] = bad
+    found = round_trip(Blocks(kind, 16), given)
+    assert not bool(found[0, 16:32].isfinite().any())
+    assert torch.equal(found[0, :16], given[0, :16]) and torch.equal(found[0, 32:], given[0, 32:])
+    assert bool(round_trip(BF16, given).isfinite().logical_not().sum() == 1)
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_zeros_and_the_largest_arrive_exactly(kind: torch.dtype) -> None:
+    given = torch.zeros(2, 64)
+    given[1, 5] = -3.0
+    assert torch.equal(round_trip(Blocks(kind, 32), given), given)
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+def test_exact_elements_share_no_scale(kind: torch.dtype) -> None:
+    given = torch.full((2, 24), 1e30)
+    given[0, 3] = float("nan")
+    given[:, 16:] = torch.arange(16.0).view(2, 8) / 7
+    codec, found = Blocks(kind, 16), torch.empty(2, 24)
+    codec.decode(codec.encode([given], 8), [found], 8)
+    assert torch.equal(found[:, 16:], given[:, 16:])
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that write memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ("empty", "detach", "alias", "new_empty"):
+            self.found[name] += 1
+        return func(*args, **kwargs or {})
+
+
+def kernels(codec: Blocks | Cast, sources: list[Tensor]) -> tuple[int, int]:
+    with Kernels() as encoding:
+        sent = codec.encode(sources)
+    with Kernels() as decoding:
+        codec.decode(sent, [torch.empty_like(source) for source in sources])
+    return encoding.found.total(), decoding.found.total() - decoding.found["empty_like"]
+
+
+def test_kernels() -> None:
+    """A few each way, however many elements there are; one join for several tensors."""
+    for numel in (1 << 10, 1 << 16):
+        one, several = [torch.ones(1, numel)], [torch.ones(1, numel), torch.ones(1, 64)]
+        assert kernels(Blocks(INT8, 64), one) == (7, 2)
+        assert kernels(Blocks(FP8, 64), one) == (6, 2)
+        assert kernels(Blocks(INT8, 64), several) == (8, 4)
+        assert kernels(BF16, one) == (1, 1)
+
+
+def test_the_text_of_a_policy() -> None:
+    for policy in (
+        WirePolicy(),
+        WirePolicy(gather="int8"),
+        WirePolicy(gather="fp8", reduce="bf16"),
+        WirePolicy(reduce="int8", block=128),
+    ):
+        assert WirePolicy.parse(str(policy)) == policy if str(policy) else policy == WirePolicy()
+    assert str(WirePolicy(reduce="int8", gather="bf16", block=32)) == (
+        "gather=bf16,reduce=int8,block=32"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["int8", "gather=int4", "reduce=", "block=60", "block=x", "to=fp8"]
+)
+def test_refused_texts(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        WirePolicy.parse(text)
+
+
+def received(wire: WirePolicy) -> int:
+    """What a rank receives in a step of one layer of 16,384 elements on two ranks, by a dry run."""
+
+    def shard(model: nn.Module, mesh: Any) -> None:
+        fullshard.fully_shard(model, mesh=mesh, reshard_after_forward=True, wire=wire)
+
+    with torch.device("meta"):
+        layer, batch = nn.Linear(128, 128, bias=False), torch.empty(3, 128)
+    found = fullshard.plan(
+        layer, batch=batch, loss=lambda model, x: model(x).sum(), mesh={"shard": 2}, shard=shard
+    )
+    return sum(one.received_nbytes for one in found.traffic)
+
+
+def test_a_plan_counts_what_travels() -> None:
+    """Two gathers of the other rank's half, and one half of gradients with flags."""
+    assert received(WirePolicy()) == 2 * 8192 * 4 + (8192 + 8) * 4
+    assert received(WirePolicy("int8", "bf16")) == 2 * (8192 + 4 * 128) + (8192 + 8) * 2
+    assert received(WirePolicy("fp8", "int8")) == 2 * (8192 + 4 * 128) + 8192 + 4 * 128 + 8 * 4

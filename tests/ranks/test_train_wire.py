@@ -1,0 +1,54 @@
+"""``fullshard train --wire``: it learns in fewer bytes, and its metrics say what is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.train.config import TrainConfig
+from tests.ranks.train_shell import Shell
+
+OPTIONS = "--data text --steps 4 --batch 2 --seq 32 --save-every 2 --eval-every 2"
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell.with_a_little_text(tmp_path_factory.mktemp("train"))
+
+
+def test_errors_are_in_the_metrics_of_steps_with_an_evaluation(shell: Shell) -> None:
+    wire = "gather=int8,reduce=bf16"
+    stopped = shell.train("--out", "run", *OPTIONS.split(), "--wire", wire, "--stop-after", "3")
+    assert stopped.exitcode == 0, stopped.err
+    resumed = shell.train("--out", "run", "--resume")
+    assert resumed.exitcode == 0, resumed.err
+    assert TrainConfig.load(Path(shell.folder, "run", "config.json")).wire == wire
+    records = shell.metrics("run")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for record in records:
+        measured = {"gather_error", "reduce_error"} & record.keys()
+        assert len(measured) == (2 if record["step"] % 2 == 0 else 0)
+        if measured:  # of values that are spread evenly, half of a step of the largest of 64, or so
+            assert 0.001 < record["gather_error"] < 0.02
+            assert 0.0005 < record["reduce_error"] < 0.004
+    assert "gather_error=" in resumed.out
+
+
+def test_without_a_policy_there_is_nothing_to_tell(shell: Shell) -> None:
+    outcome = shell.train("--out", "plain", *OPTIONS.split(), "--stop-after", "2")
+    assert outcome.exitcode == 0, outcome.err
+    assert not any("gather_error" in record for record in shell.metrics("plain"))
+
+
+def test_a_wrong_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--wire int8: .*expected some of gather=, reduce="):
+        TrainConfig(wire="int8")
+
+
+def test_configurations_of_before_have_none() -> None:
+    fields = json.loads(TrainConfig().to_json())
+    del fields["wire"]
+    assert TrainConfig.from_json(json.dumps(fields)).wire is None

@@ -1,0 +1,747 @@
+"""``WirePolicy``: what travels, to the byte, and what arrives, against arithmetic by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fullshard
+from fullshard import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    PerParameter,
+    Ragged,
+    WirePolicy,
+    fully_shard,
+    unshard_params,
+)
+from fullshard.comm import C10d, Codec, Collectives, round_trip, wrapped
+from fullshard.comm.c10d import Transport
+from fullshard.errors import ConfigError, ProtocolError
+from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, noise
+from tests.ranks.pool import RankPool, every_world
+from tests.ranks.test_communication import Gather
+from tests.ranks.test_levels import on
+from tests.ranks.test_offload import a_bus
+from tests.ranks.test_parity import use_checkpoints
+from tests.recording import Recording
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
+every_layout = pytest.mark.parametrize("layout", list(LAYOUTS))
+every_transport = pytest.mark.parametrize("transport", list(Transport))
+every_codec = pytest.mark.parametrize("name", ["bf16", "int8", "fp8"])
+
+
+@contextmanager
+def recorded(transport: Transport = Transport.SHARED) -> Iterator[list[Recording]]:
+    """The wires of what is sharded in the block, of ``transport``, below what encodes."""
+    made: list[Recording] = []
+
+    def wire(inner: Collectives) -> Collectives:
+        given = inner if inner.group is None else C10d(inner.group, "cpu", transport)
+        made.append(Recording(given))
+        return made[-1]
+
+    with wrapped(wire):
+        yield made
+
+
+def sent(wires: Sequence[Recording]) -> dict[str, int]:
+    """Bytes that this rank gave to its wires, by kind, and forget them."""
+    found: dict[str, int] = {}
+    for call in (call for wire in wires for call in wire.calls):
+        found[call.kind] = found.get(call.kind, 0) + call.numel * call.dtype.itemsize
+    for wire in wires:
+        wire.calls.clear()
+    return found
+
+
+def mesh_of(copies: int) -> DeviceMesh:
+    shape = (copies, dist.get_world_size() // copies)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
+
+
+def shard(model: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    for block in getattr(model, "blocks", []):
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def arrived(codec: Codec, whole: Tensor, layout: str, world: int) -> Tensor:
+    """What arrives of ``whole``, cut as ``layout`` cuts it: blocks begin where pieces begin.
+
+    In the ragged layout all cuts are between blocks that are counted from the first element.
+    """
+    pieces = whole.chunk(world) if layout == "per-parameter" else [whole]
+    return torch.cat([round_trip(codec, one.reshape(1, -1)).view(-1) for one in pieces]).view(
+        whole.shape
+    )
+
+
+# Bytes
+
+
+def one_layer(wire: WirePolicy, transport: Transport, layout: str, **more: Any) -> dict[str, int]:
+    with recorded(transport) as wires:
+        model = shard(
+            nn.Linear(128, 128, bias=False),
+            reshard_after_forward=True,
+            layout=LAYOUTS[layout],
+            wire=wire,
+            **more,
+        )
+    for _ in range(2):
+        sent(wires)
+        model(torch.ones(3, 128)).sum().backward()
+    return sent(wires)
+
+
+_PLAIN = {"all_gather": 2 * 8192 * 4, "reduce_scatter": 2 * (8192 + 8) * 4}
+_BLOCKS = 8192 + 4 * 128  # a byte each, and a scale for each 64
+
+
+@every_transport
+@every_layout
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        ("gather=bf16", {"all_gather": 2 * 8192 * 2}),
+        ("gather=int8", {"all_gather": 2 * _BLOCKS}),
+        ("gather=fp8", {"all_gather": 2 * _BLOCKS}),
+        ("gather=int8,block=128", {"all_gather": 2 * (8192 + 4 * 64)}),
+        ("reduce=bf16", {"reduce_scatter": 2 * (8192 + 8) * 2}),
+        ("reduce=int8", {"all_to_all": 2 * (_BLOCKS + 8 * 4)}),
+        ("reduce=fp8", {"all_to_all": 2 * (_BLOCKS + 8 * 4)}),
+    ],
+)
+def test_bytes_of_a_step(
+    pool: RankPool, transport: Transport, layout: str, text: str, expected: dict[str, int]
+) -> None:
+    """Two ranks, 16,384 elements: a half is gathered twice, and goes to each rank, with flags."""
+    wire = WirePolicy.parse(text) if text else WirePolicy()
+    expected = dict(expected)
+    if text == "reduce=bf16" and transport is Transport.NATIVE:
+        expected = {"all_to_all": expected["reduce_scatter"]}  # gloo adds up what travels
+    if text.startswith("gather") or not text:
+        expected = {**_PLAIN, **expected}
+    else:
+        expected = {"all_gather": _PLAIN["all_gather"], **expected}
+    assert pool.run(2, one_layer, wire, transport, layout) == [expected] * 2
+
+
+def bytes_over_replicas(name: str) -> dict[str, int]:
+    wire = WirePolicy(reduce=name)
+    return one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "half"), [("bf16", 2 * 4104 * 2, 4096 * 2), ("int8", 2 * 4384, 4352)]
+)
+def test_bytes_over_replicas(pool: RankPool, name: str, slices: int, half: int) -> None:
+    """Halves of 8,192 means to either replica, with flags, and then a half of the means."""
+    hop = {"bf16": 2 * 8200 * 2, "int8": 2 * (_BLOCKS + 32)}[name]
+    expected = {"all_gather": 2 * 8192 * 4 + half, "all_to_all": hop + slices}
+    assert pool.run(4, bytes_over_replicas, name) == [expected] * 4
+
+
+def alone(copies: int) -> tuple[dict[str, int], bool]:
+    wire = WirePolicy(gather="int8", reduce="int8")
+    step = torch.ones(3, 128)
+    found = one_layer(wire, Transport.SHARED, "ragged")
+    layer = fill(nn.Linear(128, 128, bias=False))
+    model = shard(copy.deepcopy(layer), wire=wire)
+    layer(step).sum().backward()
+    model(step).sum().backward()
+    return found, torch.equal(layer.weight.grad, model.weight.grad.full_tensor())  # type: ignore[arg-type,union-attr,operator]
+
+
+def test_a_rank_alone_encodes_nothing(pool: RankPool) -> None:
+    plain = {"all_gather": 0, "reduce_scatter": (128 * 128 + 8) * 4}
+    ((found, same),) = pool.run(1, alone, 1)
+    assert found.get("reduce_scatter") == plain["reduce_scatter"] and same
+    assert "all_to_all" not in found
+
+
+# Gathers
+
+
+class Watched(nn.Module):
+    """Remembers the parameters that it computed with."""
+
+    def __init__(self, *sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
+        fill(self)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [weight.detach().clone() for weight in self.weights]
+        return x + sum(weight.float().square().sum() for weight in self.weights)
+
+
+SIZES = ((6, 64), (7, 20), (5,), (3, 3, 64), (1, 200))
+LARGE = ((514, 515), (520, 512))
+"""Of two ranks, pieces that are gathered in place, one of them no multiple of a block."""
+
+
+def gathered(name: str, layout: str, sizes: Any, transport: Transport, dtype: Any) -> list[Tensor]:
+    """What is computed with, checked against arithmetic and against that of all other ranks."""
+    world, wire = dist.get_world_size(), WirePolicy(gather=name)
+    model, codec = Watched(*sizes), wire.gathering
+    whole = [weight.detach().clone() for weight in model.weights]
+    with recorded(transport):
+        shard(
+            model,
+            layout=LAYOUTS[layout],
+            wire=wire,
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32),
+        )
+    assert codec is not None
+    for _ in range(2):
+        model(torch.ones(1)).backward()
+        for found, exact in zip(model.seen, whole, strict=True):
+            computed = exact if dtype is None else exact.to(dtype)
+            expected = arrived(codec, computed, layout, world).to(found.dtype)
+            assert torch.equal(found, expected), (found - expected).abs().max()
+    for found, exact in zip(full_parameters(model).values(), whole, strict=True):
+        assert torch.equal(found, exact)
+    with unshard_params(model):
+        for weight, exact in zip(model.weights, whole, strict=True):
+            assert torch.equal(weight, exact)
+    return model.seen
+
+
+@every_world
+@every_layout
+@every_codec
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_all_ranks_compute_with_what_blocks_say_and_full_parameters_are_exact(
+    pool: RankPool, world: int, layout: str, name: str, dtype: Any
+) -> None:
+    pool.run(world, gathered, name, layout, SIZES, Transport.SHARED, dtype)
+
+
+@every_transport
+@every_layout
+def test_large_pieces(pool: RankPool, layout: str, transport: Transport) -> None:
+    pool.run(2, gathered, "int8", layout, LARGE, transport, None)
+
+
+@every_layout
+def test_weights_that_arrive_do_not_depend_on_the_mesh(pool: RankPool, layout: str) -> None:
+    """In ragged shards none do; of parameters that are cut by rows, those of whole blocks a row."""
+    free = range(5) if layout == "ragged" else (0, 3)
+    first, *others = (
+        pool.run(world, gathered, "int8", layout, SIZES, Transport.SHARED, None)[0]
+        for world in (2, 3, 4)
+    )
+    for other in others:
+        assert all(torch.equal(first[i], other[i]) for i in free)
+
+
+def by_a_gather_of_ones_own(name: str) -> None:
+    """It is given the bytes."""
+    model, wire = Watched(*SIZES), WirePolicy(gather=name)
+    whole = [weight.detach().clone() for weight in model.weights]
+    shard(model, layout=Ragged(), wire=wire)
+    own = Gather(asynchronous=True)
+    model.set_custom_all_gather(own)
+    model(torch.ones(1))
+    assert own.called == 1 and wire.gathering is not None
+    for found, exact in zip(model.seen, whole, strict=True):
+        assert torch.equal(found, arrived(wire.gathering, exact, "ragged", 3))
+
+
+@every_codec
+def test_a_gather_of_ones_own(pool: RankPool, name: str) -> None:
+    pool.run(3, by_a_gather_of_ones_own, name)
+
+
+class Product(nn.Module):
+    """A layer of any dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(noise(9, 70).to(dtype) * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).abs().sum()
+
+
+def exact_dtypes(dtype: torch.dtype) -> None:
+    """Of fp64 and complex parameters every bit travels, and of their gradients."""
+    plain = Product(dtype)
+    model = shard(copy.deepcopy(plain), wire=WirePolicy(gather="int8", reduce="int8"))
+    outputs = [one(noise(9, 70, seed=1).to(dtype)) for one in (plain, model)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.backward()
+    digits = 4 * torch.finfo(dtype).eps
+    found = model.weight.grad.full_tensor()
+    torch.testing.assert_close(found, plain.weight.grad, rtol=digits, atol=digits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_dtypes_travel_as_they_are(pool: RankPool, dtype: torch.dtype) -> None:
+    pool.run(3, exact_dtypes, dtype)
+
+
+# Reductions
+
+
+def tokens_of(rank: int, seed: int = 0) -> Tensor:
+    return ids(2, 8, vocab=53, seed=10 * seed + rank)
+
+
+def lossy(model: Any, rank: int, seed: int = 0) -> Tensor:
+    tokens = tokens_of(rank, seed)
+    return GPT.loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def expected_means(
+    plain: nn.Module, codec: Codec, layout: str, copies: int, dtype: torch.dtype = FP32
+) -> dict[str, Tensor]:
+    """The hops by hand: means over the shards of each copy, then over copies, and once more."""
+    world = dist.get_world_size()
+    shards = world // copies
+    by_rank = []
+    for rank in range(world):
+        model = copy.deepcopy(plain)
+        lossy(model, rank).backward()
+        by_rank.append({name: p.grad for name, p in model.named_parameters()})
+
+    def arrives(grad: Tensor, ranks: int) -> Tensor:
+        return grad.float() if ranks == 1 else arrived(codec, grad.to(dtype), layout, shards)
+
+    means = {}
+    for name in by_rank[0]:
+        grads = [arrives(grads[name], shards) for grads in by_rank]  # type: ignore[arg-type]
+        rows = [torch.stack(grads[c * shards : (c + 1) * shards]).mean(0) for c in range(copies)]
+        mean = torch.stack([arrives(row, copies) for row in rows]).mean(0)
+        means[name] = arrives(mean, copies) if copies > 1 else mean
+    return means
+
+
+def reduced(
+    name: str, layout: str, copies: int, transport: Transport, change: Callable[[Any], None] | None
+) -> float:
+    """How far from that gradients are, by the largest one."""
+    codec = WirePolicy(reduce=name).reducing
+    assert codec is not None
+    plain = fill(GPT().float())
+    expected = expected_means(plain, codec, layout, copies)
+    mesh = mesh_of(copies)
+    with recorded(transport):
+        model = shard(
+            copy.deepcopy(plain),
+            mesh=mesh if copies > 1 else mesh["shards"],
+            layout=LAYOUTS[layout],
+            wire=WirePolicy(reduce=name),
+        )
+    if change is not None:
+        change(model)
+    worst = 0.0
+    for _ in range(2):
+        lossy(model, dist.get_rank()).backward()
+        for key, param in model.named_parameters():
+            found, mean = param.grad.full_tensor(), expected[key]
+            worst = max(worst, ((found - mean).abs().max() / mean.abs().max()).item())
+        model.zero_grad()
+    return worst
+
+
+@every_transport
+@every_layout
+@every_codec
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2), (2, 2)])
+def test_gradients_are_sums_in_fp32_of_what_arrives(
+    pool: RankPool, world: int, copies: int, name: str, layout: str, transport: Transport
+) -> None:
+    """But for the order of sums, after which a mean may round to the other side once more."""
+    found = pool.run(world, reduced, name, layout, copies, transport, None)
+    again = {"bf16": 2.0**-8, "int8": 1 / 127, "fp8": 1 / 8}[name] if copies > 1 else 0
+    assert max(found) <= again + 1e-5
+
+
+def over_hosts(name: str, hosts: str) -> float:
+    """The same among ranks that take each other for ranks of other hosts."""
+    group = dist.new_group()
+    with on(hosts):
+        wire = C10d(group, "cpu")
+        assert wire.adds_wide  # it has met
+    codec = WirePolicy(reduce=name).reducing
+    assert codec is not None
+    plain = fill(GPT().float())
+    expected = expected_means(plain, codec, "ragged", 1)
+    with wrapped(lambda inner: wire):
+        model = shard(copy.deepcopy(plain), layout=Ragged(), wire=WirePolicy(reduce=name))
+    lossy(model, dist.get_rank()).backward()
+    return max(
+        ((p.grad.full_tensor() - expected[key]).abs().max() / expected[key].abs().max()).item()
+        for key, p in model.named_parameters()
+    )
+
+
+@every_codec
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "aba"])
+def test_among_hosts(pool: RankPool, name: str, hosts: str) -> None:
+    assert max(pool.run(len(hosts), over_hosts, name, hosts)) <= 1e-5
+
+
+def with_separate_groups(model: Any) -> None:
+    model.set_separate_reduce_scatter_group()
+
+
+def by_sums(model: Any) -> None:
+    for module in (*model.blocks, model):
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def by_recomputing(model: Any) -> None:
+    use_checkpoints(model, False)
+
+
+def one_gather_ahead(model: Any) -> None:
+    model.set_prefetch_budget(1 << 30)
+    model.set_reduction_budget(1 << 30)
+
+
+@every_codec
+@pytest.mark.parametrize(
+    "change", [with_separate_groups, by_sums, by_recomputing, one_gather_ahead]
+)
+def test_other_settings_change_nothing(pool: RankPool, name: str, change: Any) -> None:
+    assert max(pool.run(2, reduced, name, "ragged", 1, Transport.NATIVE, change)) <= 1e-5
+
+
+def narrow_sums(transport: Transport) -> tuple[float, float]:
+    """The error of a mean of bf16 gradients of 1 and 2^-8, with the policy and without."""
+    grads = torch.tensor([1.0, 2.0**-8, 2.0**-8, 2.0**-8])
+    found = []
+    for wire in (WirePolicy(reduce="bf16"), WirePolicy()):
+        with recorded(transport):
+            model = shard(
+                nn.Linear(64, 4, bias=False, dtype=BF16),
+                wire=wire,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=FP32 if wire.reduce else None),
+            )
+        model(torch.full((1, 64), grads[dist.get_rank()].item(), dtype=BF16)).sum().backward()
+        mean = model.weight.grad.full_tensor()
+        found.append((mean - grads.mean().to(BF16)).abs().max().item())
+    return found[0], found[1]
+
+
+def test_bf16_gradients_are_summed_in_fp32_where_the_backend_does_not(pool: RankPool) -> None:
+    """1 + 3 * 2^-8 is 1 in bf16, if added one after the other."""
+    for exact, rounded in pool.run(4, narrow_sums, Transport.NATIVE):
+        assert exact == 0.0 and rounded > 1e-3
+
+
+# Gradients that are absent, frozen, accumulated, not finite; several buckets; the host
+
+
+def odd_training(wire: WirePolicy, layout: str) -> tuple[list[str], list[str], int]:
+    """Which parameters have no gradient, with a policy and without; and steps that were taken."""
+    found = []
+    for policy in (wire, WirePolicy()):
+        model = fill(OddModel())
+        for module in (model.first, model.back):
+            fully_shard(module, layout=LAYOUTS[layout], wire=policy)
+        fully_shard(model, layout=LAYOUTS[layout], wire=policy)
+        tokens = ids(2, 5, vocab=13, seed=dist.get_rank())
+        model(tokens).square().mean().backward()
+        found.append([name for name, p in model.named_parameters() if p.grad is None])
+    return found[0], found[1], 1
+
+
+@every_layout
+@every_codec
+@pytest.mark.parametrize("world", [2, 4])
+def test_absent_gradients_stay_absent(pool: RankPool, world: int, name: str, layout: str) -> None:
+    for found, expected, _ in pool.run(world, odd_training, WirePolicy(name, name), layout):
+        assert found == expected
+        assert {"unused.weight", "unused.bias", "frozen.weight"} <= set(found)
+
+
+def accumulated(name: str, layout: str, deferred: bool) -> float:
+    """Two passes, the first without synchronisation (or not over replicas), against one exact."""
+    plain = fill(GPT().float())
+    model = shard(
+        copy.deepcopy(plain), mesh_of(2), layout=LAYOUTS[layout], wire=WirePolicy(reduce=name)
+    )
+    for seed in range(2):
+        if deferred:
+            model.set_requires_all_reduce(seed == 1)
+        else:
+            model.set_requires_gradient_sync(seed == 1)
+        lossy(model, dist.get_rank(), seed).backward()
+        for rank in range(dist.get_world_size()):
+            (lossy(plain, rank, seed) / dist.get_world_size()).backward()
+    return max(
+        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        if q.grad is not None
+    )
+
+
+@every_layout
+@every_codec
+@pytest.mark.parametrize("deferred", [False, True])
+def test_accumulation(pool: RankPool, name: str, layout: str, deferred: bool) -> None:
+    """Each of three roundings is off by at most half a step of the largest gradient of its rank.
+
+    That of a rank may be larger than the mean, here by less than 8.
+    """
+    step = {"bf16": 2.0**-8, "int8": 1 / 127, "fp8": 1 / 8}[name]
+    assert max(pool.run(4, accumulated, name, layout, deferred)) <= 3 * step / 2 * 8
+
+
+def frozen_later(name: str) -> float:
+    """A unit in which a parameter is frozen after sharding reduces the others as blocks, too."""
+    plain = fill(nn.Sequential(nn.Linear(50, 30), nn.Linear(30, 9, bias=False)))
+    model = shard(copy.deepcopy(plain), wire=WirePolicy(reduce=name))
+    worst = 0.0
+    for _ in range(2):
+        for one in (plain, model):
+            one[0].weight.requires_grad_(False)
+            one(noise(4, 50, dtype=FP32)).sum().backward()
+        assert model[0].weight.grad is None
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            if q.grad is not None:
+                off = (p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()
+                worst = max(worst, off.item())
+    return worst
+
+
+@every_codec
+def test_frozen_after_sharding(pool: RankPool, name: str) -> None:
+    step = {"bf16": 2.0**-8, "int8": 1 / 127, "fp8": 1 / 8}[name]
+    # A block may now hold the end of one parameter and the start of another, whose largest differ.
+    assert max(pool.run(3, frozen_later, name)) <= 4 * step
+
+
+def not_finite(name: str, layout: str, bad: float) -> tuple[bool, bool, bool]:
+    """Whether what is bad on one rank is so everywhere, the rest is not, and flags survive."""
+    model = Watched((4, 64), (4, 64), (3, 64))
+    shard(model, mesh_of(2), layout=LAYOUTS[layout], wire=WirePolicy(reduce=name))
+    loss = model(torch.ones(1))
+    scale = torch.ones(4, 64)
+    if dist.get_rank() == 3:
+        scale[2, 7] = bad
+    (loss * 0 + (model.weights[0] * scale).sum() + model.weights[1].sum()).backward()
+    first, second, last = (p.grad.full_tensor() for p in model.parameters())
+    lost = bool(first[2].isfinite().all()) or bool(first[2, 7].isfinite())
+    others = bool(first[[0, 1, 3]].isfinite().all() and second.isfinite().all())
+    return not lost, others, bool((last == 0).all())
+
+
+@every_layout
+@every_codec
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite(pool: RankPool, name: str, layout: str, bad: float) -> None:
+    assert pool.run(4, not_finite, name, layout, bad) == [(True, True, True)] * 4
+
+
+def bad_weight(name: str) -> tuple[bool, bool]:
+    model = Watched((4, 64))
+    with torch.no_grad():
+        model.weights[0][3, 5] = float("nan")
+    shard(model, wire=WirePolicy(gather=name))
+    model(torch.ones(1))
+    (seen,) = model.seen
+    return bool(seen[3, 5].isfinite()), bool(seen[:3].isfinite().all())
+
+
+@every_codec
+def test_weights_that_are_not_finite(pool: RankPool, name: str) -> None:
+    assert pool.run(2, bad_weight, name) == [(False, True)] * 2
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, and so two buckets, which move together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(70, 70), nn.Linear(70, 70).to(BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x).to(BF16)).float()
+
+
+def several_buckets(name: str) -> float:
+    model = fill(Mixed())
+    plain = copy.deepcopy(model)
+    shard(model, reshard_after_forward=True, wire=WirePolicy(name, name))
+    x = noise(4, 70, dtype=FP32)
+    for one in (plain, model):
+        one(x).square().mean().backward()
+    return max(
+        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()  # type: ignore[union-attr]
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+@every_codec
+def test_several_buckets(pool: RankPool, name: str) -> None:
+    """Small, but by no bound: the loss is not linear in the weights, which are rounded."""
+    assert max(pool.run(2, several_buckets, name)) < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5}[name]
+
+
+def with_shards_on_the_host(name: str, layout: str) -> None:
+    """Bit for bit as without."""
+    found = []
+    for bus in (nullcontext(), a_bus(pinned=False)):
+        with bus:
+            model = fill(GPT().float())
+            shard(model, layout=LAYOUTS[layout], wire=WirePolicy(name, name))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for seed in range(2):
+                lossy(model, dist.get_rank(), seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(full_parameters(model))
+    one, other = found
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@every_layout
+@every_codec
+def test_shards_on_the_host(pool: RankPool, name: str, layout: str) -> None:
+    pool.run(2, with_shards_on_the_host, name, layout)
+
+
+def in_groups(name: str) -> None:
+    """What is gathered again in backward, from a few ranks, is what was computed with before."""
+    seen = []
+    for after in (True, 2):
+        model = fill(GPT().float())
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=after, wire=WirePolicy(gather=name))
+        fully_shard(model, wire=WirePolicy(gather=name))
+        lossy(model, dist.get_rank()).backward()
+        seen.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+@every_codec
+def test_secondary_shards(pool: RankPool, name: str) -> None:
+    pool.run(4, in_groups, name)
+
+
+# The flat face, and what does not go together
+
+
+def flat_training(name: str, original: bool) -> float:
+    plain = fill(GPT().float())
+    model = copy.deepcopy(plain)
+    options: dict[str, Any] = {"use_orig_params": original, "wire": WirePolicy(reduce=name)}
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = FullyShardedDataParallel(block, **options)
+    wrapper = FullyShardedDataParallel(model, **options)
+    lossy(wrapper, dist.get_rank()).backward()
+    for rank in range(dist.get_world_size()):
+        (lossy(plain, rank) / dist.get_world_size()).backward()
+    with FullyShardedDataParallel.summon_full_params(wrapper, with_grads=True):
+        grads = {name: p.grad.clone() for name, p in wrapper.named_parameters()}  # type: ignore[union-attr]
+    clean = {key.replace("_fsdp_wrapped_module.", ""): grad for key, grad in grads.items()}
+    return max(
+        ((clean[key] - p.grad).norm() / p.grad.norm()).item()  # type: ignore[operator,union-attr]
+        for key, p in plain.named_parameters()
+    )
+
+
+@every_codec
+@pytest.mark.parametrize("original", [True, False])
+def test_the_flat_face(pool: RankPool, name: str, original: bool) -> None:
+    """Of one flat parameter, blocks have elements of neighbours, which may be much larger."""
+    most = {"bf16": 2.0**-8, "int8": 0.05 if original else 0.3, "fp8": 0.1}[name]
+    assert max(pool.run(2, flat_training, name, original)) <= most
+
+
+def refusals() -> None:
+    wire = WirePolicy(reduce="int8")
+    module = fully_shard(nn.Linear(4, 4), wire=wire)
+    with pytest.raises(ConfigError, match="wire=reduce=int8"):
+        module.set_custom_reduce_scatter(None)  # type: ignore[operator]
+    wrapper = FullyShardedDataParallel(nn.Linear(4, 4), wire=wire)
+    with pytest.raises(ConfigError, match="wire=reduce=int8"):
+        wrapper.register_comm_hook(None, lambda *_: None)
+    for shard in (fully_shard, FullyShardedDataParallel, fullshard.shard_blocks):
+        with pytest.raises(ConfigError, match=r"expected a fullshard\.WirePolicy"):
+            shard(nn.Linear(4, 4), wire="int8")  # type: ignore[arg-type]
+
+
+def test_refusals(pool: RankPool) -> None:
+    pool.run(2, refusals)
+
+
+def differing(name: str, transport: Transport) -> None:
+    """One rank has another policy: all are told so, and what each has."""
+    plain = nn.Linear(64, 64)
+    policy = WirePolicy(**({name: "int8"} if dist.get_rank() == 1 else {}))
+    with recorded(transport):
+        model = shard(plain, wire=policy)
+    with pytest.raises(ProtocolError) as raised:
+        model(torch.ones(1, 64)).sum().backward()
+    assert f"wire {name}=int8" in str(raised.value)
+
+
+@every_transport
+@pytest.mark.parametrize("name", ["gather", "reduce"])
+def test_ranks_with_different_policies(pool: RankPool, name: str, transport: Transport) -> None:
+    pool.run(3, differing, name, transport)
+
+
+# Errors that are measured
+
+
+def measured(name: str, layout: str, copies: int) -> tuple[Any, ...]:
+    """What is told, and what it is by arithmetic for this rank's parts; nothing else is sent."""
+    wire = WirePolicy(gather=name, reduce=name)
+    with recorded(Transport.NATIVE) as wires:
+        model = shard(
+            fill(nn.Linear(128, 128, bias=False)),
+            mesh_of(copies),
+            layout=LAYOUTS[layout],
+            wire=wire,
+        )
+    x, codec = noise(4, 128, seed=dist.get_rank(), dtype=FP32), wire.gathering
+    assert codec is not None
+    before = model.wire_errors()
+    model(x).square().mean().backward()
+    usual = sent(wires)
+    model.zero_grad()
+    model.set_wire_check(True)
+    model(x).square().mean().backward()
+    watched = sent(wires)
+    found = model.wire_errors()
+    shard_of = model.weight.detach().to_local().reshape(1, -1)
+    expected = ((round_trip(codec, shard_of) - shard_of).norm() / shard_of.norm()).item()
+    model.set_wire_check(False)
+    model(x).sum().backward()
+    return before, found, expected, model.wire_errors(), usual == watched
+
+
+@every_codec
+@every_layout
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 2), (2, 2)])
+def test_errors_are_told(pool: RankPool, world: int, copies: int, name: str, layout: str) -> None:
+    nothing = (None, None)
+    size = {"bf16": (0.0005, 0.004), "int8": (0.001, 0.01), "fp8": (0.01, 0.05)}[name]
+    for before, found, expected, after, same in pool.run(world, measured, name, layout, copies):
+        assert before == after == nothing and same
+        if copies < world:
+            assert found.gathered == pytest.approx(expected, rel=1e-5)
+        else:
+            assert found.gathered is None  # nothing is cut
+        assert found.reduced is not None and size[0] < found.reduced < size[1]
