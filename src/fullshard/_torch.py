@@ -164,12 +164,21 @@ def broadcast(group: dist.ProcessGroup, values: Tensor, root: int) -> dist.Work:
 
 
 def all_to_all(
-    group: dist.ProcessGroup, output: Tensor, source: Tensor, *, in_order: bool = False
+    group: dist.ProcessGroup,
+    output: Tensor,
+    source: Tensor,
+    sizes: list[int],
+    lengths: list[int],
+    *,
+    in_order: bool = False,
 ) -> dist.Work | None:
-    """Start the backend's exchange of equal slices of 1-D ``source`` into 1-D ``output``."""
+    """Start the backend's exchange of slices of 1-D ``source`` into 1-D ``output``.
+
+    ``sizes`` are those of slices that come, ``lengths`` of those that go; equal ones if empty.
+    """
     options = dist.AllToAllOptions()
     options.asyncOp = not in_order
-    return group.alltoall_base(output, source, [], [], options)
+    return group.alltoall_base(output, source, sizes, lengths, options)
 
 
 def break_off(group: dist.ProcessGroup) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard, watch
+from fullshard.comm.shared import Shared
 from fullshard.errors import ConfigError, PeerError, UnsupportedError
 from fullshard.layout.region import whole as all_of
 from fullshard.optim import OwnedOptimizer, ShardedGradScaler, StepGuard, clip_grad_norm_
@@ -392,14 +393,14 @@ def exchanges(face: str, round_nbytes: int) -> tuple[int, int]:
     give(model, grads)
     optimizer.step()
     counted: list[int] = []
-    exchange = dist.all_to_all_single
+    exchange = Shared.all_to_all
 
-    def count(into: Tensor, sent: Tensor, sizes: Any, lengths: Any, **more: Any) -> Any:
-        counted.append(sum(lengths))
-        return exchange(into, sent, sizes, lengths, **more)
+    def count(way: Shared, group: Any, into: Tensor, sent: Tensor, *more: Any) -> Any:
+        counted.append(sent.nbytes)
+        return exchange(way, group, into, sent, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", count)
+        patch.setattr(Shared, "all_to_all", count)
         optimizer.step()
     return len(counted), sum(counted)
 
@@ -419,7 +420,7 @@ def stays() -> tuple[int, int]:
     optimizer = OwnedOptimizer(model.parameters(), CLASSES["whitening"][0])
     sent: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", lambda *_, **__: sent.append(1))
+        patch.setattr(Shared, "all_to_all", lambda *_, **__: sent.append(1))
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -689,7 +690,14 @@ def fails_before_the_exchange() -> str:
         with pytest.raises(PeerError) as raised:
             optimizer.step()
         said = str(raised.value)
-    dist.destroy_process_group()  # gloo's own connections are of no use any more
+    optimizer.step()  # the group is of use as before
+    net = Net()
+    for name, param in net.named_parameters():
+        for step in range(2):
+            param.data.sub_(grads_of(step, net).get(name, torch.zeros(())), alpha=0.1)
+    found = full_parameters(model)
+    for name, param in net.named_parameters():
+        torch.testing.assert_close(found[name], param.detach(), rtol=1e-12, atol=1e-12)
     return said
 
 

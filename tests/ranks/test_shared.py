@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import FullyShardedDataParallel, fully_shard
-from fullshard.comm import C10d, Pending
+from fullshard.comm import C10d, Pending, all_to_all
 from fullshard.comm.c10d import Transport, ways_of
 from fullshard.comm.memory import Memory
 from fullshard.comm.shared import Shared
@@ -74,6 +74,56 @@ def nbytes_of(memory: Memory) -> int:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_and_size_in_little_memory(pool: RankPool, world: int, seed: int) -> None:
     pool.run(world, many_sizes_in_any_order, seed)
+
+
+def sent(source: int, target: int, number: int) -> Tensor:
+    """What goes from one rank to another in one exchange; nothing, now and then."""
+    draw = random.Random(f"{source} {target} {number}")
+    size = draw.choice([0, 1, 17, 1000, 70_001])
+    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(size + number))
+
+
+def exchanged(wire: str) -> None:
+    """Exchange bytes of many sizes, while gathers are in flight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
+        group = dist.new_group()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for number in range(12):
+            finish = gather(C10d(group, "cpu"))
+            mine = [sent(rank, other, number).to(torch.uint8) for other in range(world)]
+            theirs = [sent(other, rank, number).to(torch.uint8) for other in range(world)]
+            sizes = list(map(len, theirs))
+            found = all_to_all(torch.cat(mine), list(map(len, mine)), sizes, group)
+            assert torch.equal(found, torch.cat(theirs))
+            assert finish()
+        dist.destroy_process_group(group)
+
+
+@every_world
+@pytest.mark.parametrize("wire", ["1", "0"])
+def test_slices_of_an_exchange_may_have_any_size(pool: RankPool, world: int, wire: str) -> None:
+    pool.run(world, exchanged, wire)
+
+
+def unlike_splits() -> str:
+    """Ranks that do not agree on what travels."""
+    group = dist.new_group()
+    lengths = [3, 3] if dist.get_rank() == 0 else [2, 3]
+    said = ""
+    try:
+        all_to_all(torch.zeros(sum(lengths), dtype=torch.uint8), lengths, [3, 3], group)
+    except ProtocolError as error:
+        said = str(error)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_sizes_that_differ_between_ranks_are_told(pool: RankPool) -> None:
+    first, second = pool.run(2, unlike_splits)
+    assert "rank 1 of the process group sent 2 bytes to rank 0, which expected 3" in first
+    assert second == ""
 
 
 def nobody_waits() -> None:

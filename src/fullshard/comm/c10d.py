@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,12 +28,13 @@ from fullshard.errors import ProtocolError
 
 
 class Transport(enum.Enum):
-    """The transport of gathers and means; broadcasts and exchanges always use the backend."""
+    """The transport of gathers, means and exchanges; broadcasts always use the backend."""
 
     NATIVE = "native"
     """The backend's own collectives."""
     SHARED = "shared"
-    """Shared memory within hosts (``Shared``), and direct messages between hosts (``Levels``)."""
+    """Shared memory within hosts (``Shared``), and direct messages between hosts (``Levels``), but
+    for exchanges, which use the backend there."""
 
 
 class _Way(Protocol):
@@ -61,7 +63,7 @@ class _Ways(NamedTuple):
 
     gathers: _Way
     reduces: _Way
-    exchanges: Native
+    exchanges: Native | Shared
 
 
 _Choice = tuple[Transport, str, bool]
@@ -105,16 +107,15 @@ def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
         return _Ways(native, native, native)
     timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
     rank = group.rank()
-    way: _Way
     if len(meeting.circles) == 1:
         assert meeting.memory is not None
         neighbours = {r: Neighbour(r, *met, timeout_s) for r, met in meeting.neighbours.items()}
-        way = Shared(rank, meeting.memory, neighbours)
-    else:
-        lines = {r: Line(r, *met) for r, met in meeting.neighbours.items()}
-        links = {r: Link(r, connection) for r, connection in meeting.partners.items()}
-        way = Levels(Routes(meeting.circles, rank), meeting.memory, lines, links, timeout_s)
-    return _Ways(way, way, native)
+        shared = Shared(rank, meeting.memory, neighbours)
+        return _Ways(shared, shared, shared)
+    lines = {r: Line(r, *met) for r, met in meeting.neighbours.items()}
+    links = {r: Link(r, connection) for r, connection in meeting.partners.items()}
+    levels = Levels(Routes(meeting.circles, rank), meeting.memory, lines, links, timeout_s)
+    return _Ways(levels, levels, native)
 
 
 class C10d:
@@ -250,9 +251,10 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> Non
     """End a wait for gloo's own collectives, after which gloo's group is of no use."""
     group = reference()
     found = None if group is None else _ways.get(group)
+    ways = [] if found is None else found.ways.values()
+    part = operator.attrgetter("exchanges" if waiting[1] == "exchange" else "gathers")
     if group is not None and (
-        waiting[1] in ("broadcast", "exchange")
-        or (found and any(isinstance(ways.gathers, Native) for ways in found.ways.values()))
+        waiting[1] == "broadcast" or any(isinstance(part(one), Native) for one in ways)
     ):
         _torch.break_off(group)
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
-from fullshard.comm.c10d import C10d
+from fullshard.comm.c10d import C10d, default_transport, ways_of
 from fullshard.comm.ledger import ledger_of
-from fullshard.comm.protocol import Alone, Collectives, Together
+from fullshard.comm.protocol import Alone, Collectives, Pending, Splits, Together
 from fullshard.errors import ConfigError
 
 _BROADCAST_NBYTES = 256 << 20  # approximate; the concatenated tensors take that much memory
@@ -176,15 +175,11 @@ def all_to_all(
     """
     there = served_by(group, sent.device)
     given = torch.empty(sum(sizes), dtype=torch.uint8, device=there)
-    start = partial(
-        dist.all_to_all_single,
-        given,
-        sent.to(there),
-        [*sizes],
-        [*lengths],
-        group=group,
-        async_op=True,
-    )
+
+    def start() -> Pending:
+        way = ways_of(group, default_transport(group, there.type), device_type=there.type)
+        return way.exchanges.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
+
     # 0 bytes: ranks send differently many, and their ledgers must be alike.
     ledger_of(group).issue("exchange", "", 0, start).wait()
     return given.to(sent.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.labels import Compared
 from fullshard.comm.means import Divided, begun
-from fullshard.comm.protocol import Done, Pending
+from fullshard.comm.protocol import Done, Pending, Splits
 
 
 class Native:
@@ -54,11 +54,18 @@ class Native:
         return _divided(work, values, divisor)
 
     def all_to_all(
-        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
+        self,
+        group: dist.ProcessGroup,
+        output: Tensor,
+        source: Tensor,
+        label: str,
+        splits: Splits | None = None,
     ) -> Pending:
-        """See ``Collectives.all_to_all``."""
+        """See ``Collectives.all_to_all``; with ``splits`` in slices unlike in size."""
         self._compared.compare(group, label)
-        work = _torch.all_to_all(group, output, source, in_order=self._in_order)
+        given, taken = splits or ([], [])
+        sizes = [*taken], [*given]
+        work = _torch.all_to_all(group, output, source, *sizes, in_order=self._in_order)
         return _Kept(work or Done(), source)
 
 

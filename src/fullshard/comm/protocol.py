@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -208,6 +208,20 @@ class Alone:
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Leave ``values`` as they are."""
         return Done()
+
+
+class Splits(NamedTuple):
+    """The sizes of the slices of an exchange, for each rank of a group."""
+
+    lengths: Sequence[int]
+    """How many elements go to each rank."""
+    sizes: Sequence[int]
+    """How many come from each rank."""
+
+
+def even_splits(source: Tensor, world: int) -> Splits:
+    """Return the splits of an exchange of equal slices."""
+    return Splits(*[[len(source) // world] * world] * 2)
 
 
 def put(source: Tensor, place: Tensor) -> None:

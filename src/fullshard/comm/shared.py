@@ -21,7 +21,7 @@ from fullshard.comm.ledger import now
 from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
 from fullshard.comm.neighbours import Neighbour, Notice, wait_for
-from fullshard.comm.protocol import Pending, put
+from fullshard.comm.protocol import Pending, Splits, even_splits, put
 from fullshard.comm.shelf import Shelf
 from fullshard.errors import LostRankError, ProtocolError
 
@@ -73,6 +73,29 @@ class Shared:
         """See ``Collectives.all_reduce_mean``; all ranks add up all values in the same order."""
         exchange = self._start("mean", label, aligned(values.nbytes), [(0, values)])
         return _MeanOfAll(exchange, self._rank, values)
+
+    def all_to_all(
+        self,
+        group: dist.ProcessGroup,
+        output: Tensor,
+        source: Tensor,
+        label: str,
+        splits: Splits | None = None,
+    ) -> Pending:
+        """See ``Collectives.all_to_all``; of bytes, and with ``splits`` in slices unlike in size.
+
+        In front of its slices, which start one after the other, a rank lays where each begins.
+        """
+        lengths, sizes = splits or even_splits(source, self._world)
+        starts, places = [[0, *accumulate(these)] for these in (lengths, sizes)]
+        table = torch.tensor([starts[:-1], lengths], device="cpu").T.contiguous().view(torch.uint8)
+        head = aligned(table.nbytes)
+        pieces = [(0, table.view(-1))]
+        pieces += [(head + starts[r], source[starts[r] : starts[r + 1]]) for r in self._neighbours]
+        exchange = self._start("exchange", label, head + source.nbytes, pieces)
+        rows = [output[start : start + size] for start, size in zip(places, sizes, strict=False)]
+        put(source[starts[self._rank] : starts[self._rank + 1]], rows[self._rank])
+        return _Exchanged(exchange, self._rank, head, rows)
 
     def _start(
         self, kind: str, label: str, nbytes: int, pieces: Sequence[tuple[int, Tensor]]
@@ -137,15 +160,18 @@ class _Exchange:
         self._neighbours = neighbours
         self.close = weakref.finalize(self, over.append, notice.number)
 
-    def read(self) -> Iterator[tuple[int, Tensor]]:
+    def read(self, *, alike: bool = True) -> Iterator[tuple[int, Tensor]]:
         """Yield each peer's rank and bytes, without a copy, in the order of arrival.
+
+        Args:
+            alike: True if all ranks lay equally many bytes.
 
         Raises:
             ProtocolError: if a peer runs a different collective.
             LostRankError: if a peer is gone, or silent for longer than the group's time-out.
             PeerError: the error of the fault that ended the era.
         """
-        number, nbytes = self._notice.number, self._notice.nbytes
+        number, own_nbytes = self._notice.number, self._notice.nbytes
         missing = dict(self._neighbours)
         while missing:
             for rank, peer in self._neighbours.items():
@@ -153,6 +179,7 @@ class _Exchange:
                     del missing[rank]
                     notice, laid = peer.laid(number)
                     subject = peer.subject_of(notice)
+                    nbytes = own_nbytes if alike else notice.nbytes
                     if (notice.nbytes, subject) != (nbytes, self._subject):
                         raise ProtocolError(
                             f"collective {number} of the process group is a "
@@ -220,4 +247,25 @@ class _MeanOfAll:
         laid = {self._rank: self._exchange.laid, **dict(self._exchange.read())}
         first, *others = (laid[rank][:nbytes].view(dtype) for rank in sorted(laid))
         put_mean(self._values, first, others)
+        self._exchange.close()
+
+
+class _Exchanged:
+    def __init__(self, exchange: _Exchange, rank: int, head: int, rows: Sequence[Tensor]) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._head = head
+        self._rows = rows
+
+    def wait(self) -> None:
+        entry = slice(16 * self._rank, 16 * self._rank + 16)
+        for rank, laid in self._exchange.read(alike=False):
+            start, length = laid[entry].view(torch.int64).tolist()
+            if length != len(self._rows[rank]):
+                raise ProtocolError(
+                    f"an exchange: rank {rank} of the process group sent {length} bytes to rank "
+                    f"{self._rank}, which expected {len(self._rows[rank])}"
+                )
+            start += self._head
+            self._rows[rank].copy_(laid[start : start + length])
         self._exchange.close()
