@@ -99,8 +99,8 @@ def _wrong(plan: Plan, folder: Path) -> str:
     for member in range(plan.world):
         notes = _notes(diary_of(folder, member))
         ended = next((note for note in notes if note["what"] == "ended"), None)
-        late = any(s.member == member and s.fault.what is What.STOP for s in plan.strokes)
-        if late:
+        stops = any(s.member == member and s.fault.what is What.STOP for s in plan.strokes)
+        if stops and any(note["what"] == "fault" for note in notes):  # it may be spared
             if ended is None or "go on without this one" not in ended["text"]:
                 return f"member {member}, which came back, ended by {ended}"
             continue
