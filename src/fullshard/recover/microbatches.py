@@ -146,8 +146,12 @@ class Microbatches:
         for param, _ in kept:
             param.grad = None
         while True:
-            attempt = self._attempt(compute, batch, rows)
-            if not self._must_repeat(attempt, rows):
+            try:
+                attempt = self._attempt(compute, batch, rows)
+                repeats = self._must_repeat(attempt, rows)
+            finally:
+                self._step.end(failed=False)
+            if not repeats:
                 break
             del attempt
             self._drop()
@@ -201,7 +205,6 @@ class Microbatches:
             Exception: a rank failed, and will again.
         """
         found = self._found(attempt, rows)
-        self._step.end(failed=False)
         now().owed = None  # all ranks are level
         worst, most = max(one for one, _ in found), max(rows for _, rows in found)
         if worst is _Outcome.DONE:
