@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.optim.grain import First, Recipe, Units, sample, units_of, widened
 from fullshard.optim.groups import label_of, numbered, options_of
 from fullshard.optim.lineup import align, gradients
 from fullshard.optim.outer import Outer
@@ -28,11 +29,12 @@ from fullshard.optim.owners import (
     Matrix,
     Rule,
     blocks_of,
+    grain_of,
     newton_schulz_flops,
     owners_of,
 )
 from fullshard.optim.rounds import Family, Lent, Round
-from fullshard.optim.spread_param import Ranks, SpreadParam, spread_param_of
+from fullshard.optim.spread_param import Ranks, SpreadParam, pieces_on, spread_param_of
 from fullshard.optim.traits import Traits, check_shapes, traits_of
 from fullshard.tensors import local_part
 
@@ -175,6 +177,7 @@ class OwnedOptimizer(Outer):
         self._check_matrices([given] if isinstance(given, Tensor) else given, options)
         self._learn([options])
         super().add_param_group(param_group)
+        self._convert_group()
         self._traits = self._traits.joined(traits)
 
     def _check_matrices(self, params: Sequence[Any], options: dict[str, Any]) -> None:
@@ -183,6 +186,9 @@ class OwnedOptimizer(Outer):
             name, param = item if isinstance(item, tuple) else ("", item)
             label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
             spread, _ = self._spread(param, label)
+            grain = grain_of(name, spread.shape, self._blocks)
+            if grain and torch.Size(spread.shape).numel() > grain:
+                self._units(param, spread.shape, grain, options)
             for block in blocks_of(0, name, spread.shape, self._blocks):
                 matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
         check_shapes(self._optimizer_class, self._kwargs, options, matrices)
@@ -224,10 +230,11 @@ class OwnedOptimizer(Outer):
             blocks_of(number, name, spread.shape, self._blocks)
             for number, (_, name, _, spread) in enumerate(params)
         ]
+        pieces = pieces_on(ranks, ((name, own) for _, name, _, own in params), self._blocks)
         matrices = [
             Matrix(number, float(self._cost(block.shape)), ranks.homes(spread, block))
             for number, (_, _, _, spread) in enumerate(params)
-            for block in blocks[number]
+            for block in (() if number in pieces else blocks[number])
         ]
         # Ranks of one mesh must agree, so only loads that all of them know of count.
         members = set(ranks.numbers)
@@ -236,15 +243,21 @@ class OwnedOptimizer(Outer):
             index: sum(loads.get(rank, 0.0) for loads in known)
             for index, rank in enumerate(ranks.numbers)
         }
+        for its_blocks, its_owners in pieces.values():
+            for block, owner in zip(its_blocks, its_owners, strict=True):
+                before[owner] += float(self._cost(block.shape))
         if ranks.is_alone:
             before = {}
         owners = iter(owners_of(matrices, len(ranks.numbers), before))
-        owned = {
-            id(param): OwnedParam(
-                param, group, spread, blocks[number], [next(owners) for _ in blocks[number]], ranks
-            )
-            for number, (group, _, param, spread) in enumerate(params)
-        }
+        owned: dict[int, OwnedParam] = {}
+        for number, (group, _, param, spread) in enumerate(params):
+            if number in pieces:
+                grain = pieces[number].blocks[0].grain
+                units = self._units(param, spread.shape, grain, self.param_groups[group])
+                owned[id(param)] = OwnedParam(param, group, spread, *pieces[number], ranks, units)
+                continue
+            own = [next(owners) for _ in blocks[number]]
+            owned[id(param)] = OwnedParam(param, group, spread, blocks[number], own, ranks)
         self._owned |= owned
         self._families.append(Family(ranks, owned, self._round_nbytes))
         if not ranks.is_alone:
@@ -253,6 +266,18 @@ class OwnedOptimizer(Outer):
                 for block, owner in zip(one.blocks, one.owners, strict=True):
                     loads[ranks.numbers[owner]] += float(self._cost(block.shape))
             self._loads.append((members, loads))
+
+    def _units(
+        self, param: Tensor, shape: tuple[int, ...], grain: int, options: dict[str, Any]
+    ) -> Units:
+        vouched = self._is_vouched_for
+        return units_of(self._recipe(options), shape, param.dtype, grain, is_vouched_for=vouched)
+
+    def _recipe(self, group: dict[str, Any]) -> Recipe:
+        return Recipe(self._optimizer_class, self._kwargs, options_of(group))
+
+    def _sample(self, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        return sample(self._recipe(self.param_groups[group]), shape, dtype)
 
     def _tell(self) -> None:
         """Say once what every rank steps."""
@@ -316,16 +341,28 @@ class OwnedOptimizer(Outer):
         for at, whole in one.wholes().items():
             by_group[one.members[at].owned.group].append(whole)
         self._inner.set_runs(self.param_groups, by_group)
-        if self._inner.is_eager:
-            for number, wholes in enumerate(by_group):
-                for whole in wholes:
-                    if self._inner.state_of(whole) is None:
-                        group = self.param_groups[number]
-                        self._inner.set_state(whole, self._inner.first_state(whole, group))
-        if one.mine or self._traits.counts:
-            self._inner.step(self.param_groups, amp)
+        with widened(self._inner, self._first(one)):
+            if self._inner.is_eager:
+                self._make_state(by_group)
+            if one.mine or self._traits.counts:
+                self._inner.step(self.param_groups, amp)
         for owned in one.params:
             owned.refresh(self._inner, lent.addresses, may_change=self._traits.is_late)
+
+    def _first(self, one: Round) -> list[First]:
+        """Return the pieces of this rank that have no state yet."""
+        return [
+            First(whole, owned.piece(number), owned.units)
+            for at, whole in one.wholes().items()
+            for owned, number in (one.members[at],)
+            if owned.units is not None and not self._inner.state_of(whole)
+        ]
+
+    def _make_state(self, by_group: Sequence[Sequence[Any]]) -> None:
+        for group, wholes in zip(self.param_groups, by_group, strict=True):
+            for whole in wholes:
+                if self._inner.state_of(whole) is None:
+                    self._inner.set_state(whole, self._inner.first_state(whole, group))
 
     # state
 
@@ -333,8 +370,12 @@ class OwnedOptimizer(Outer):
         """Read state that was set by hand."""
         for owned in self._owned.values():
             if not owned.is_untouched(self.state):
-                owned.read(self.state.get(owned.param, {}), self._inner, self._traits.numbers)
-                owned.show(self._inner, self.state)
+                self._read(owned)
+
+    def _read(self, owned: OwnedParam) -> None:
+        its = self.state.get(owned.param, {})
+        owned.read(its, self._inner, self._traits.numbers, self._sample)
+        owned.show(self._inner, self.state)
 
     def _announce(self, grads: Mapping[int, Tensor | None]) -> None:
         """Show the state of parameters that have stepped for the first time."""
@@ -364,6 +405,5 @@ class OwnedOptimizer(Outer):
             for _, param in numbered(self.param_groups):
                 owned = self._owned[id(param)]
                 if not local_part(param).is_meta or param in self.state:
-                    owned.read(self.state.get(param, {}), self._inner, self._traits.numbers)
-                    owned.show(self._inner, self.state)
+                    self._read(owned)
         self._was_loaded = True

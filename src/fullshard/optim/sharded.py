@@ -94,6 +94,7 @@ class ShardedOptimizer(Outer):
             check_elementwise(self._optimizer_class, self._kwargs, options)
         self._learn([options])
         super().add_param_group(param_group)
+        self._convert_group()
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=False)
 

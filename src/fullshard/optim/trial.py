@@ -136,10 +136,11 @@ def _singles_on(
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Silence warnings, preserve random state and default to the CPU during a trial."""
+    """Silence warnings, preserve random state, default to the CPU, and compile nothing."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=()), torch.device("cpu"):
         warnings.simplefilter("ignore")
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
 
 
 def _flat(tensors: list[Any]) -> Tensor:
