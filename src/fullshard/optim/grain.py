@@ -85,20 +85,6 @@ def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     return _samples[key]
 
 
-def draws_random_numbers(recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Return whether a step of a small matrix of this dtype draws from PyTorch's generator."""
-    with unseen():
-        param = nn.Parameter(torch.ones(2, 5, dtype=dtype))
-        param.grad = torch.ones_like(param)
-        optimizer = recipe.made([param])
-        before = torch.get_rng_state()
-        try:
-            step_quietly(optimizer)
-        except Exception:
-            return False  # told of elsewhere
-        return not torch.equal(before, torch.get_rng_state())
-
-
 def units_of(
     recipe: Recipe, shape: Shape, dtype: torch.dtype, grain: int, *, is_vouched_for: bool
 ) -> Units:

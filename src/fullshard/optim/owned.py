@@ -18,7 +18,8 @@ from torch.optim.optimizer import ParamsT
 
 from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.optim.grain import First, Recipe, Units, sample, units_of, widened
+from fullshard.optim.draws import SEED, advance, draws_random_numbers
+from fullshard.optim.grain import Recipe, Units, sample, units_of
 from fullshard.optim.groups import label_of, numbered, options_of
 from fullshard.optim.lineup import align, gradients
 from fullshard.optim.outer import Outer
@@ -33,6 +34,7 @@ from fullshard.optim.owners import (
     newton_schulz_flops,
     owners_of,
 )
+from fullshard.optim.round_step import step_round
 from fullshard.optim.rounds import Family, Lent, Round
 from fullshard.optim.spread_param import Ranks, SpreadParam, pieces_on, spread_param_of
 from fullshard.optim.traits import Traits, check_shapes, traits_of
@@ -68,7 +70,15 @@ class OwnedOptimizer(Outer):
     Methods that ``optimizer_class`` adds to those of every optimizer are not available.
     """
 
-    _mine = (*Outer._mine, "_cost", "_blocks", "_round_nbytes", "_is_vouched_for", "_traits")
+    _mine = (
+        *Outer._mine,
+        "_cost",
+        "_blocks",
+        "_round_nbytes",
+        "_is_vouched_for",
+        "_traits",
+        "_seed",
+    )
 
     def __init__(
         self,
@@ -78,6 +88,7 @@ class OwnedOptimizer(Outer):
         cost: Cost | None = None,
         blocks: Rule | None = None,
         round_nbytes: int = _ROUND_NBYTES,
+        seed: int | None = None,
         independent: bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -90,15 +101,20 @@ class OwnedOptimizer(Outer):
                 the matrices that the rank owns, all of a group that are stepped at a time.
             cost: the cost of a step of a matrix of the given shape, in any unit; None: the
                 operations of five Newton-Schulz steps. Equal on all ranks.
-            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows`` that says which
-                parts of a parameter are matrices of their own: "each" index of the first dim, with
-                one dim less, as experts that are stacked; or so many rows each, as in queries, keys
-                and values. None: the whole parameter. The name is "" if ``params`` have none.
+            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows | int`` that says
+                which parts of a parameter are matrices of their own: "each" index of the first dim,
+                with one dim less, as experts that are stacked; or so many rows each, as in queries,
+                keys and values. None: the whole parameter. The name is "" if ``params`` have none.
+                An int, from the rule or in its stead: the class steps blocks of so many elements
+                independently, as those with 8-bit states do; each rank steps what it holds, but for
+                blocks of which it holds only a part. Tried on small tensors.
             round_nbytes: a step is done in rounds in each of which an owner gets at most so many
                 bytes of parameters (or one matrix), and as much again of gradients. The class steps
                 once a round.
-            independent: True asserts that the class steps each tensor by itself; None tests the
-                class on small matrices of our own.
+            seed: of random numbers that the class draws, as for stochastic rounding. Those of a
+                tensor depend on the seed, its number and the step only. Such a class needs one.
+            independent: True asserts that the class steps each tensor by itself, or each block of
+                elements; None tests the class on small matrices of our own.
             kwargs: arguments of ``optimizer_class``.
 
         Raises:
@@ -113,9 +129,14 @@ class OwnedOptimizer(Outer):
             raise ArgumentTypeError(
                 f"OwnedOptimizer(round_nbytes={round_nbytes!r}): expected a number of bytes above 0"
             )
+        if isinstance(blocks, int) and (isinstance(blocks, bool) or blocks < 1):
+            raise ArgumentTypeError(
+                f"OwnedOptimizer(blocks={blocks!r}): expected a function, or a number of elements"
+            )
         self._cost = cost or newton_schulz_flops
         self._blocks = blocks
         self._round_nbytes = round_nbytes
+        self._seed = seed
         self._is_vouched_for = independent is True
         self._traits = Traits({}, is_late=False, counts=False)
         super().__init__(params, optimizer_class, kwargs)
@@ -176,6 +197,8 @@ class OwnedOptimizer(Outer):
         given = param_group["params"]
         self._check_matrices([given] if isinstance(given, Tensor) else given, options)
         self._learn([options])
+        if self._seed is not None:
+            param_group.setdefault(SEED, self._seed)
         super().add_param_group(param_group)
         self._convert_group()
         self._traits = self._traits.joined(traits)
@@ -187,11 +210,27 @@ class OwnedOptimizer(Outer):
             label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
             spread, _ = self._spread(param, label)
             grain = grain_of(name, spread.shape, self._blocks)
-            if grain and torch.Size(spread.shape).numel() > grain:
+            is_cut = grain > 0 and torch.Size(spread.shape).numel() > grain
+            self._check_draws(label, param.dtype, options, is_cut=is_cut)
+            if is_cut:
                 self._units(param, spread.shape, grain, options)
             for block in blocks_of(0, name, spread.shape, self._blocks):
                 matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
         check_shapes(self._optimizer_class, self._kwargs, options, matrices)
+
+    def _check_draws(
+        self, label: str, dtype: torch.dtype, options: dict[str, Any], *, is_cut: bool
+    ) -> None:
+        if (is_cut or self._seed is None) and draws_random_numbers(self._recipe(options), dtype):
+            advice = (
+                "a piece would draw others than the whole does: leave out blocks= for it"
+                if is_cut
+                else "which would depend on who owns what: give seed=, the same on all ranks"
+            )
+            raise UnsupportedError(
+                f"{label}: with {dtype} the class draws random numbers, as for stochastic "
+                f"rounding, and {advice}"
+            )
 
     @staticmethod
     def _spread(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh | None]:
@@ -253,7 +292,8 @@ class OwnedOptimizer(Outer):
         for number, (group, _, param, spread) in enumerate(params):
             if number in pieces:
                 grain = pieces[number].blocks[0].grain
-                units = self._units(param, spread.shape, grain, self.param_groups[group])
+                options = self.param_groups[group]
+                units = self._units(param, spread.shape, grain, options) if grain else None
                 owned[id(param)] = OwnedParam(param, group, spread, *pieces[number], ranks, units)
                 continue
             own = [next(owners) for _ in blocks[number]]
@@ -330,6 +370,7 @@ class OwnedOptimizer(Outer):
         for family in self._families:
             family.step(its_grads, step)
         self._announce(its_grads)
+        advance(self.param_groups)
         if failures:
             raise failures[0]
         torch.autograd.graph.increment_version(
@@ -337,32 +378,9 @@ class OwnedOptimizer(Outer):
         )
 
     def _step_round(self, one: Round, lent: Lent, amp: Mapping[str, Tensor]) -> None:
-        by_group: list[list[Any]] = [[] for _ in self.param_groups]
-        for at, whole in one.wholes().items():
-            by_group[one.members[at].owned.group].append(whole)
-        self._inner.set_runs(self.param_groups, by_group)
-        with widened(self._inner, self._first(one)):
-            if self._inner.is_eager:
-                self._make_state(by_group)
-            if one.mine or self._traits.counts:
-                self._inner.step(self.param_groups, amp)
+        step_round(self._inner, self.param_groups, one, amp, counts=self._traits.counts)
         for owned in one.params:
             owned.refresh(self._inner, lent.addresses, may_change=self._traits.is_late)
-
-    def _first(self, one: Round) -> list[First]:
-        """Return the pieces of this rank that have no state yet."""
-        return [
-            First(whole, owned.piece(number), owned.units)
-            for at, whole in one.wholes().items()
-            for owned, number in (one.members[at],)
-            if owned.units is not None and not self._inner.state_of(whole)
-        ]
-
-    def _make_state(self, by_group: Sequence[Sequence[Any]]) -> None:
-        for group, wholes in zip(self.param_groups, by_group, strict=True):
-            for whole in wholes:
-                if self._inner.state_of(whole) is None:
-                    self._inner.set_state(whole, self._inner.first_state(whole, group))
 
     # state
 

@@ -111,30 +111,32 @@ def _is_count(wanted: object) -> bool:
 
 
 def pieces_of(
-    param: int, numel: int, holdings: Sequence[tuple[int, Interval]], grain: int
+    param: int, shape: Shape, holdings: Sequence[tuple[int, Interval]], grain: int
 ) -> tuple[list[Block], list[int]] | None:
     """Return the pieces of a parameter and their owners, the ranks that hold (most of) them.
 
-    Each cut is moved to the nearest multiple of ``grain`` elements.
+    Each cut is moved to the nearest multiple of ``grain`` elements. What no cut is left in is a
+    matrix, at the rank that holds (most of) it.
 
     Args:
         param: number of the parameter.
-        numel: its number of elements.
+        shape: its shape.
         holdings: ranks that together hold one copy of it, each with the elements that it holds.
         grain: a number of elements.
 
     Returns:
-        None if there is one piece only, or ranks hold elements in another order than theirs.
+        None if it is empty, or ranks hold elements in another order than theirs.
     """
+    numel = math.prod(shape)
     held = sorted((one for one in holdings if one[1].length), key=lambda one: one[1].start)
     ranks = [rank for rank, _ in held]
-    if ranks != sorted(ranks) or sum(one.length for _, one in held) != numel:
+    if not held or ranks != sorted(ranks) or sum(one.length for _, one in held) != numel:
         return None
     cuts = [(one.start + grain // 2) // grain * grain for _, one in held] + [numel]
     lengths = [min(stop, numel) - start for start, stop in itertools.pairwise(cuts)]
     found = [one for one in zip(cuts, lengths, ranks, strict=False) if one[1] > 0]
-    if len(found) < 2:
-        return None
+    if len(found) == 1:
+        return [Block(param, shape)], [found[0][2]]
     blocks = [Block(param, (length,), start, grain) for start, length, _ in found]
     return blocks, [rank for _, _, rank in found]
 

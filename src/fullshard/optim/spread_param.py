@@ -175,8 +175,7 @@ def pieces_on(
     for number, (name, spread) in enumerate(params):
         grain = grain_of(name, spread.shape, rule)
         copies = ranks.holdings(spread) if grain and not ranks.is_alone else []
-        numel = math.prod(spread.shape)
-        cut = (pieces_of(number, numel, copy, grain) for copy in copies)
+        cut = (pieces_of(number, spread.shape, copy, grain) for copy in copies)
         choices = [Pieces(*one) for one in cut if one is not None]
         if choices:
             own = min(choices, key=lambda one: sum(map(load.__getitem__, one.owners)))
