@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.errors import UnsupportedError
 from fullshard.optim.grain import Recipe
 from fullshard.optim.groups import Groups
 from fullshard.optim.inner import step_quietly
@@ -40,6 +41,31 @@ def draws_random_numbers(recipe: Recipe, dtype: torch.dtype) -> bool:
                 return False  # of this, other trials tell
             _known[key] = not torch.equal(before, torch.get_rng_state())
     return _known[key]
+
+
+def check_draws(
+    recipe: Recipe, dtype: torch.dtype, seed: int | None, label: str, *, is_cut: bool
+) -> None:
+    """Refuse random numbers that would depend on the mesh.
+
+    Args:
+        recipe: the class.
+        dtype: of a parameter.
+        seed: see ``seeded``; None if there is none.
+        label: of the parameter, for the error message.
+        is_cut: ranks may step pieces of it.
+
+    Raises:
+        UnsupportedError: the class draws such numbers.
+    """
+    if (is_cut or seed is None) and draws_random_numbers(recipe, dtype):
+        advice = "which would depend on who owns what: give seed=, the same on all ranks"
+        if is_cut:
+            advice = "a piece would draw others than the whole: leave out blocks= for it"
+        raise UnsupportedError(
+            f"{label}: with {dtype} the class draws random numbers, as for stochastic rounding, "
+            f"and {advice}"
+        )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.optim.draws import SEED, advance, draws_random_numbers
+from fullshard.optim.draws import SEED, advance, check_draws
 from fullshard.optim.grain import Recipe, Units, sample, units_of
 from fullshard.optim.groups import label_of, numbered, options_of
 from fullshard.optim.lineup import align, gradients
@@ -211,26 +211,12 @@ class OwnedOptimizer(Outer):
             spread, _ = self._spread(param, label)
             grain = grain_of(name, spread.shape, self._blocks)
             is_cut = grain > 0 and torch.Size(spread.shape).numel() > grain
-            self._check_draws(label, param.dtype, options, is_cut=is_cut)
+            check_draws(self._recipe(options), param.dtype, self._seed, label, is_cut=is_cut)
             if is_cut:
                 self._units(param, spread.shape, grain, options)
             for block in blocks_of(0, name, spread.shape, self._blocks):
                 matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
         check_shapes(self._optimizer_class, self._kwargs, options, matrices)
-
-    def _check_draws(
-        self, label: str, dtype: torch.dtype, options: dict[str, Any], *, is_cut: bool
-    ) -> None:
-        if (is_cut or self._seed is None) and draws_random_numbers(self._recipe(options), dtype):
-            advice = (
-                "a piece would draw others than the whole does: leave out blocks= for it"
-                if is_cut
-                else "which would depend on who owns what: give seed=, the same on all ranks"
-            )
-            raise UnsupportedError(
-                f"{label}: with {dtype} the class draws random numbers, as for stochastic "
-                f"rounding, and {advice}"
-            )
 
     @staticmethod
     def _spread(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh | None]:

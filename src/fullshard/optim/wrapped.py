@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 
@@ -26,8 +27,10 @@ def unwrapped(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def held_by(value: object) -> dict[str, Tensor]:
-    """Return the tensors that a wrapper holds, by name; none if ``value`` is no wrapper."""
-    if not isinstance(value, Tensor) or not _torch.is_wrapper_subclass(value):
+    """Return the tensors that a wrapper holds, by name; none of others, and of a DTensor."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return {}
+    if not _torch.is_wrapper_subclass(value):
         return {}
     names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
     return {name: getattr(value, name) for name in names}
