@@ -135,7 +135,7 @@ def outcome_in_blocks(kind: str, face: str, make: Any) -> str:
     reference = cls(net.parameters(), **kwargs)
     try:
         optimizer = make([param for _, param in named(model)], **kwargs)
-        for step in range(2):
+        for step in range(3):
             give_grads(step, net, model)
             reference.step()
             optimizer.step()

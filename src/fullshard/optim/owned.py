@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.draws import SEED, advance, check_draws
-from fullshard.optim.grain import Recipe, Units, sample, units_of
+from fullshard.optim.grain import Recipe, Shape, Units, sample, units_of
 from fullshard.optim.groups import label_of, numbered, options_of
 from fullshard.optim.lineup import align, gradients
 from fullshard.optim.outer import Outer
@@ -38,6 +38,7 @@ from fullshard.optim.round_step import step_round
 from fullshard.optim.rounds import Family, Lent, Round
 from fullshard.optim.spread_param import Ranks, SpreadParam, pieces_on, spread_param_of
 from fullshard.optim.traits import Traits, check_shapes, traits_of
+from fullshard.optim.wrapped import keep_unchanged
 from fullshard.tensors import local_part
 
 log = logging.getLogger("fullshard")
@@ -293,16 +294,14 @@ class OwnedOptimizer(Outer):
                     loads[ranks.numbers[owner]] += float(self._cost(block.shape))
             self._loads.append((members, loads))
 
-    def _units(
-        self, param: Tensor, shape: tuple[int, ...], grain: int, options: dict[str, Any]
-    ) -> Units:
+    def _units(self, param: Tensor, shape: Shape, grain: int, options: dict[str, Any]) -> Units:
         vouched = self._is_vouched_for
         return units_of(self._recipe(options), shape, param.dtype, grain, is_vouched_for=vouched)
 
     def _recipe(self, group: dict[str, Any]) -> Recipe:
         return Recipe(self._optimizer_class, self._kwargs, options_of(group))
 
-    def _sample(self, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    def _sample(self, group: int, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
         return sample(self._recipe(self.param_groups[group]), shape, dtype)
 
     def _tell(self) -> None:
@@ -398,6 +397,14 @@ class OwnedOptimizer(Outer):
             if family.ranks.is_alone:
                 for owned in stepped:
                     owned.write_numbers(self.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state; tensors keep the dtypes that the class gives them."""
+        last = self.register_load_state_dict_pre_hook(keep_unchanged)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; also called at the end of ``load_state_dict``."""

@@ -29,7 +29,7 @@ from fullshard.optim.inner import Inner
 from fullshard.optim.owners import Block
 from fullshard.optim.spread_param import Ranks, SpreadParam
 from fullshard.optim.states import is_cut
-from fullshard.optim.wrapped import replace, unwrapped, wrapped
+from fullshard.optim.wrapped import loaded, replace, unwrapped, wrapped
 from fullshard.tensors import RaggedShard, RaggedTensor, taken_by
 
 Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
@@ -155,7 +155,7 @@ class OwnedParam:
         Raises:
             ConfigError: it is not what the class makes.
         """
-        own = unwrapped(own)
+        own = loaded(own, self.param, lambda: self._sample(0, sample))
         values: dict[int, dict[str, Any]] = {at: {} for at in self.wholes}
         self._described = [{} for _ in self.blocks]
         for name, value in own.items():
@@ -187,9 +187,7 @@ class OwnedParam:
     def _wrapped(self, at: int, values: dict[str, Any], sample: Sample) -> dict[str, Any]:
         if not any("." in key for key in values):
             return values
-        block = self.blocks[at]
-        shape = (block.numel,) if self.units is not None else block.shape
-        found = wrapped(values, sample(self.group, shape, self.param.dtype), torch.Size(shape))
+        found = wrapped(values, self._sample(at, sample), torch.Size(self.blocks[at].shape))
         odd = [key for key in found if "." in key]
         if odd:
             raise ConfigError(
@@ -198,6 +196,11 @@ class OwnedParam:
                 "leave out the state"
             )
         return found
+
+    def _sample(self, at: int, sample: Sample) -> Mapping[str, Any]:
+        whole = torch.Size(self.spread.shape).numel()
+        shape = self.blocks[at].shape if self.units is None else (whole,)
+        return sample(self.group, shape, self.param.dtype)
 
     def _entry_of(self, name: str, shape: torch.Size, singles: Container[str]) -> _Entry | None:
         """Return the entry that state of this name and shape makes; None: one value for all."""

@@ -8,7 +8,7 @@ tensors it holds, and is made of such tensors by ``__tensor_unflatten__``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -70,6 +70,51 @@ def wrapped(
         if inner and all(name in found for name in inner.values()):
             held = {name: found.pop(full) for name, full in inner.items()}
             found[key] = rebuilt(like, held, shape)
+    return found
+
+
+class Unchanged:
+    """A value that ``Optimizer.load_state_dict`` does not cast to the dtype of its parameter."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def keep_unchanged(optimizer: object, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict`` with all tensors ``Unchanged``; a hook for before it is loaded."""
+    state = {
+        number: {
+            key: Unchanged(one) if isinstance(one, Tensor) else one for key, one in own.items()
+        }
+        for number, own in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def loaded(
+    own: Mapping[str, Any], param: Tensor, sample: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return ``unwrapped`` state; what is ``Unchanged`` gets dtype and device that it has here.
+
+    The dtype is that of the state of this name which the class makes. If it makes none, it is the
+    parameter's, if it is one of floats at all, as with ``Optimizer.load_state_dict``.
+
+    Args:
+        own: values, or values that are ``Unchanged``.
+        param: whose state it is.
+        sample: returns state that the class makes.
+    """
+    found = unwrapped({key: getattr(one, "value", one) for key, one in own.items()})
+    cast = [key for key, one in own.items() if isinstance(one, Unchanged) and key != "step"]
+    keys = [key for key in found if key in cast or key.rpartition(".")[0] in cast]
+    odd = any(found[key].dtype != param.dtype for key in keys)
+    made = unwrapped(sample()) if odd else {}
+    for key in keys:
+        one, like = found[key], made.get(key, made.get(key.rpartition(".")[0]))
+        dtype = param.dtype if like is None and one.is_floating_point() else one.dtype
+        found[key] = one.to(param.device, like.dtype if isinstance(like, Tensor) else dtype)
     return found
 
 
