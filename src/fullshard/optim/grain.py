@@ -13,6 +13,7 @@ for the first time within a tensor that has zeros beside it, and is about as lar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -71,9 +72,7 @@ def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
 
     Made by a step without a gradient, on the CPU.
     """
-    numel = torch.Size(shape).numel()
-    if numel > LARGE:
-        shape = (*(1 for _ in shape[1:]), padded_numel(0, numel, LARGE))
+    shape = _smaller(shape)
     key = (recipe.key, shape, dtype)
     if key not in _samples:
         with unseen():
@@ -84,6 +83,19 @@ def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
                 step_quietly(optimizer)
             _samples[key] = dict(optimizer.state.get(param, {}))
     return _samples[key]
+
+
+def _smaller(shape: Shape) -> Shape:
+    """Return a shape that is no larger than need be, of as many dims, of none much longer.
+
+    As many times as the number of its elements can be halved, it can be, up to 256.
+    """
+    numel = torch.Size(shape).numel()
+    if numel <= 2 * LARGE:
+        return shape
+    even = math.gcd(numel, 256)
+    rows, columns = even * ((256 // even) | 1), 257
+    return (*(1 for _ in shape[2:]), rows, columns) if len(shape) > 1 else (rows * columns,)
 
 
 def units_of(
@@ -105,13 +117,9 @@ def units_of(
     numel = padded_numel(0, torch.Size(shape).numel(), grain)
     key = (recipe.key, numel, len(shape), dtype, grain, is_vouched_for)
     if key not in _units:
-        try:
-            units = _units_by_size(recipe, numel, dtype, grain)
-            reason = (
-                "" if is_vouched_for else _difference(recipe, numel, shape, dtype, units, grain)
-            )
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+        sizes = () if is_vouched_for else (min(4 * grain, numel), numel)  # few may tell already
+        found = (_refusal(recipe, size, shape, dtype, grain) for size in sizes)
+        reason = next(filter(None, found), "")
         if reason:
             name = recipe.optimizer_class.__name__
             raise UnsupportedError(
@@ -120,8 +128,17 @@ def units_of(
                 f"whole ({reason}). Give a multiple of the elements that it quantises together as "
                 "blocks=, or leave that out: then each parameter is stepped whole, by its owner"
             )
-        _units[key] = units
+        _units[key] = _units_by_size(recipe, numel, dtype, grain)
     return _units[key]
+
+
+def _refusal(recipe: Recipe, numel: int, shape: Shape, dtype: torch.dtype, grain: int) -> str:
+    """Return what is wrong with pieces of so many elements, if something is."""
+    try:
+        units = _units_by_size(recipe, numel, dtype, grain)
+        return _difference(recipe, numel, shape, dtype, units, grain)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _units_by_size(recipe: Recipe, numel: int, dtype: torch.dtype, grain: int) -> Units:

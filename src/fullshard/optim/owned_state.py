@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.grain import Piece, Units
+from fullshard.optim.grain import Piece, Units, padded_numel
 from fullshard.optim.inner import Inner
 from fullshard.optim.owners import Block
 from fullshard.optim.spread_param import Ranks, SpreadParam
@@ -198,8 +198,9 @@ class OwnedParam:
         return found
 
     def _sample(self, at: int, sample: Sample) -> Mapping[str, Any]:
-        whole = torch.Size(self.spread.shape).numel()
-        shape = self.blocks[at].shape if self.units is None else (whole,)
+        piece = self.piece(at)
+        is_cut = self.units is not None
+        shape = (padded_numel(0, piece.whole, piece.grain),) if is_cut else self.blocks[at].shape
         return sample(self.group, shape, self.param.dtype)
 
     def _entry_of(self, name: str, shape: torch.Size, singles: Container[str]) -> _Entry | None:

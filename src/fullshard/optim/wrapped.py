@@ -109,7 +109,8 @@ def loaded(
     found = unwrapped({key: getattr(one, "value", one) for key, one in own.items()})
     cast = [key for key, one in own.items() if isinstance(one, Unchanged) and key != "step"]
     keys = [key for key in found if key in cast or key.rpartition(".")[0] in cast]
-    odd = any(found[key].dtype != param.dtype for key in keys)
+    tensors = [found[key] for key in keys]
+    odd = any(one.is_floating_point() and one.dtype != param.dtype for one in tensors)
     made = unwrapped(sample()) if odd else {}
     for key in keys:
         one, like = found[key], made.get(key, made.get(key.rpartition(".")[0]))
