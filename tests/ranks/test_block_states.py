@@ -149,9 +149,9 @@ def test_size_is_that_of_the_whole(pool: RankPool, kind: str) -> None:
 
 
 @EAGER
-def saves(folder: str, kind: str, face: str) -> None:
+def saves(folder: str, kind: str, face: str, dtype: torch.dtype = torch.float32) -> None:
     cls, kwargs, block = kind_of(kind)
-    net, model = Net(), sharded(Net(), face, block)
+    net, model = Net(dtype), sharded(Net(dtype), face, block)
     reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind)
     for step in range(2):
         give_grads(step, net, model)
@@ -161,9 +161,11 @@ def saves(folder: str, kind: str, face: str) -> None:
 
 
 @EAGER
-def goes_on(folder: str, kind: str, face: str, how: str) -> None:
+def goes_on(
+    folder: str, kind: str, face: str, how: str, dtype: torch.dtype = torch.float32
+) -> None:
     cls, kwargs, block = kind_of(kind)
-    net, model = Net(), sharded(Net(), face, block)
+    net, model = Net(dtype), sharded(Net(dtype), face, block)
     reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind)
     for step in range(2):
         give_grads(step, net)
@@ -205,6 +207,12 @@ def test_resumes_on_another_world(
     (world, face), (other_world, other_face) = there_and_here
     pool.run(world, saves, str(tmp_path), kind, face)
     pool.run(other_world, goes_on, str(tmp_path), kind, other_face, "file")
+
+
+@kinds("torchao AdamW4bit")
+def test_scales_of_fp32_beside_bf16_are_kept(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    pool.run(2, saves, str(tmp_path), kind, "per_parameter", torch.bfloat16)
+    pool.run(3, goes_on, str(tmp_path), kind, "blocks", "file", torch.bfloat16)
 
 
 @kinds()
