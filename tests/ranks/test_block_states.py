@@ -255,12 +255,15 @@ def test_trains_like_the_unsharded_model(pool: RankPool, world: int, face: str) 
 # Random numbers
 
 
-def draws(face: str, folder: str) -> dict[str, Tensor]:
+@EAGER
+def draws(kind: str, face: str, folder: str) -> dict[str, Tensor]:
     """Step in bf16 with random numbers; the second half after a restart."""
+    cls, kwargs, _ = kind_of(kind)
+    how = {**kwargs, "drawn" if cls is CodedMomentum else "bf16_stochastic_round": True}
     torch.manual_seed(dist.get_rank())  # whatever else is drawn
     given = Net(torch.bfloat16) if face == "plain" else sharded(Net(torch.bfloat16), face, 16)
     for part in range(2):
-        optimizer = OwnedOptimizer(named(given), CodedMomentum, drawn=True, seed=3)
+        optimizer = OwnedOptimizer(named(given), cls, seed=3, **how)
         if part:
             checkpoint.load(folder, given, optimizer)
         for step in range(2 * part, 2 * part + 2):
@@ -275,13 +278,16 @@ def draws(face: str, folder: str) -> dict[str, Tensor]:
     return full_parameters(given)
 
 
-def test_random_numbers_do_not_depend_on_the_mesh(pool: RankPool, tmp_path: Path) -> None:
+@kinds("torchao AdamW4bit", "torchao AdamWFp8", "bitsandbytes AdamW8bit")
+def test_random_numbers_do_not_depend_on_the_mesh(
+    pool: RankPool, tmp_path: Path, kind: str
+) -> None:
     faces = [(1, "plain"), (2, "per_parameter"), (3, "ragged"), (4, "hsdp")]
-    of_faces = [pool.run(w, draws, face, str(tmp_path / face))[0] for w, face in faces]
-    for found in of_faces[1:]:
-        assert all(torch.equal(found[name], of_faces[0][name]) for name in found)
-    again = pool.run(1, draws, "plain", str(tmp_path / "again"))[0]
-    assert torch.equal(again["w0"], of_faces[0]["w0"])
+    found = [pool.run(w, draws, kind, face, str(tmp_path / face))[0] for w, face in faces]
+    for one in found[1:]:
+        assert all(torch.equal(one[name], found[0][name]) for name in one)
+    again = pool.run(1, draws, kind, "plain", str(tmp_path / "again"))[0]
+    assert torch.equal(again["w0"], found[0]["w0"])
 
 
 # Refusals
