@@ -45,7 +45,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 class OwnDispatch(DTensor):
@@ -1002,6 +1002,11 @@ def run_backward(loss: Tensor) -> None:
 def is_fake(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a ``FakeTensor``, made under a ``FakeTensorMode``."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_wrapper_subclass(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has ``__tensor_flatten__``, which tells what tensors it holds."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def preserved_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from fullshard.optim.owners import Matrix, Shape, blocks_of, newton_schulz_flops, owners_of
+from fullshard.optim.owners import (
+    Block,
+    Matrix,
+    Shape,
+    blocks_of,
+    newton_schulz_flops,
+    owners_of,
+)
 from fullshard.tensors.parts import chunk_of
 
 RANKS = (64, 256, 1024)
@@ -77,6 +84,12 @@ class Row(NamedTuple):
     dealt_balance: float
 
 
+def rows_of(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first row of a block, and the one after its last."""
+    inner = math.prod(shape[1:])
+    return block.start // inner, (block.start + block.numel) // inner
+
+
 @cache
 def row(model: str, num_ranks: int) -> Row:
     """Return the figures."""
@@ -90,8 +103,8 @@ def row(model: str, num_ranks: int) -> Row:
     for block in blocks:
         rows = params[block.param].shape[0]
         chunk = -(-rows // num_ranks)
-        assert block.rows is not None
-        first, last = block.rows.start // chunk, (block.rows.stop - 1) // chunk
+        start, stop = rows_of(block, params[block.param].shape)
+        first, last = start // chunk, (stop - 1) // chunk
         homes.append((first,) if first == last else ())
     costs = [newton_schulz_flops(block.shape) for block in blocks]
     matrices = [Matrix(b.param, c, h) for b, c, h in zip(blocks, costs, homes, strict=True)]
@@ -102,8 +115,8 @@ def row(model: str, num_ranks: int) -> Row:
         load[owner] += cost
         rows, inner = params[block.param].shape[0], params[block.param].numel
         own = chunk_of(rows, num_ranks, owner)
-        assert block.rows is not None
-        both = min(own.stop, block.rows.stop) - max(own.start, block.rows.start)
+        start, stop = rows_of(block, params[block.param].shape)
+        both = min(own.stop, stop) - max(own.start, start)
         kept[owner] += max(both, 0) * (inner // rows)
     total = sum(param.numel for param in params)
     mean = sum(costs) / num_ranks

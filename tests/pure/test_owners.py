@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.errors import ConfigError
-from fullshard.layout.region import whole
+from fullshard.layout.region import Interval
+from fullshard.optim.grain import LARGE, padded_numel
 from fullshard.optim.owners import (
     SLACK,
     Block,
@@ -18,6 +19,7 @@ from fullshard.optim.owners import (
     blocks_of,
     newton_schulz_flops,
     owners_of,
+    pieces_of,
     rounds_of,
 )
 from tests.pure.owners_table import MODELS, RANKS, row, table
@@ -82,8 +84,8 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_blocks_are_rows() -> None:
-    assert blocks_of(3, "w", (4, 5), None) == [Block(3, (4, 5), whole((4, 5)).dims[0][0], 0)]
-    assert blocks_of(3, "w", (), None) == [Block(3, (), None, 0)]
+    assert blocks_of(3, "w", (4, 5), None) == [Block(3, (4, 5))]
+    assert blocks_of(3, "w", (), None) == [Block(3, ())]
     parts = blocks_of(0, "qkv", (6, 2), lambda *_: (3, 1, 2))
     assert [(block.shape, block.start) for block in parts] == [
         ((3, 2), 0),
@@ -95,10 +97,53 @@ def test_blocks_are_rows() -> None:
     assert each[1].region((3, 4, 2)).numel == 8
 
 
-@pytest.mark.parametrize("wrong", [(3, 2), (6, 0), "all", 3, (2.0, 4.0)], ids=str)
+@pytest.mark.parametrize("wrong", [(3, 2), (6, 0), "all", 0, True, (2.0, 4.0)], ids=str)
 def test_rows_must_add_up(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"qkv of shape \(6, 2\)"):
         blocks_of(0, "qkv", (6, 2), lambda *_: wrong)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=5), st.integers(1, 20))
+@settings(max_examples=200, deadline=None)
+def test_pieces_begin_at_blocks_and_stay_near(lengths: list[int], grain: int) -> None:
+    starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+    holdings = [
+        (rank, Interval(start, length))
+        for rank, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    numel = sum(lengths)
+    found = pieces_of(7, (numel,), holdings[::-1], grain)
+    if not numel:
+        assert found is None
+        return
+    assert found is not None
+    blocks, owners = found
+    assert owners == sorted(set(owners))
+    assert [b.start for b in blocks] == [
+        sum(b.numel for b in blocks[:at]) for at in range(len(blocks))
+    ]
+    assert sum(block.numel for block in blocks) == numel
+    for block, owner in zip(blocks, owners, strict=True):
+        assert block.start % grain == 0 and block.numel > 0
+        if len(blocks) > 1:
+            assert abs(block.start - starts[owner]) <= grain / 2
+    if all(start % grain == 0 for start in starts):
+        held = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
+        assert [(block.start, block.numel) for block in blocks] == held
+
+
+def test_pieces_need_ranks_in_order() -> None:
+    assert pieces_of(0, (8,), [(0, Interval(4, 4)), (1, Interval(0, 4))], 4) is None
+    assert pieces_of(0, (8,), [(0, Interval(0, 4))], 4) is None
+    assert pieces_of(0, (4, 2), [(3, Interval(0, 8))], 4) == ([Block(0, (4, 2))], [3])
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**5))
+def test_a_piece_is_padded_to_be_like_the_whole(numel: int, whole: int, grain: int) -> None:
+    numel = min(numel, whole)
+    padded = padded_numel(numel, whole, grain)
+    assert numel <= padded <= whole and (whole - padded) % grain == 0
+    assert padded == whole if whole <= LARGE else padded >= LARGE
 
 
 def test_rounds_are_bounded() -> None:

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import Ragged, fully_shard
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer
+from tests.ranks.block_states import Net, kind_of, kinds
 from tests.ranks.models import fill, noise
 from tests.ranks.pool import RankPool
-from tests.ranks.test_owned import CLASSES, give, same_params
+from tests.ranks.test_block_states import EAGER, give_grads, sharded
+from tests.ranks.test_owned import CLASSES, give, named, same_params
 from tests.versions import TORCH
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
@@ -103,3 +105,63 @@ def table(pool: RankPool) -> str:
 def test_the_page_has_the_table(pool: RankPool) -> None:
     found = table(pool)
     assert found in PAGE.read_text(), found
+
+
+BLOCK_FACES = ("per_parameter", "ragged", "blocks", "flat")
+BLOCK_WAYS = ("itself", "`ShardedOptimizer`", "`OwnedOptimizer`", "`OwnedOptimizer(blocks=)`")
+
+
+@EAGER
+def outcomes_in_blocks(kind: str, face: str) -> list[str]:
+    """What the class does itself, joined, on whole tensors, and on pieces."""
+    warnings.simplefilter("ignore")
+    cls, _, block = kind_of(kind)
+    ways: list[Any] = [
+        cls,
+        lambda params, **more: ShardedOptimizer(params, cls, **more),
+        lambda params, **more: OwnedOptimizer(params, cls, **more),
+        lambda params, **more: OwnedOptimizer(params, cls, blocks=block, **more),
+    ]
+    return [outcome_in_blocks(kind, face, make) for make in ways]
+
+
+def outcome_in_blocks(kind: str, face: str, make: Any) -> str:
+    cls, kwargs, block = kind_of(kind)
+    net, model = Net(), sharded(Net(), face, block)
+    reference = cls(net.parameters(), **kwargs)
+    try:
+        optimizer = make([param for _, param in named(model)], **kwargs)
+        for step in range(3):
+            give_grads(step, net, model)
+            reference.step()
+            optimizer.step()
+        same_params(model, net)
+    except AssertionError:
+        return "differs"
+    except Exception:
+        return "refused"
+    return "equal"
+
+
+def row_in_blocks(pool: RankPool, kind: str) -> str:
+    by_face = []
+    for face in BLOCK_FACES:
+        first, second = pool.run(2, outcomes_in_blocks, kind, face)
+        by_face.append([a if a == b else "differs" for a, b in zip(first, second, strict=True)])
+    by_way = [list(dict.fromkeys(found)) for found in zip(*by_face, strict=True)]
+    cells = [
+        own[0] if len(own) == 1 else ", ".join(found)
+        for own, found in zip(by_way, zip(*by_face, strict=True), strict=True)
+    ]
+    return f"| {kind} | {' | '.join(cells)} |"
+
+
+@pytest.mark.skipif(
+    TORCH < (2, 13), reason="what the classes themselves do on DTensors has changed"
+)
+@kinds()
+def test_the_page_has_the_row(pool: RankPool, kind: str) -> None:
+    found = row_in_blocks(pool, kind)
+    page = PAGE.read_text()
+    assert f"| class | {' | '.join(BLOCK_WAYS)} |" in page
+    assert found in page, found

@@ -27,6 +27,7 @@ from fullshard.comm import all_same, broadcast_object_from_first
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import Groups, numbered, options_of
 from fullshard.optim.states import one_for_many
+from fullshard.optim.wrapped import unwrapped
 from fullshard.tensors import shown_like, taken_by
 from fullshard.tensors.names import clean_name
 
@@ -223,7 +224,7 @@ def optim_state_to_load(
     tree = Tree(module, what)
     stepped = Stepped(tree, optimizer)
     params = stepped.shown
-    values: dict[Key, Any] = dict(_flat(state or {}))
+    values: dict[Key, Any] = dict(_flat(state or {}, unwraps=stepped.unwraps))
     source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
     loaded = _Loaded(what, tree, source, source.get("param_groups"))
     if strict:
@@ -265,10 +266,10 @@ def _groups_to_load(stepped: Stepped, loaded: _Loaded, *, all_params: bool) -> l
     return groups
 
 
-def _flat(state: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+def _flat(state: Mapping[str, Any], *, unwraps: bool) -> Iterator[tuple[Key, Any]]:
     """Yield the values of ``state`` by (name, key), and then the groups."""
     for name, kept in state.get("state", {}).items():
-        for key, value in kept.items():
+        for key, value in (unwrapped(kept) if unwraps else kept).items():
             yield (clean_name(name), key), value
     yield (
         "param_groups",

@@ -76,6 +76,11 @@ class Stepped:
         self._parts = _parts_of(tree, self._params, label)
         self._order = {name: at for at, (name, _) in enumerate(tree.named())}
 
+    @property
+    def unwraps(self) -> bool:
+        """Return whether state of wrapper subclasses has the names of what these hold."""
+        return self._state_like is not None
+
     @cached_property
     def shown(self) -> dict[str, Tensor]:
         """The model's parameters by name, in the order of the optimizer."""

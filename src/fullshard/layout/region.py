@@ -96,6 +96,14 @@ class Region:
         """Return elements ``start`` to ``stop`` of this region."""
         return Region(self.dims, self.start + start, self.start + stop)
 
+    def interval_in(self, shape: Sequence[int]) -> Interval | None:
+        """Return which elements of a tensor of ``shape`` it is, None if these have gaps."""
+        inner = math.prod(shape[1:])
+        if self.dims[1:] != whole(shape).dims[1:] or (shape and len(self.dims[0]) > 1):
+            return None
+        before = self.dims[0][0].start * inner if shape else 0
+        return Interval(before + self.start, self.numel)
+
     def boxes(self) -> Iterator[tuple[Interval, ...]]:
         """Yield boxes of the tensor, one interval for each dim, that together cover the region."""
         for brick in self._bricks():
@@ -106,6 +114,12 @@ class Region:
 
     def overlaps(self, other: Region) -> Iterator[Overlap]:
         """Yield what this region and a region of the same tensor have in common, once."""
+        if self.dims == other.dims:  # two intervals of one grid
+            begin, stop = max(self.start, other.start), min(self.stop, other.stop)
+            if begin < stop:
+                offset, other_offset = begin - self.start, begin - other.start
+                yield Overlap((stop - begin,), offset, (1,), other_offset, (1,))
+            return
         for brick, its in itertools.product(self._bricks(), other._bricks()):
             runs = [_common(a, b) for a, b in zip(brick.runs, its.runs, strict=True)]
             for run in itertools.product(*runs):

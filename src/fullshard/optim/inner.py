@@ -52,6 +52,11 @@ class Inner:
         """Return whether the class creates state when it is constructed."""
         return self._is_eager
 
+    def converted(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return a group's options as the class keeps them, such as a rate made a tensor."""
+        self._optimizer.add_param_group({"params": [], **options})
+        return options_of(self._optimizer.param_groups.pop())
+
     @property
     def knows_scaling(self) -> bool:
         """Return whether the optimizer unscales gradients by itself, as fused ones do."""

@@ -100,6 +100,11 @@ class Outer(Optimizer, ABC):
             )
         return options
 
+    def _convert_group(self) -> None:
+        """Have the class convert options of the last group, as torchao's do with a rate."""
+        group = self.param_groups[-1]
+        group.update(self._inner.converted(options_of(group)))
+
     def _learn(self, many_options: Iterable[dict[str, Any]]) -> None:
         for options in many_options:
             self._inner.singles |= single_keys(self._optimizer_class, self._kwargs, options)
@@ -135,3 +140,4 @@ class Outer(Optimizer, ABC):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+            group.update(self._inner.converted(options_of(group)))

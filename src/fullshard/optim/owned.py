@@ -18,6 +18,8 @@ from torch.optim.optimizer import ParamsT
 
 from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
+from fullshard.optim.draws import SEED, advance, check_draws
+from fullshard.optim.grain import Recipe, Shape, Units, sample, units_of
 from fullshard.optim.groups import label_of, numbered, options_of
 from fullshard.optim.lineup import align, gradients
 from fullshard.optim.outer import Outer
@@ -28,12 +30,15 @@ from fullshard.optim.owners import (
     Matrix,
     Rule,
     blocks_of,
+    grain_of,
     newton_schulz_flops,
     owners_of,
 )
+from fullshard.optim.round_step import step_round
 from fullshard.optim.rounds import Family, Lent, Round
-from fullshard.optim.spread_param import Ranks, SpreadParam, spread_param_of
+from fullshard.optim.spread_param import Ranks, SpreadParam, pieces_on, spread_param_of
 from fullshard.optim.traits import Traits, check_shapes, traits_of
+from fullshard.optim.wrapped import keep_unchanged
 from fullshard.tensors import local_part
 
 log = logging.getLogger("fullshard")
@@ -66,7 +71,15 @@ class OwnedOptimizer(Outer):
     Methods that ``optimizer_class`` adds to those of every optimizer are not available.
     """
 
-    _mine = (*Outer._mine, "_cost", "_blocks", "_round_nbytes", "_is_vouched_for", "_traits")
+    _mine = (
+        *Outer._mine,
+        "_cost",
+        "_blocks",
+        "_round_nbytes",
+        "_is_vouched_for",
+        "_traits",
+        "_seed",
+    )
 
     def __init__(
         self,
@@ -76,6 +89,7 @@ class OwnedOptimizer(Outer):
         cost: Cost | None = None,
         blocks: Rule | None = None,
         round_nbytes: int = _ROUND_NBYTES,
+        seed: int | None = None,
         independent: bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -88,15 +102,20 @@ class OwnedOptimizer(Outer):
                 the matrices that the rank owns, all of a group that are stepped at a time.
             cost: the cost of a step of a matrix of the given shape, in any unit; None: the
                 operations of five Newton-Schulz steps. Equal on all ranks.
-            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows`` that says which
-                parts of a parameter are matrices of their own: "each" index of the first dim, with
-                one dim less, as experts that are stacked; or so many rows each, as in queries, keys
-                and values. None: the whole parameter. The name is "" if ``params`` have none.
+            blocks: a rule ``(name, shape) -> None | "each" | numbers of rows | int`` that says
+                which parts of a parameter are matrices of their own: "each" index of the first dim,
+                with one dim less, as experts that are stacked; or so many rows each, as in queries,
+                keys and values. None: the whole parameter. The name is "" if ``params`` have none.
+                An int, from the rule or in its stead: the class steps blocks of so many elements
+                independently, as those with 8-bit states do; each rank steps what it holds, but for
+                blocks of which it holds only a part. Tried on small tensors.
             round_nbytes: a step is done in rounds in each of which an owner gets at most so many
                 bytes of parameters (or one matrix), and as much again of gradients. The class steps
                 once a round.
-            independent: True asserts that the class steps each tensor by itself; None tests the
-                class on small matrices of our own.
+            seed: of random numbers that the class draws, as for stochastic rounding. Those of a
+                tensor depend on the seed, its number and the step only. Such a class needs one.
+            independent: True asserts that the class steps each tensor by itself, or each block of
+                elements; None tests the class on small matrices of our own.
             kwargs: arguments of ``optimizer_class``.
 
         Raises:
@@ -111,9 +130,14 @@ class OwnedOptimizer(Outer):
             raise ArgumentTypeError(
                 f"OwnedOptimizer(round_nbytes={round_nbytes!r}): expected a number of bytes above 0"
             )
+        if isinstance(blocks, int) and (isinstance(blocks, bool) or blocks < 1):
+            raise ArgumentTypeError(
+                f"OwnedOptimizer(blocks={blocks!r}): expected a function, or a number of elements"
+            )
         self._cost = cost or newton_schulz_flops
         self._blocks = blocks
         self._round_nbytes = round_nbytes
+        self._seed = seed
         self._is_vouched_for = independent is True
         self._traits = Traits({}, is_late=False, counts=False)
         super().__init__(params, optimizer_class, kwargs)
@@ -174,7 +198,10 @@ class OwnedOptimizer(Outer):
         given = param_group["params"]
         self._check_matrices([given] if isinstance(given, Tensor) else given, options)
         self._learn([options])
+        if self._seed is not None:
+            param_group.setdefault(SEED, self._seed)
         super().add_param_group(param_group)
+        self._convert_group()
         self._traits = self._traits.joined(traits)
 
     def _check_matrices(self, params: Sequence[Any], options: dict[str, Any]) -> None:
@@ -183,6 +210,11 @@ class OwnedOptimizer(Outer):
             name, param = item if isinstance(item, tuple) else ("", item)
             label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
             spread, _ = self._spread(param, label)
+            grain = grain_of(name, spread.shape, self._blocks)
+            is_cut = grain > 0 and torch.Size(spread.shape).numel() > grain
+            check_draws(self._recipe(options), param.dtype, self._seed, label, is_cut=is_cut)
+            if is_cut:
+                self._units(param, spread.shape, grain, options)
             for block in blocks_of(0, name, spread.shape, self._blocks):
                 matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
         check_shapes(self._optimizer_class, self._kwargs, options, matrices)
@@ -224,10 +256,11 @@ class OwnedOptimizer(Outer):
             blocks_of(number, name, spread.shape, self._blocks)
             for number, (_, name, _, spread) in enumerate(params)
         ]
+        pieces = pieces_on(ranks, ((name, own) for _, name, _, own in params), self._blocks)
         matrices = [
             Matrix(number, float(self._cost(block.shape)), ranks.homes(spread, block))
             for number, (_, _, _, spread) in enumerate(params)
-            for block in blocks[number]
+            for block in (() if number in pieces else blocks[number])
         ]
         # Ranks of one mesh must agree, so only loads that all of them know of count.
         members = set(ranks.numbers)
@@ -236,15 +269,22 @@ class OwnedOptimizer(Outer):
             index: sum(loads.get(rank, 0.0) for loads in known)
             for index, rank in enumerate(ranks.numbers)
         }
+        for its_blocks, its_owners in pieces.values():
+            for block, owner in zip(its_blocks, its_owners, strict=True):
+                before[owner] += float(self._cost(block.shape))
         if ranks.is_alone:
             before = {}
         owners = iter(owners_of(matrices, len(ranks.numbers), before))
-        owned = {
-            id(param): OwnedParam(
-                param, group, spread, blocks[number], [next(owners) for _ in blocks[number]], ranks
-            )
-            for number, (group, _, param, spread) in enumerate(params)
-        }
+        owned: dict[int, OwnedParam] = {}
+        for number, (group, _, param, spread) in enumerate(params):
+            if number in pieces:
+                grain = pieces[number].blocks[0].grain
+                options = self.param_groups[group]
+                units = self._units(param, spread.shape, grain, options) if grain else None
+                owned[id(param)] = OwnedParam(param, group, spread, *pieces[number], ranks, units)
+                continue
+            own = [next(owners) for _ in blocks[number]]
+            owned[id(param)] = OwnedParam(param, group, spread, blocks[number], own, ranks)
         self._owned |= owned
         self._families.append(Family(ranks, owned, self._round_nbytes))
         if not ranks.is_alone:
@@ -253,6 +293,16 @@ class OwnedOptimizer(Outer):
                 for block, owner in zip(one.blocks, one.owners, strict=True):
                     loads[ranks.numbers[owner]] += float(self._cost(block.shape))
             self._loads.append((members, loads))
+
+    def _units(self, param: Tensor, shape: Shape, grain: int, options: dict[str, Any]) -> Units:
+        vouched = self._is_vouched_for
+        return units_of(self._recipe(options), shape, param.dtype, grain, is_vouched_for=vouched)
+
+    def _recipe(self, group: dict[str, Any]) -> Recipe:
+        return Recipe(self._optimizer_class, self._kwargs, options_of(group))
+
+    def _sample(self, group: int, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+        return sample(self._recipe(self.param_groups[group]), shape, dtype)
 
     def _tell(self) -> None:
         """Say once what every rank steps."""
@@ -305,6 +355,7 @@ class OwnedOptimizer(Outer):
         for family in self._families:
             family.step(its_grads, step)
         self._announce(its_grads)
+        advance(self.param_groups)
         if failures:
             raise failures[0]
         torch.autograd.graph.increment_version(
@@ -312,18 +363,7 @@ class OwnedOptimizer(Outer):
         )
 
     def _step_round(self, one: Round, lent: Lent, amp: Mapping[str, Tensor]) -> None:
-        by_group: list[list[Any]] = [[] for _ in self.param_groups]
-        for at, whole in one.wholes().items():
-            by_group[one.members[at].owned.group].append(whole)
-        self._inner.set_runs(self.param_groups, by_group)
-        if self._inner.is_eager:
-            for number, wholes in enumerate(by_group):
-                for whole in wholes:
-                    if self._inner.state_of(whole) is None:
-                        group = self.param_groups[number]
-                        self._inner.set_state(whole, self._inner.first_state(whole, group))
-        if one.mine or self._traits.counts:
-            self._inner.step(self.param_groups, amp)
+        step_round(self._inner, self.param_groups, one, amp, counts=self._traits.counts)
         for owned in one.params:
             owned.refresh(self._inner, lent.addresses, may_change=self._traits.is_late)
 
@@ -333,8 +373,12 @@ class OwnedOptimizer(Outer):
         """Read state that was set by hand."""
         for owned in self._owned.values():
             if not owned.is_untouched(self.state):
-                owned.read(self.state.get(owned.param, {}), self._inner, self._traits.numbers)
-                owned.show(self._inner, self.state)
+                self._read(owned)
+
+    def _read(self, owned: OwnedParam) -> None:
+        its = self.state.get(owned.param, {})
+        owned.read(its, self._inner, self._traits.numbers, self._sample)
+        owned.show(self._inner, self.state)
 
     def _announce(self, grads: Mapping[int, Tensor | None]) -> None:
         """Show the state of parameters that have stepped for the first time."""
@@ -354,6 +398,14 @@ class OwnedOptimizer(Outer):
                 for owned in stepped:
                     owned.write_numbers(self.state)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state; tensors keep the dtypes that the class gives them."""
+        last = self.register_load_state_dict_pre_hook(keep_unchanged)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; also called at the end of ``load_state_dict``."""
         self._revive(state)
@@ -364,6 +416,5 @@ class OwnedOptimizer(Outer):
             for _, param in numbered(self.param_groups):
                 owned = self._owned[id(param)]
                 if not local_part(param).is_meta or param in self.state:
-                    owned.read(self.state.get(param, {}), self._inner, self._traits.numbers)
-                    owned.show(self._inner, self.state)
+                    self._read(owned)
         self._was_loaded = True

@@ -7,25 +7,33 @@
     left            of shape (m, m): if alike in all blocks of shape (3, m, m), else left.0, ...
 
 A parameter that is one matrix has its state in the shapes that the class gives it. Python numbers
-are shown as tensors.
+are shown as tensors, state of wrapper subclasses as the tensors that these hold, see ``wrapped``.
+Of a parameter in pieces, which share the class's blocks, state is shown as that of the whole is:
+parts end to end, and what is equal in all pieces once, see ``grain``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard import _torch
-from fullshard.errors import UnsupportedError
+from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.optim.grain import Piece, Units, padded_numel
 from fullshard.optim.inner import Inner
 from fullshard.optim.owners import Block
 from fullshard.optim.spread_param import Ranks, SpreadParam
 from fullshard.optim.states import is_cut
+from fullshard.optim.wrapped import loaded, replace, unwrapped, wrapped
 from fullshard.tensors import RaggedShard, RaggedTensor, taken_by
+
+Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
+"""State that the class makes for a parameter of a group (number), shape and dtype."""
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of the state of a block, by the name that the class gives it."""
@@ -62,12 +70,14 @@ class _Entry(NamedTuple):
         key: the name that the class gives it.
         shape: of the joined tensor.
         members: number of each block, and the shape of its state.
+        is_shared: all blocks have all of it; it is shown as that of the first.
     """
 
     name: str
     key: str
     shape: tuple[int, ...]
     members: tuple[tuple[int, torch.Size], ...]
+    is_shared: bool = False
 
 
 class OwnedParam:
@@ -80,6 +90,7 @@ class OwnedParam:
         blocks: its blocks, in the order of elements.
         owners: index of the owner of each block, ascending.
         ranks: the ranks of its mesh.
+        units: of a parameter in pieces, what belongs to a block of the class, see ``grain``.
         wholes: the blocks that this rank owns, by number.
         is_announced: all ranks know the shapes of its state.
     """
@@ -92,9 +103,10 @@ class OwnedParam:
         blocks: Sequence[Block],
         owners: Sequence[int],
         ranks: Ranks,
+        units: Units | None = None,
     ) -> None:
         self.param, self.group, self.spread = param, group, spread
-        self.blocks, self.owners, self.ranks = blocks, owners, ranks
+        self.blocks, self.owners, self.ranks, self.units = blocks, owners, ranks, units
         self.wholes = {at: Whole() for at, owner in enumerate(owners) if owner == ranks.own}
         self.is_announced = False
         self._described: list[Described] = [{} for _ in blocks]
@@ -112,16 +124,38 @@ class OwnedParam:
             value is self._shown[key] for key, value in own.items()
         )
 
+    def piece(self, at: int) -> Piece:
+        """Return a block as a piece of the parameter."""
+        block = self.blocks[at]
+        return Piece(block.start, block.numel, torch.Size(self.spread.shape).numel(), block.grain)
+
     def like(self, name: str, shape: Sequence[int], singles: Container[str]) -> DTensor | None:
         """Return an empty tensor cut as state under this name is; None: equal on all ranks."""
         entry = self._entry_of(name, torch.Size(shape), singles)
         if entry is None or self.ranks.is_alone:
             return None
+        if entry.is_shared:
+            local = torch.empty(shape, device="meta")
+            spec = self._spec(Replicate(), local.shape, local.dtype)
+            return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=DTensor)
         local = torch.empty(self._numel(entry, self.ranks.own), device="meta")
         return self._placed(entry, local)
 
-    def read(self, own: Mapping[str, Any], inner: Inner, numbers: Mapping[str, type]) -> None:
-        """Give the blocks copies of the state ``own``, as loaded or as set by hand."""
+    def read(
+        self, own: Mapping[str, Any], inner: Inner, numbers: Mapping[str, type], sample: Sample
+    ) -> None:
+        """Give the blocks copies of the state ``own``, as loaded or as set by hand.
+
+        Args:
+            own: by name.
+            inner: the optimizer that steps the blocks.
+            numbers: names of state that is a Python number there, with its type.
+            sample: returns state that the class makes for a tensor of a shape, see ``grain``.
+
+        Raises:
+            ConfigError: it is not what the class makes.
+        """
+        own = loaded(own, self.param, lambda: self._sample(0, sample))
         values: dict[int, dict[str, Any]] = {at: {} for at in self.wholes}
         self._described = [{} for _ in self.blocks]
         for name, value in own.items():
@@ -144,15 +178,36 @@ class OwnedParam:
                 values[at][entry.key] = _for_the_class(view, kind)
         for at, whole in self.wholes.items():
             if values[at]:
-                inner.set_state(whole, values[at])
+                inner.set_state(whole, self._wrapped(at, values[at], sample))
             else:
                 inner.forget(whole)
         self.is_announced = any(self._described)
         self._forget_shown()
 
+    def _wrapped(self, at: int, values: dict[str, Any], sample: Sample) -> dict[str, Any]:
+        if not any("." in key for key in values):
+            return values
+        found = wrapped(values, self._sample(at, sample), torch.Size(self.blocks[at].shape))
+        odd = [key for key in found if "." in key]
+        if odd:
+            raise ConfigError(
+                f"OwnedOptimizer: state {odd} of a parameter of shape {self.spread.shape} is of a "
+                "class that keeps it so; this one does not. Load what the same class has saved, or "
+                "leave out the state"
+            )
+        return found
+
+    def _sample(self, at: int, sample: Sample) -> Mapping[str, Any]:
+        piece = self.piece(at)
+        is_cut = self.units is not None
+        shape = (padded_numel(0, piece.whole, piece.grain),) if is_cut else self.blocks[at].shape
+        return sample(self.group, shape, self.param.dtype)
+
     def _entry_of(self, name: str, shape: torch.Size, singles: Container[str]) -> _Entry | None:
         """Return the entry that state of this name and shape makes; None: one value for all."""
         count = len(self.blocks)
+        if self.units is not None:
+            return self._entry_of_pieces(name, shape, self.units.get(name))
         if is_cut(name, shape, torch.Size(self.spread.shape), singles):
             members = [(at, torch.Size(block.shape)) for at, block in enumerate(self.blocks)]
             return _Entry(name, name, tuple(shape), tuple(members))
@@ -164,6 +219,17 @@ class OwnedParam:
         if shape and shape[0] == count:
             return _Entry(name, name, tuple(shape), tuple((at, shape[1:]) for at in range(count)))
         return None
+
+    def _entry_of_pieces(self, name: str, shape: torch.Size, unit: int | None) -> _Entry:
+        if not unit:
+            members = tuple((at, shape) for at in range(len(self.blocks)))
+            return _Entry(name, name, tuple(shape), members, is_shared=True)
+        numel = torch.Size(self.spread.shape).numel()
+        rows, rest = (numel, ()) if shape == self.spread.shape else (shape[0], tuple(shape[1:]))
+        starts = [block.start // block.grain * unit for block in self.blocks]
+        lengths = [stop - start for start, stop in pairwise((*starts, rows))]
+        members = tuple((at, torch.Size((length, *rest))) for at, length in enumerate(lengths))
+        return _Entry(name, name, tuple(shape), members)
 
     # showing
 
@@ -213,16 +279,16 @@ class OwnedParam:
                     f"{_described(values)} in a step, which trials of the class did not show; "
                     "state must be made in the first step"
                 )
-            for key, value in values.items():
+            for key, value in unwrapped(values).items():
                 view = self._views.get((at, key))
                 if view is None:
                     if isinstance(value, Tensor) and _address(value) in lent:
-                        values[key] = value.clone()
+                        replace(values, key, value.clone())
                 elif not isinstance(value, Tensor):
                     view.fill_(value)
                     self._keep_number(key, value)
                 elif value is not view and (value.shape, value.dtype) == (view.shape, view.dtype):
-                    values[key] = view.copy_(value)
+                    replace(values, key, view.copy_(value))
 
     def _keep_number(self, key: str, value: object) -> None:
         if self.ranks.is_alone and len(self.blocks) == 1:
@@ -249,6 +315,9 @@ class OwnedParam:
                 continue
             shapes = [torch.Size(one[key][0]) for one in self._described]
             members = tuple(enumerate(shapes))
+            if self.units is not None:
+                found.append(self._joined_pieces(key, shapes, self.units.get(key)))
+                continue
             pairs = zip(shapes, self.blocks, strict=True)
             cut = (is_cut(key, own, torch.Size(block.shape), singles) for own, block in pairs)
             if all(cut):
@@ -264,11 +333,19 @@ class OwnedParam:
                 ]
         return found
 
+    def _joined_pieces(self, key: str, shapes: Sequence[torch.Size], unit: int | None) -> _Entry:
+        if not unit:
+            return _Entry(key, key, tuple(shapes[0]), ((0, shapes[0]),))
+        rows, rest = sum(shape[0] for shape in shapes), tuple(shapes[0][1:])
+        is_like = rows == torch.Size(self.spread.shape).numel() and not rest
+        shape = self.spread.shape if is_like else (rows, *rest)
+        return _Entry(key, key, shape, tuple(enumerate(shapes)))
+
     def _show(self, entry: _Entry, inner: Inner) -> None:
         mine = [at for at, _ in entry.members if at in self.wholes]
         states = {at: inner.state_of(self.wholes[at]) or {} for at in mine}
         _, dtype = self._described[entry.members[0][0]][entry.key]
-        values = [states[at][entry.key] for at in mine]
+        values = [unwrapped(states[at])[entry.key] for at in mine]
         device = self.param.device
         if len(values) == 1 and isinstance(values[0], Tensor) and values[0].is_contiguous():
             local = values[0].detach().view(-1)
@@ -276,10 +353,10 @@ class OwnedParam:
             device = next((v.device for v in values if isinstance(v, Tensor)), device)
             flat = [torch.as_tensor(v, dtype=dtype, device=device).reshape(-1) for v in values]
             local = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        for at, view in self._cut(entry, local).items():
+        for (at, view), value in zip(self._cut(entry, local).items(), values, strict=True):
             self._views[at, entry.key] = view
-            if isinstance(states[at][entry.key], Tensor):
-                states[at][entry.key] = view
+            if isinstance(value, Tensor):
+                replace(states[at], entry.key, view)
         self._locals[entry.name] = local
         shown: object
         if not self.ranks.is_alone:
@@ -290,7 +367,7 @@ class OwnedParam:
             shown = values[0]
             if isinstance(shown, Tensor):
                 self._views[0, entry.key] = shown
-                states[0][entry.key] = shown
+                replace(states[0], entry.key, shown)
         self._shown[entry.name] = shown
 
     def _cut(self, entry: _Entry, local: Tensor) -> dict[int, Tensor]:
@@ -299,7 +376,7 @@ class OwnedParam:
         for at, shape in entry.members:
             if at in self.wholes:
                 views[at] = local.narrow(0, start, shape.numel()).view(shape)
-                start += shape.numel()
+                start += 0 if entry.is_shared else shape.numel()
         return views
 
     def _numel(self, entry: _Entry, index: int) -> int:
@@ -309,21 +386,21 @@ class OwnedParam:
         lengths = [0] * len(self.ranks.numbers)
         for at, shape in entry.members:
             lengths[self.owners[at]] += shape.numel()
-        shape = torch.Size(entry.shape)
-        spec = _torch.dtensor_spec(
-            self.ranks.mesh,
-            (RaggedShard([(1, length) for length in lengths]),),
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-            dtype=local.dtype,
-        )
+        placement = RaggedShard([(1, length) for length in lengths])
+        spec = self._spec(placement, torch.Size(entry.shape), local.dtype)
         return _torch.dtensor_from_spec(local, spec, requires_grad=False, cls=RaggedTensor)
+
+    def _spec(self, placement: Placement, shape: torch.Size, dtype: torch.dtype) -> Any:
+        stride = torch.empty(shape, device="meta").stride()
+        return _torch.dtensor_spec(
+            self.ranks.mesh, (placement,), shape=shape, stride=stride, dtype=dtype
+        )
 
 
 def _described(values: Mapping[str, Any] | None) -> Described:
     return {
         key: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), _dtype(value))
-        for key, value in (values or {}).items()
+        for key, value in unwrapped(values or {}).items()
         if value is not None
     }
 

@@ -1,24 +1,27 @@
 """Decide which rank steps which matrix, from shapes and costs alone; imports no torch.
 
 A parameter is stepped as one matrix, or, by a rule, as several *blocks*: rows of it that are
-matrices of their own. A block is an interval of the parameter's elements, since it is cut on the
-first dim.
+matrices of their own, or *pieces*, vectors of as many elements as lie on a rank, cut between
+multiples of a number of elements. All of these are intervals of the parameter's elements.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.errors import ConfigError
 from fullshard.layout.region import Interval, Region
+from fullshard.layout.region import whole as all_of
 
 Shape = tuple[int, ...]
 Cost = Callable[[Shape], float]
-Rule = Callable[[str, Shape], "str | Sequence[int] | None"]
-"""A function from a parameter's name and shape to its blocks, see ``blocks_of``."""
+Rule = int | Callable[[str, Shape], "str | int | Sequence[int] | None"]
+"""A function from a parameter's name and shape to its blocks, see ``blocks_of``; or a number of
+elements for all parameters."""
 
 SLACK = 1.05
 """The largest load, as a multiple of the least possible one, at which a matrix may stay."""
@@ -27,19 +30,19 @@ _NS_STEPS = 5
 
 
 class Block(NamedTuple):
-    """A matrix that one rank steps: all or some rows of a parameter.
+    """What one rank steps as one tensor: all, some rows, or a piece of a parameter.
 
     Attributes:
         param: number of the parameter.
-        shape: shape of the matrix.
-        rows: the indices of the parameter's first dim; None for a parameter without dims.
+        shape: shape of the tensor.
         start: the parameter's elements before it, in row-major order.
+        grain: of a piece, the elements of a multiple of which it begins; else 0.
     """
 
     param: int
     shape: Shape
-    rows: Interval | None
-    start: int
+    start: int = 0
+    grain: int = 0
 
     @property
     def numel(self) -> int:
@@ -48,10 +51,7 @@ class Block(NamedTuple):
 
     def region(self, whole: Shape) -> Region:
         """Return its elements in a parameter of shape ``whole``."""
-        dims = [(Interval(0, size),) for size in whole]
-        if self.rows is not None:
-            dims[0] = (self.rows,)
-        return Region(tuple(dims), 0, self.numel)
+        return all_of(whole).part(self.start, self.start + self.numel)
 
 
 def newton_schulz_flops(shape: Shape) -> float:
@@ -77,22 +77,68 @@ def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Bl
     Raises:
         ConfigError: the rule returns anything else, or rows that do not add up.
     """
-    wanted = None if rule is None else rule(name, shape)
-    if wanted is None:
-        return [Block(param, shape, Interval(0, shape[0]) if shape else None, 0)]
+    wanted = _wanted(name, shape, rule)
+    if wanted is None or (isinstance(wanted, int) and _is_count(wanted)):
+        return [Block(param, shape)]
     if shape and (wanted == "each" or _are_rows(wanted, shape[0])):
         each = wanted == "each"
-        counts = [1] * shape[0] if each else [int(one) for one in wanted]
+        counts = [1] * shape[0] if each else [*map(int, wanted)]  # type: ignore[arg-type]
         inner, found, row = shape[1:], [], 0
         for count in counts:
             own = inner if each else (count, *inner)
-            found.append(Block(param, own, Interval(row, count), row * math.prod(inner)))
+            found.append(Block(param, own, row * math.prod(inner)))
             row += count
         return found
     raise ConfigError(
         f"blocks: the rule returned {wanted!r} for {name or 'a parameter'} of shape {shape}; "
-        'expected None, "each", or numbers of rows above 0 that add up to its first dim'
+        'expected None, "each", numbers of rows above 0 that add up to its first dim, or a number '
+        "of elements"
     )
+
+
+def grain_of(name: str, shape: Shape, rule: Rule | None) -> int:
+    """Return the number of elements that the rule returns, 0 if it says something else."""
+    wanted = _wanted(name, shape, rule)
+    return wanted if isinstance(wanted, int) and _is_count(wanted) else 0
+
+
+def _wanted(name: str, shape: Shape, rule: Rule | None) -> str | int | Sequence[int] | None:
+    return rule if rule is None or isinstance(rule, int) else rule(name, shape)
+
+
+def _is_count(wanted: object) -> bool:
+    return isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0
+
+
+def pieces_of(
+    param: int, shape: Shape, holdings: Sequence[tuple[int, Interval]], grain: int
+) -> tuple[list[Block], list[int]] | None:
+    """Return the pieces of a parameter and their owners, the ranks that hold (most of) them.
+
+    Each cut is moved to the nearest multiple of ``grain`` elements. What no cut is left in is a
+    matrix, at the rank that holds (most of) it.
+
+    Args:
+        param: number of the parameter.
+        shape: its shape.
+        holdings: ranks that together hold one copy of it, each with the elements that it holds.
+        grain: a number of elements.
+
+    Returns:
+        None if it is empty, or ranks hold elements in another order than theirs.
+    """
+    numel = math.prod(shape)
+    held = sorted((one for one in holdings if one[1].length), key=lambda one: one[1].start)
+    ranks = [rank for rank, _ in held]
+    if not held or ranks != sorted(ranks) or sum(one.length for _, one in held) != numel:
+        return None
+    cuts = [(one.start + grain // 2) // grain * grain for _, one in held] + [numel]
+    lengths = [min(stop, numel) - start for start, stop in itertools.pairwise(cuts)]
+    found = [one for one in zip(cuts, lengths, ranks, strict=False) if one[1] > 0]
+    if len(found) == 1:
+        return [Block(param, shape)], [found[0][2]]
+    blocks = [Block(param, (length,), start, grain) for start, length, _ in found]
+    return blocks, [rank for _, _, rank in found]
 
 
 def _are_rows(wanted: object, size: int) -> bool:

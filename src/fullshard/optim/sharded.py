@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from fullshard.errors import UnsupportedError
+from fullshard.optim.draws import draws_random_numbers
+from fullshard.optim.grain import Recipe
 from fullshard.optim.groups import numbered, options_of
 from fullshard.optim.outer import Outer
 from fullshard.optim.states import check_state
@@ -59,7 +62,8 @@ class ShardedOptimizer(Outer):
             kwargs: arguments of ``optimizer_class``.
 
         Raises:
-            UnsupportedError: the class is not element-wise, or ``differentiable`` is set.
+            UnsupportedError: the class is not element-wise, or draws random numbers, or
+                ``differentiable`` is set.
             ConfigError: ``params`` is empty or contains a parameter twice.
             ArgumentTypeError: ``params`` or ``optimizer_class`` has a wrong type.
         """
@@ -92,10 +96,24 @@ class ShardedOptimizer(Outer):
         options = self._prepare_group(param_group)
         if not self._is_vouched_for:
             check_elementwise(self._optimizer_class, self._kwargs, options)
+            self._check_draws(param_group["params"], options)
         self._learn([options])
         super().add_param_group(param_group)
+        self._convert_group()
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=False)
+
+    def _check_draws(self, params: Any, options: dict[str, Any]) -> None:
+        given = [params] if isinstance(params, Tensor) else params
+        tensors = (one[1] if isinstance(one, tuple) else one for one in given)
+        recipe = Recipe(self._optimizer_class, self._kwargs, options)
+        for dtype in dict.fromkeys(one.dtype for one in tensors):
+            if draws_random_numbers(recipe, dtype):
+                raise UnsupportedError(
+                    f"{self._label}: with {dtype} the class draws random numbers, as for "
+                    "stochastic rounding, which would depend on the ranks; use OwnedOptimizer, "
+                    "with seed=, or say elementwise=True to have them as they come"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; also called at the end of ``load_state_dict``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard.comm import flattened
 from fullshard.errors import UnsupportedError
-from fullshard.layout.region import Region
-from fullshard.optim.owners import Block
+from fullshard.layout.region import Interval, Region
+from fullshard.optim.owners import Block, Rule, grain_of, pieces_of
 from fullshard.tensors import placed_pieces_of, region_of
 from fullshard.tensors.parts import coordinate_in
 
@@ -71,6 +71,7 @@ class Ranks:
         at = {rank: index for index, rank in enumerate(order)}
         self._coordinates = [self._coordinate(at[rank]) for rank in self.numbers]
         self._regions: dict[tuple[SpreadParam, tuple[int, ...]], Region] = {}
+        self._holdings: dict[SpreadParam, list[list[tuple[int, Interval]]]] = {}
         self._homes: dict[tuple[object, ...], tuple[int, ...]] = {}  # layers are alike
 
     @property
@@ -112,7 +113,7 @@ class Ranks:
 
     def homes(self, param: SpreadParam, block: Block) -> tuple[int, ...]:
         """Return the indices of the ranks that hold all of a block."""
-        key = (param, block.rows, block.numel)
+        key = (param, block.start, block.numel)
         if key not in self._homes:
             self._homes[key] = tuple(
                 index
@@ -121,12 +122,67 @@ class Ranks:
             )
         return self._homes[key]
 
+    def holdings(self, param: SpreadParam) -> list[list[tuple[int, Interval]]]:
+        """Return for each copy of a parameter which rank, by index, holds which elements.
+
+        None of them if what a rank holds has gaps.
+        """
+        if param in self._holdings:
+            return self._holdings[param]
+        copies: list[list[tuple[int, Interval]]] = []
+        self._holdings[param] = copies
+        for index in range(len(self.numbers)):
+            interval = self.region(param, index).interval_in(param.shape)
+            if interval is None:
+                copies.clear()
+                break
+            own = (one for one in copies if self.shares_copy(param, one[0][0], index))
+            found = next(own, None)
+            if found is None:
+                copies.append(found := [])
+            found.append((index, interval))
+        return copies
+
     def _coordinate(self, index: int) -> tuple[int, ...]:
         found: list[int] = []
         for size in reversed(self._shape):
             index, own = divmod(index, size)
             found.append(own)
         return tuple(reversed(found))
+
+
+class Pieces(NamedTuple):
+    """A parameter in pieces, see ``pieces_of``; ``owners`` are indices of ranks."""
+
+    blocks: list[Block]
+    owners: list[int]
+
+
+def pieces_on(
+    ranks: Ranks, params: Iterable[tuple[str, SpreadParam]], rule: Rule | None
+) -> dict[int, Pieces]:
+    """Return, by number, the parameters of which ranks step the pieces that they hold.
+
+    Where there are several copies, each steps some of the parameters.
+
+    Args:
+        ranks: the ranks of the parameters' mesh.
+        params: name and place of each.
+        rule: see ``Rule``.
+    """
+    found: dict[int, Pieces] = {}
+    load = [0] * len(ranks.numbers)
+    for number, (name, spread) in enumerate(params):
+        grain = grain_of(name, spread.shape, rule)
+        copies = ranks.holdings(spread) if grain and not ranks.is_alone else []
+        cut = (pieces_of(number, spread.shape, copy, grain) for copy in copies)
+        choices = [Pieces(*one) for one in cut if one is not None]
+        if choices:
+            own = min(choices, key=lambda one: sum(map(load.__getitem__, one.owners)))
+            found[number] = own
+            for block, owner in zip(own.blocks, own.owners, strict=True):
+                load[owner] += block.numel
+    return found
 
 
 def _is_all(region: Region, block: Block, whole: Sequence[int]) -> bool:

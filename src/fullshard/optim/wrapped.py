@@ -1,0 +1,130 @@
+"""Optimizer state of wrapper subclasses, such as quantised tensors, seen as what they hold.
+
+    exp_avg: OptimState8bit      <->      exp_avg.codes, exp_avg.scale, exp_avg.qmap
+
+Any class that ``torch.compile`` could look into will do: it says by ``__tensor_flatten__`` which
+tensors it holds, and is made of such tensors by ``__tensor_unflatten__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+
+
+def unwrapped(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state by name, with the tensors within wrappers as ``name.tensor``."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= {f"{key}.{name}": one for name, one in held_by(value).items()} or {key: value}
+    return found
+
+
+def held_by(value: object) -> dict[str, Tensor]:
+    """Return the tensors that a wrapper holds, by name; none of others, and of a DTensor."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return {}
+    if not _torch.is_wrapper_subclass(value):
+        return {}
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in names}
+
+
+def replace(values: MutableMapping[str, Any], name: str, new: Tensor) -> None:
+    """Put a tensor of the same shape in the place of the one that ``unwrapped`` calls so."""
+    if name in values:
+        values[name] = new
+        return
+    key, _, inner = name.rpartition(".")
+    wrapper = values[key]
+    values[key] = rebuilt(wrapper, {**held_by(wrapper), inner: new}, wrapper.shape)
+
+
+def rebuilt(like: Tensor, held: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+    """Return a wrapper as ``like``, of other tensors and perhaps of another shape."""
+    kind: Any = type(like)
+    _, context = like.__tensor_flatten__()  # type: ignore[attr-defined]
+    stride = torch.empty(shape, device="meta").stride()
+    return kind.__tensor_unflatten__(held, _reshaped(context, like.shape, shape), shape, stride)  # type: ignore[no-any-return]
+
+
+def wrapped(
+    values: Mapping[str, Any], sample: Mapping[str, Any], shape: torch.Size
+) -> dict[str, Any]:
+    """Return state with wrappers again, as in ``sample``, a state of the same class.
+
+    Args:
+        values: as ``unwrapped`` returns them.
+        sample: state of a tensor of any shape.
+        shape: of the tensor whose state it is.
+    """
+    found = dict(values)
+    for key, like in sample.items():
+        inner = {name: f"{key}.{name}" for name in held_by(like)}
+        if inner and all(name in found for name in inner.values()):
+            held = {name: found.pop(full) for name, full in inner.items()}
+            found[key] = rebuilt(like, held, shape)
+    return found
+
+
+class Unchanged:
+    """A value that ``Optimizer.load_state_dict`` does not cast to the dtype of its parameter."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def keep_unchanged(optimizer: object, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict`` with all tensors ``Unchanged``; a hook for before it is loaded."""
+    state = {
+        number: {
+            key: Unchanged(one) if isinstance(one, Tensor) else one for key, one in own.items()
+        }
+        for number, own in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def loaded(
+    own: Mapping[str, Any], param: Tensor, sample: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return ``unwrapped`` state; what is ``Unchanged`` gets dtype and device that it has here.
+
+    The dtype is that of the state of this name which the class makes. If it makes none, it is the
+    parameter's, if it is one of floats at all, as with ``Optimizer.load_state_dict``.
+
+    Args:
+        own: values, or values that are ``Unchanged``.
+        param: whose state it is.
+        sample: returns state that the class makes.
+    """
+    found = unwrapped({key: getattr(one, "value", one) for key, one in own.items()})
+    cast = [key for key, one in own.items() if isinstance(one, Unchanged) and key != "step"]
+    keys = [key for key in found if key in cast or key.rpartition(".")[0] in cast]
+    tensors = [found[key] for key in keys]
+    odd = any(one.is_floating_point() and one.dtype != param.dtype for one in tensors)
+    made = unwrapped(sample()) if odd else {}
+    for key in keys:
+        one, like = found[key], made.get(key, made.get(key.rpartition(".")[0]))
+        dtype = param.dtype if like is None and one.is_floating_point() else one.dtype
+        found[key] = one.to(param.device, like.dtype if isinstance(like, Tensor) else dtype)
+    return found
+
+
+def _reshaped(context: Any, old: torch.Size, new: torch.Size) -> Any:
+    """Return what a wrapper keeps beside tensors, in which its shape may occur."""
+    if isinstance(context, (tuple, list, torch.Size)) and tuple(context) == tuple(old):
+        return type(context)(new)
+    if isinstance(context, (tuple, list)):
+        return type(context)(_reshaped(one, old, new) for one in context)
+    if isinstance(context, dict):
+        return {key: _reshaped(one, old, new) for key, one in context.items()}
+    return context

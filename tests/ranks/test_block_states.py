@@ -1,0 +1,327 @@
+"""State that is quantised in blocks: equal to the unsharded run's to the bit, wherever cuts are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from fullshard import FullyShardedDataParallel as FSDP
+from fullshard import Ragged, checkpoint, fully_shard
+from fullshard.errors import UnsupportedError
+from fullshard.optim import OwnedOptimizer, ShardedOptimizer, clip_grad_norm_
+from fullshard.optim.wrapped import unwrapped
+from tests.ranks.block_states import CodedMomentum, Net, kind_of, kinds
+from tests.ranks.models import full_parameters, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_owned import give, named, same_params
+
+EAGER = torch.compiler.set_stance("force_eager")  # compiling takes ten times as long
+FACES = [
+    (1, "blocks"),
+    (2, "per_parameter"),
+    (2, "flat"),
+    (3, "blocks"),
+    (3, "ragged"),
+    (4, "hsdp"),
+]
+
+
+def sharded(net: nn.Module, face: str, block: int) -> nn.Module:
+    world = dist.get_world_size()
+    if face == "flat":
+        return FSDP(net, use_orig_params=True)
+    mesh = init_device_mesh("cpu", (world,))
+    if face == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    layout = {"ragged": Ragged(), "per_parameter": None}.get(face, Ragged(block))
+    return fully_shard(net, mesh=mesh, **({} if layout is None else {"layout": layout}))
+
+
+def give_grads(step: int, *models: nn.Module) -> None:
+    """One parameter never has any, another has none in the second step."""
+    grads = {
+        name: noise(*param.shape, seed=10 * step + number).to(param.dtype)
+        for number, (name, param) in enumerate(Net().named_parameters())
+        if name != "w4" and not (name == "w2" and step == 1)
+    }
+    dtype = next(models[0].parameters()).dtype
+    for model in models:
+        give(model, {name: grad.to(dtype) for name, grad in grads.items()})
+
+
+def same_state(model: nn.Module, optimizer: Optimizer, net: nn.Module, its: Optimizer) -> None:
+    full = checkpoint.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    for name, param in net.named_parameters():
+        expected = unwrapped(its.state.get(param, {}))
+        assert full.get(name, {}).keys() == expected.keys(), name
+        for key, value in expected.items():
+            found, value = full[name][key], torch.as_tensor(value)
+            assert (found.shape, found.dtype) == (value.shape, value.dtype), (name, key)
+            assert torch.equal(bits(found), bits(value)), (name, key)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def owned(model: nn.Module, kind: str, *, in_blocks: bool = True) -> OwnedOptimizer:
+    cls, kwargs, block = kind_of(kind)
+    return OwnedOptimizer(named(model), cls, blocks=block if in_blocks else None, **kwargs)
+
+
+@EAGER
+def steps_alike(kind: str, face: str, in_blocks: bool) -> int:
+    """Return how many bytes this rank sends in a step."""
+    cls, kwargs, block = kind_of(kind)
+    net, model = Net(), sharded(Net(), face, block)
+    reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind, in_blocks=in_blocks)
+    sent, exchange = [], dist.all_to_all_single
+
+    def count(into: Tensor, given: Tensor, *sizes: Any, **more: Any) -> Any:
+        sent.append(given.nbytes)
+        return exchange(into, given, *sizes, **more)
+
+    for step in range(3):
+        give_grads(step, net, model)
+        reference.step()
+        with mock.patch.object(dist, "all_to_all_single", count):
+            optimizer.step()
+        same_params(model, net)
+    same_state(model, optimizer, net, reference)
+    assert any("codes" in key or "map" in key for key in optimizer.state[dict(named(model))["w2"]])
+    return sum(sent)
+
+
+@pytest.mark.parametrize(("world", "face"), FACES)
+@kinds()
+def test_steps_like_the_class_itself(pool: RankPool, kind: str, world: int, face: str) -> None:
+    sent = pool.run(world, steps_alike, kind, face, True)
+    if face == "blocks":
+        assert sent == [0] * world
+    else:
+        assert face == "ragged" or sum(sent) > 0
+
+
+@kinds()
+def test_parameters_may_be_whole(pool: RankPool, kind: str) -> None:
+    pool.run(2, steps_alike, kind, "per_parameter", False)
+
+
+class Large(nn.Module):
+    """More elements than those of a tensor in which small pieces are stepped first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(noise(300, 256, dtype=torch.float32))
+        self.rest = nn.Parameter(noise(257, 259, dtype=torch.float32))
+
+
+@EAGER
+def large_steps_alike(kind: str) -> None:
+    cls, kwargs, _ = kind_of(kind)
+    net, model = Large(), fully_shard(Large())
+    reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind)
+    for step in range(2):
+        grads = {n: noise(*p.shape, seed=step).float() for n, p in net.named_parameters()}
+        give(net, grads)
+        give(model, grads)
+        reference.step()
+        optimizer.step()
+        same_params(model, net)
+    same_state(model, optimizer, net, reference)
+    assert len(optimizer.owners_of(model.even)) == len(optimizer.owners_of(model.rest)) == 3
+
+
+@kinds("torchao AdamW8bit", "torchao AdamWFp8")
+def test_size_is_that_of_the_whole(pool: RankPool, kind: str) -> None:
+    pool.run(3, large_steps_alike, kind)
+
+
+# State
+
+
+@EAGER
+def saves(folder: str, kind: str, face: str, dtype: torch.dtype = torch.float32) -> None:
+    cls, kwargs, block = kind_of(kind)
+    net, model = Net(dtype), sharded(Net(dtype), face, block)
+    reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind)
+    for step in range(2):
+        give_grads(step, net, model)
+        reference.step()
+        optimizer.step()
+    checkpoint.save(f"{folder}/one", model, optimizer, step=2)
+
+
+@EAGER
+def goes_on(
+    folder: str, kind: str, face: str, how: str, dtype: torch.dtype = torch.float32
+) -> None:
+    cls, kwargs, block = kind_of(kind)
+    net, model = Net(dtype), sharded(Net(dtype), face, block)
+    reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind)
+    for step in range(2):
+        give_grads(step, net)
+        reference.step()
+    if how == "file":
+        checkpoint.load(f"{folder}/one", model, optimizer)
+    else:  # the state of the class itself
+        state = {n: reference.state[p] for n, p in net.named_parameters() if p in reference.state}
+        group = reference.state_dict()["param_groups"][0]
+        groups = [{**group, "params": [name for name, _ in net.named_parameters()]}]
+        checkpoint.load_full_state_dict(model, net.state_dict())
+        whole = {"state": state, "param_groups": groups}
+        checkpoint.load_full_optim_state_dict(model, optimizer, whole)
+    same_state(model, optimizer, net, reference)
+    part = checkpoint.sharded_optim_state_dict(model, optimizer)
+    fresh = owned(model, kind)
+    checkpoint.load_sharded_optim_state_dict(model, fresh, part)
+    for step in range(2, 4):
+        give_grads(step, net, model)
+        reference.step()
+        fresh.step()
+        same_params(model, net)
+    same_state(model, fresh, net, reference)
+
+
+@pytest.mark.parametrize(
+    "there_and_here",
+    [
+        ((4, "hsdp"), (3, "blocks")),
+        ((2, "per_parameter"), (1, "ragged")),
+        ((1, "flat"), (2, "blocks")),
+    ],
+    ids=str,
+)
+@kinds("torchao AdamWFp8")
+def test_resumes_on_another_world(
+    pool: RankPool, tmp_path: Path, there_and_here: Any, kind: str
+) -> None:
+    (world, face), (other_world, other_face) = there_and_here
+    pool.run(world, saves, str(tmp_path), kind, face)
+    pool.run(other_world, goes_on, str(tmp_path), kind, other_face, "file")
+
+
+@kinds("torchao AdamW4bit")
+def test_scales_of_fp32_beside_bf16_are_kept(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    pool.run(2, saves, str(tmp_path), kind, "per_parameter", torch.bfloat16)
+    pool.run(3, goes_on, str(tmp_path), kind, "blocks", "file", torch.bfloat16)
+
+
+@kinds()
+def test_takes_the_state_of_the_class(pool: RankPool, kind: str) -> None:
+    pool.run(2, goes_on, "", kind, "blocks", "class")
+
+
+# Training
+
+
+def learn(model: Any, optimizer: Optimizer, index: int, count: int) -> dict[str, Tensor]:
+    """Train on share ``index`` of ``count``, in two microbatches, with clipping, partly frozen."""
+    for step in range(4):
+        model.get_parameter("w0").requires_grad_(step != 2)
+        for micro in range(2):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == 1)
+            x = noise(12, 96, seed=2 * step + micro).chunk(count)[index]
+            model(x).square().mean().div(2).backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def learns_alike(face: str) -> float:
+    net, model = Net(torch.float64), sharded(Net(torch.float64), face, 16)
+    expected = learn(net, CodedMomentum(net.parameters()), 0, 1)
+    optimizer = OwnedOptimizer(model.parameters(), CodedMomentum, blocks=16)
+    found = learn(model, optimizer, dist.get_rank(), dist.get_world_size())
+    pairs = zip(found.values(), expected.values(), strict=True)
+    return max((one - other).abs().max().item() for one, other in pairs)
+
+
+@pytest.mark.parametrize(("world", "face"), [(2, "per_parameter"), (3, "blocks"), (4, "hsdp")])
+def test_trains_like_the_unsharded_model(pool: RankPool, world: int, face: str) -> None:
+    assert max(pool.run(world, learns_alike, face)) <= 1e-12
+
+
+# Random numbers
+
+
+@EAGER
+def draws(kind: str, face: str, folder: str) -> dict[str, Tensor]:
+    """Step in bf16 with random numbers; the second half after a restart."""
+    cls, kwargs, _ = kind_of(kind)
+    how = {**kwargs, "drawn" if cls is CodedMomentum else "bf16_stochastic_round": True}
+    torch.manual_seed(dist.get_rank())  # whatever else is drawn
+    given = Net(torch.bfloat16) if face == "plain" else sharded(Net(torch.bfloat16), face, 16)
+    for part in range(2):
+        optimizer = OwnedOptimizer(named(given), cls, seed=3, **how)
+        if part:
+            checkpoint.load(folder, given, optimizer)
+        for step in range(2 * part, 2 * part + 2):
+            give_grads(step, given)
+            before = torch.get_rng_state()
+            optimizer.step()
+            assert torch.equal(before, torch.get_rng_state())
+        if not part:
+            checkpoint.save(folder, given, optimizer, step=2)
+    if face == "plain":
+        return {name: param.detach() for name, param in given.named_parameters()}
+    return full_parameters(given)
+
+
+@kinds("torchao AdamW4bit", "torchao AdamWFp8", "bitsandbytes AdamW8bit")
+def test_random_numbers_do_not_depend_on_the_mesh(
+    pool: RankPool, tmp_path: Path, kind: str
+) -> None:
+    faces = [(1, "plain"), (2, "per_parameter"), (3, "ragged"), (4, "hsdp")]
+    found = [pool.run(w, draws, kind, face, str(tmp_path / face))[0] for w, face in faces]
+    for one in found[1:]:
+        assert all(torch.equal(one[name], found[0][name]) for name in one)
+    again = pool.run(1, draws, kind, "plain", str(tmp_path / "again"))[0]
+    assert torch.equal(again["w0"], found[0]["w0"])
+
+
+# Refusals
+
+
+@EAGER
+def refusals(kind: str) -> list[str]:
+    cls, kwargs, block = kind_of(kind)
+    model = fully_shard(Net(), layout=Ragged(block))
+    said = []
+    for make in (
+        lambda: ShardedOptimizer(model.parameters(), cls, **kwargs),
+        lambda: OwnedOptimizer(model.parameters(), cls, blocks=block // 2 + 4, **kwargs),
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            make()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@kinds()
+def test_other_cuts_are_refused(pool: RankPool, kind: str, world: int) -> None:
+    for joined, wrong in pool.run(world, refusals, kind):
+        assert "Use OwnedOptimizer" in joined
+        assert "Give a multiple of the elements that it quantises together" in wrong
+
+
+def test_random_numbers_need_a_seed() -> None:
+    params = list(Net(torch.bfloat16).parameters())
+    with pytest.raises(UnsupportedError, match="give seed="):
+        OwnedOptimizer(params, CodedMomentum, drawn=True)
+    with pytest.raises(UnsupportedError, match="a piece would draw others"):
+        OwnedOptimizer(params, CodedMomentum, drawn=True, blocks=16, seed=1)
+    with pytest.raises(UnsupportedError, match="OwnedOptimizer"):
+        ShardedOptimizer(params, CodedMomentum, drawn=True)
+    OwnedOptimizer(list(Net().parameters()), CodedMomentum, drawn=True, blocks=16)
