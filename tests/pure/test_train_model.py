@@ -14,7 +14,7 @@ from fullshard import checkpoint
 from fullshard.errors import ConfigError
 from fullshard.train.architecture import choose_architecture, count_parameters
 from fullshard.train.config import SIZES, Dtype, ModelConfig, OptimizerName, TrainConfig, default_lr
-from fullshard.train.loop import label_losses
+from fullshard.train.evaluation import label_losses
 from fullshard.train.metrics import MetricsFile, StepRecord, drop_after, read_metrics
 from fullshard.train.model import GPT
 from fullshard.train.optimizer import build_optimizer, learning_rate, set_learning_rate

@@ -112,14 +112,21 @@ class Region:
                 for runs in brick.runs
             )
 
-    def overlaps(self, other: Region) -> Iterator[Overlap]:
-        """Yield what this region and a region of the same tensor have in common, once."""
-        if self.dims == other.dims:  # two intervals of one grid
-            begin, stop = max(self.start, other.start), min(self.stop, other.stop)
-            if begin < stop:
-                offset, other_offset = begin - self.start, begin - other.start
-                yield Overlap((stop - begin,), offset, (1,), other_offset, (1,))
+    def stretches(self, other: Region) -> Iterator[Overlap]:
+        """Yield what ``overlaps`` does, as one stretch of elements if both are of one grid."""
+        if self.dims != other.dims:
+            yield from self.overlaps(other)
             return
+        begin, stop = max(self.start, other.start), min(self.stop, other.stop)
+        if begin < stop:
+            offset, other_offset = begin - self.start, begin - other.start
+            yield Overlap((stop - begin,), offset, (1,), other_offset, (1,))
+
+    def overlaps(self, other: Region) -> Iterator[Overlap]:
+        """Yield what this region and a region of the same tensor have in common, once.
+
+        Each overlap has the dims of the tensor.
+        """
         for brick, its in itertools.product(self._bricks(), other._bricks()):
             runs = [_common(a, b) for a, b in zip(brick.runs, its.runs, strict=True)]
             for run in itertools.product(*runs):

@@ -56,7 +56,7 @@ def parts_of(
     """Return what ``region`` of parameter number ``param`` has of block ``number``."""
     if not region.numel or not block.numel:
         return []
-    return [Part(param, number, one) for one in region.overlaps(block.region(whole))]
+    return [Part(param, number, one) for one in region.stretches(block.region(whole))]
 
 
 class Peers(NamedTuple):

@@ -188,5 +188,5 @@ def pieces_on(
 def _is_all(region: Region, block: Block, whole: Sequence[int]) -> bool:
     if region.numel < block.numel:
         return False
-    overlaps = region.overlaps(block.region(tuple(whole)))
+    overlaps = region.stretches(block.region(tuple(whole)))
     return sum(one.numel for one in overlaps) == block.numel
