@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import Ragged, checkpoint, fully_shard
+from fullshard.comm.shared import Shared
 from fullshard.errors import UnsupportedError
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer, clip_grad_norm_
 from fullshard.optim.wrapped import unwrapped
@@ -83,16 +84,16 @@ def steps_alike(kind: str, face: str, in_blocks: bool) -> int:
     cls, kwargs, block = kind_of(kind)
     net, model = Net(), sharded(Net(), face, block)
     reference, optimizer = cls(net.parameters(), **kwargs), owned(model, kind, in_blocks=in_blocks)
-    sent, exchange = [], dist.all_to_all_single
+    sent, exchange = [], Shared.all_to_all
 
-    def count(into: Tensor, given: Tensor, *sizes: Any, **more: Any) -> Any:
+    def count(way: Shared, group: Any, into: Tensor, given: Tensor, *more: Any) -> Any:
         sent.append(given.nbytes)
-        return exchange(into, given, *sizes, **more)
+        return exchange(way, group, into, given, *more)
 
     for step in range(3):
         give_grads(step, net, model)
         reference.step()
-        with mock.patch.object(dist, "all_to_all_single", count):
+        with mock.patch.object(Shared, "all_to_all", count):
             optimizer.step()
         same_params(model, net)
     same_state(model, optimizer, net, reference)
