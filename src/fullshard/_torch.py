@@ -167,8 +167,8 @@ def all_to_all(
     group: dist.ProcessGroup,
     output: Tensor,
     source: Tensor,
-    sizes: list[int],
-    lengths: list[int],
+    sizes: Sequence[int] = (),
+    lengths: Sequence[int] = (),
     *,
     in_order: bool = False,
 ) -> dist.Work | None:
@@ -178,7 +178,7 @@ def all_to_all(
     """
     options = dist.AllToAllOptions()
     options.asyncOp = not in_order
-    return group.alltoall_base(output, source, sizes, lengths, options)
+    return group.alltoall_base(output, source, [*sizes], [*lengths], options)
 
 
 def break_off(group: dist.ProcessGroup) -> None:

@@ -317,6 +317,26 @@ def test_gradients_of_before_are_added_to(pool: RankPool) -> None:
     pool.run(2, adds)
 
 
+def without_rows() -> str:
+    """Rank 1 is given no rows, in one step."""
+    model = tower("rows")
+    microbatches = Microbatches(model)
+    said = ""
+    for number in range(3):
+        given = batch_of(0, dist.get_rank(), [4])
+        if number == 1 and dist.get_rank() == 1:
+            given.x = given.x[:0]
+        try:
+            microbatches.backward(lambda part: loss_of(model, part), given)
+        except (ConfigError, PeerError) as error:
+            said += type(error).__name__
+    return said
+
+
+def test_a_batch_without_rows_is_told_to_all(pool: RankPool) -> None:
+    assert pool.run(3, without_rows) == ["PeerError", "ConfigError", "PeerError"]
+
+
 @pytest.mark.parametrize("batch", [[], [torch.ones(())], [torch.ones(2), torch.ones(3)]])
 def test_batches_without_rows_are_refused(batch: list[Tensor]) -> None:
     with pytest.raises(ConfigError, match="expected one number, at least 1"):

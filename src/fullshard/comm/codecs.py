@@ -72,7 +72,7 @@ class Blocks:
 
     Where an element is not finite, no element of its block arrives finite. An element is off by at
     most half a step: with int8 the 254th part of the block's largest; with fp8 (e4m3) the 16th part
-    of its own, or the 2^-10 * 448th of the largest if that is more.
+    of its own, or 2^-10 / 448 of the block's largest if that is more.
     """
 
     kind: torch.dtype

@@ -62,6 +62,10 @@ class Era:
         if owed is not None:
             raise owed()
 
+    def forgive(self) -> None:
+        """Let the next step begin: all ranks have agreed on which it is, or are of another job."""
+        self.owed = None
+
     def end(self, error: Callable[[], Exception]) -> None:
         """End the era and wake those who wait in it; from any thread, once."""
         with self._lock:

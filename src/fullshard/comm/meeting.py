@@ -124,7 +124,7 @@ def _told(group: dist.ProcessGroup, own: Sequence[bytes]) -> list[bytes]:
     """Send ``own[r]`` to rank r; return what each rank sent us. All messages are equally long."""
     said = torch.tensor(list(b"".join(own)), dtype=torch.uint8, device="cpu")
     heard = torch.empty_like(said)
-    work = _torch.all_to_all(group, heard, said, [], [])
+    work = _torch.all_to_all(group, heard, said)
     if work is not None:
         work.wait()
     return [bytes(row.tolist()) for row in heard.view(group.size(), -1)]

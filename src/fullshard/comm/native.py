@@ -63,9 +63,8 @@ class Native:
     ) -> Pending:
         """See ``Collectives.all_to_all``; with ``splits`` in slices unlike in size."""
         self._compared.compare(group, label)
-        given, taken = splits or ([], [])
-        sizes = [*taken], [*given]
-        work = _torch.all_to_all(group, output, source, *sizes, in_order=self._in_order)
+        lengths, sizes = splits or ((), ())
+        work = _torch.all_to_all(group, output, source, sizes, lengths, in_order=self._in_order)
         return _Kept(work or Done(), source)
 
 

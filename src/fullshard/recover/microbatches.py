@@ -63,6 +63,7 @@ _SAID = {
 
 
 class _Attempt(NamedTuple):
+    rows: int
     outcome: _Outcome
     loss: Tensor | None
     error: Exception | None
@@ -100,7 +101,7 @@ class Microbatches:
         """Create what runs the steps of ``model``.
 
         Args:
-            model: the sharded model; other modules of one process, too.
+            model: the sharded model, or an unsharded one in a single process.
             parts: the number of parts to begin with.
             sums: False if a loss is the mean over the rows of its part, which is then weighted by
                 their number; True if it is a sum, over whatever.
@@ -137,18 +138,17 @@ class Microbatches:
                 they are. Ranks may have differently many rows.
 
         Raises:
-            ConfigError: ``batch`` has no rows, or tensors of differently many; nothing was changed.
+            ConfigError: this rank's ``batch`` has no rows, or tensors of differently many.
             PeerError: another rank failed, or ran out of memory with one row a part.
             Exception: what ``compute`` raised, out of memory included, with one row a part.
         """
-        rows = _num_rows(batch)
         kept = [(param, param.grad) for param in self.model.parameters() if param.grad is not None]
         for param, _ in kept:
             param.grad = None
         while True:
             try:
-                attempt = self._attempt(compute, batch, rows)
-                repeats = self._must_repeat(attempt, rows)
+                attempt = self._attempt(compute, batch)
+                repeats = self._must_repeat(attempt)
             finally:
                 self._step.end(failed=False)
             if not repeats:
@@ -160,17 +160,19 @@ class Microbatches:
         assert attempt.loss is not None
         return attempt.loss
 
-    def _attempt(self, compute: Callable[[Any], Tensor], batch: Any, rows: int) -> _Attempt:
+    def _attempt(self, compute: Callable[[Any], Tensor], batch: Any) -> _Attempt:
         """Compute all parts; an exception is kept until all ranks know of it."""
+        rows = 0
         try:
             self._step.begin()
-            return _Attempt(_Outcome.DONE, self._compute(compute, batch, rows), None)
+            rows = _num_rows(batch)
+            return _Attempt(rows, _Outcome.DONE, self._compute(compute, batch, rows), None)
         except PeerError as error:
-            return _Attempt(_Outcome.DROPPED, None, error)
+            return _Attempt(rows, _Outcome.DROPPED, None, error)
         except Exception as error:
-            is_memory = _is_out_of_memory(error)
             self._tell(error)
-            return _Attempt(_Outcome.NO_MEMORY if is_memory else _Outcome.FAILED, None, error)
+            outcome = _Outcome.NO_MEMORY if _is_out_of_memory(error) else _Outcome.FAILED
+            return _Attempt(rows, outcome, None, error)
 
     def _compute(self, compute: Callable[[Any], Tensor], batch: Any, rows: int) -> Tensor:
         total: Tensor | None = None
@@ -198,14 +200,14 @@ class Microbatches:
             self._step.left("outside of forward and backward")
             self._step.end(error, failed=True)
 
-    def _must_repeat(self, attempt: _Attempt, rows: int) -> bool:
+    def _must_repeat(self, attempt: _Attempt) -> bool:
         """Agree on what came of an attempt; return True if all ranks begin again.
 
         Raises:
             Exception: a rank failed, and will again.
         """
-        found = self._found(attempt, rows)
-        now().owed = None  # all ranks are level
+        found = self._found(attempt)
+        now().forgive()
         worst, most = max(one for one, _ in found), max(rows for _, rows in found)
         if worst is _Outcome.DONE:
             return False
@@ -232,9 +234,9 @@ class Microbatches:
     def _group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self._process_group is None else self._process_group
 
-    def _found(self, attempt: _Attempt, rows: int) -> list[_Found]:
+    def _found(self, attempt: _Attempt) -> list[_Found]:
         """Return what came of the attempt, and the number of rows, of all ranks."""
-        outcome = attempt.outcome
+        rows, outcome = attempt.rows, attempt.outcome
         group = self._group
         if group is None or group.size() == 1:
             return [(outcome, rows)]

@@ -111,6 +111,6 @@ def steps() -> list[Step]:
 
 def forget_failures() -> None:
     """Forget failures of an earlier job of this process."""
-    now().owed = None
+    now().forgive()
     for step in steps():
         step.failure = None
