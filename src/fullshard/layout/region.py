@@ -113,7 +113,7 @@ class Region:
             )
 
     def stretches(self, other: Region) -> Iterator[Overlap]:
-        """Yield what ``overlaps`` does, as one stretch of elements if both are of one grid."""
+        """Yield what ``overlaps`` does, as one stretch of elements if both have the same dims."""
         if self.dims != other.dims:
             yield from self.overlaps(other)
             return

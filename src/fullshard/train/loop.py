@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -243,7 +244,7 @@ class Trainer:
             shard_nbytes(self.model),
             self.guard.norm,
             float(self.stopping.is_asked),
-            *end_wire_check(self.model),
+            *(end_wire_check(self.model) if evaluates else (math.nan, math.nan)),
         )
         counts = self.guard.skipped, self.microbatches.repeated
         return StartedStep(step, lr, started_s, rows, *counts, evaluates)
