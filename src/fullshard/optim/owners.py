@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from fullshard.errors import ConfigError
 from fullshard.layout.region import Interval, Region
@@ -78,7 +78,7 @@ def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Bl
         ConfigError: the rule returns anything else, or rows that do not add up.
     """
     wanted = _wanted(name, shape, rule)
-    if wanted is None or (isinstance(wanted, int) and _is_count(wanted)):
+    if wanted is None or _is_count(wanted):
         return [Block(param, shape)]
     if shape and (wanted == "each" or _are_rows(wanted, shape[0])):
         each = wanted == "each"
@@ -99,14 +99,14 @@ def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Bl
 def grain_of(name: str, shape: Shape, rule: Rule | None) -> int:
     """Return the number of elements that the rule returns, 0 if it says something else."""
     wanted = _wanted(name, shape, rule)
-    return wanted if isinstance(wanted, int) and _is_count(wanted) else 0
+    return wanted if _is_count(wanted) else 0
 
 
 def _wanted(name: str, shape: Shape, rule: Rule | None) -> str | int | Sequence[int] | None:
     return rule if rule is None or isinstance(rule, int) else rule(name, shape)
 
 
-def _is_count(wanted: object) -> bool:
+def _is_count(wanted: object) -> TypeGuard[int]:
     return isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0
 
 

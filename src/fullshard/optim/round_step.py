@@ -29,9 +29,13 @@ def step_round(
     """
     wholes = one.wholes()
     alone = [at for at in wholes if SEED in groups[one.members[at].owned.group]]
-    together = {at: whole for at, whole in wholes.items() if at not in alone}
+    if not alone:
+        if wholes or counts:
+            _step(inner, groups, one, wholes, amp)
+        return
     before = [options_of(group) for group in groups]
-    if together or (counts and not alone):
+    together = {at: whole for at, whole in wholes.items() if at not in alone}
+    if together:
         _step(inner, groups, one, together, amp)
     number_of = {id(param): at for at, (_, param) in enumerate(numbered(groups))}
     for at in alone:
