@@ -16,6 +16,7 @@
     |-- PeerError               a rank failed, so the others cannot go on (also RuntimeError)
     |   |-- FailedRankError       ... by an error of another tree, told on all ranks
     |   `-- LostRankError         ... since its process is gone, or silent
+    |-- TornStepError           a rank failed in a step that others ended (also RuntimeError)
     |-- NonFiniteError          a loss or gradient norm is not finite     (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
@@ -44,6 +45,7 @@ __all__ = [
     "PeerError",
     "ProtocolError",
     "RaggedOperationError",
+    "TornStepError",
     "UnsupportedError",
 ]
 
@@ -132,6 +134,10 @@ class FailedRankError(PeerError):
 
 class LostRankError(PeerError):
     """A peer process, which exchanges parameters or gradients with us, that ended or hangs."""
+
+
+class TornStepError(FullshardError, RuntimeError):
+    """A rank failed in a step that others ended: some ranks have its gradients, others do not."""
 
 
 class NonFiniteError(FullshardError, RuntimeError):

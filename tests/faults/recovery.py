@@ -153,6 +153,7 @@ def drawn(seed: int, number: int) -> Plan:
         tuple(later),
         dice.choice([*Wire]),
         dice.choice(["sync", "async"]),
+        copies=dice.choice([None, None, 2, world]),
     )
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import Life, checkpoint, fully_shard, resilient
+from fullshard.errors import CheckpointError
 from tests.faults.rank import _DIE_WITH_PARENT, WIDTH, Model, Wire, _Copying, described
 from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import Diary, Strike, watch_gathers
@@ -44,6 +46,8 @@ class Plan:
     Attributes:
         every: after so many steps a checkpoint is saved.
         later: members that are killed from outside, each so many seconds after the first stroke.
+        copies: if not None, each member is a machine with a folder of its own, of whose files so
+            many have copies; every second checkpoint is for all, on a disk.
     """
 
     world: int
@@ -53,6 +57,7 @@ class Plan:
     mode: str = "sync"
     steps: int = 7
     every: int = 2
+    copies: int | None = None
 
     @property
     def killed(self) -> set[int]:
@@ -108,26 +113,53 @@ class Rank:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer.register_step_pre_hook(lambda *_: strike.meet(Phase.OPTIMIZER))
         strike.meet(Phase.BUILD)
-        checkpoints = checkpoint.Checkpointer(
-            self.folder / "checkpoints", every=plan.every, keep=2, mode=plan.mode
-        )
-        loaded = checkpoints.load(model, optimizer)
-        first = loaded.step if loaded else 0
+        savers = self._savers()
+        first = self._loaded(savers, model, optimizer)
         self.diary.note("begins", life=life.number, world=life.world, step=first)
         for step in range(first + 1, plan.steps + 1):
             strike.step = step
             strike.meet(Phase.DATA)
             one_step(model, optimizer, batch(step).chunk(life.world)[life.rank])
-            if checkpoints.is_due(step):
-                strike.meet(Phase.SAVE)
-                checkpoints.save(model, optimizer, step=step)
+            for saver in savers:
+                if saver.is_due(step):
+                    strike.meet(Phase.SAVE)
+                    saver.save(model, optimizer, step=step)
+                    break
             life.reached(step)
-        checkpoints.wait()
+        savers[0].wait()
         strike.meet(Phase.END)
         dist.barrier()  # of the user's, which fullshard does not see
         self.diary.note("restarts", lost=[one.lost for one in life.restarts])
         whole = checkpoint.full_state_dict(model, rank0_only=False)
         return torch.cat([one.detach().flatten() for one in whole.values()])
+
+    def _savers(self) -> list[checkpoint.Checkpointer]:
+        plan = self.plan
+        make = partial(checkpoint.Checkpointer, mode=plan.mode)
+        if plan.copies is None:
+            return [make(self.folder / "checkpoints", every=plan.every, keep=2)]
+        memory = self.folder / f"memory-{self.member}"  # nobody else sees it
+        return [
+            make(self.folder / "checkpoints", every=2 * plan.every, keep=2),
+            make(memory, every=plan.every, keep=1, copies=plan.copies),
+        ]
+
+    def _loaded(
+        self,
+        savers: list[checkpoint.Checkpointer],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> int:
+        """Load what is newest; return its step, 0 if there is none."""
+        try:
+            loaded = checkpoint.load_newest(savers, model, optimizer)
+        except CheckpointError:
+            if self.plan.copies is None:
+                raise
+            loaded = None  # all who had something were lost before any was on the disk
+        where = "memory" if loaded is not None and "memory" in str(loaded.path) else "disk"
+        self.diary.note("loads", step=loaded.step if loaded else 0, where=where)
+        return loaded.step if loaded else 0
 
     def _strike(self, life: int) -> Strike:
         found = (one for one in self.plan.strokes if (one.member, one.life) == (self.member, life))

@@ -22,6 +22,7 @@ PLANS = {
     "two after each other": Plan(4, (killed(0, 0, 5, Phase.FORWARD), killed(2, 1, 3, Phase.BUILD))),
     "in a save": Plan(3, (killed(1, 0, 4, Phase.SAVE),), wire=Wire.SOCKETS, mode="async"),
 }
+MACHINES = Plan(3, (killed(1, 0, 7, Phase.FORWARD),), copies=2)
 MORE = {
     "stopped": Plan(3, (Stroke(1, 0, 5, Fault(What.STOP, Phase.BACKWARD)),)),
     "raised": Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.FORWARD)),)),
@@ -36,6 +37,13 @@ def test_a_job_goes_on_without_ranks_that_are_killed(plan: Plan) -> None:
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
 
 
+def test_a_machine_is_lost_with_its_memory() -> None:
+    """What it had in memory another machine has, too, newer than what is on the disk."""
+    seen = run(MACHINES)
+    assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
+    assert seen.told.count("loads: {'step': 6, 'where': 'memory'}") == 2, seen.told
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("plan", MORE.values(), ids=MORE)
 def test_a_job_goes_on_after_other_faults(plan: Plan) -> None:
@@ -45,3 +53,4 @@ def test_a_job_goes_on_after_other_faults(plan: Plan) -> None:
 def test_random_plans_are_the_same_again() -> None:
     assert [drawn(0, n) for n in range(200)] == [drawn(0, n) for n in range(200)]
     assert {one.fault.phase for n in range(200) for one in drawn(0, n).strokes} > {Phase.SAVE}
+    assert {drawn(0, n).copies for n in range(200)} == {None, 2, 3, 4}

@@ -24,6 +24,8 @@ from fullshard.trace import rankfile, report
 from fullshard.trace.summary import summarize
 from fullshard.train import launch
 from fullshard.train.config import TrainConfig
+from fullshard.train.rundir import RunDir
+from fullshard.train.saves import Saves
 from tests.pure.import_rules import package_sources
 from tests.pure.test_trace_report import Page
 from tests.pure.trace_files import rank_file, step, unit
@@ -201,6 +203,18 @@ def test_files_are_as_private_as_the_umask_says(tmp_path: Path) -> None:
     found = [path for path in tmp_path.rglob("*") if not path.is_symlink()]
     assert len(found) >= 8
     assert [path for path in found if path.stat().st_mode & 0o077] == []
+
+
+def test_a_folder_in_memory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunDir, "memory", property(lambda _: tmp_path / "memory"))
+    config = TrainConfig(out=str(tmp_path), memory_every=1)
+    assert Saves(config).steps() == []
+    assert stat.S_IMODE((tmp_path / "memory").stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        Saves(config)
 
 
 def test_local_workers_meet_in_a_folder_of_their_user(monkeypatch: pytest.MonkeyPatch) -> None:

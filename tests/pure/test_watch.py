@@ -79,6 +79,36 @@ def test_who_failed_is_waited_for_until_others_wait_or_fail_likewise() -> None:
     assert found(late, statement(0, ("a",)), statement(2, ("a",))).kind is Kind.FAILED
 
 
+def ended(one: Statement, num_ended: int) -> Statement:
+    """Return ``one`` of a rank whose last good step ended after so many collectives."""
+    return one._replace(groups=tuple(its._replace(num_ended=num_ended) for its in one.groups))
+
+
+def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
+    why = "ValueError: no, in the backward of unit a"
+    failed = ended(statement(1, ("a", "b"), is_open=False, failure=why, failed_s=0.1), 0)
+    late = failed._replace(failed_s=PATIENCE_S + 1)
+    next_step = ended(statement(0, ("a", "b", "a"), waits_s=0.1), 2)
+    between = ended(statement(2, ("a", "b"), is_open=False), 2)
+    what = found(next_step, failed, between)
+    assert (what.kind, what.ranks, what.behind) == (Kind.TORN, (1,), (1, 2))
+    assert what.text == (
+        f"rank 1 failed: {why}, in a step that ranks 0, 2 had ended by then: only some ranks have "
+        "its gradients. Go back to a checkpoint"
+    )
+    # Nobody has begun the next one: they may be about to step their weights, or to clip.
+    assert found(between._replace(rank=0), failed, between).kind is Kind.UNDECIDED
+    assert found(between._replace(rank=0), late, between).kind is Kind.TORN
+    # They wait for a norm to clip by, and then drop the step.
+    clips = ended(statement(0, ("a", "b", "norm"), waits_s=0.1, is_open=False), 2)
+    assert found(clips, failed, between).kind is Kind.FAILED
+    # They are still in that step, or the one who failed had ended it, too.
+    inside = ended(statement(0, ("a", "b"), waits_s=0.1), 0), ended(statement(2, ("a", "b")), 0)
+    assert found(inside[0], failed, inside[1]).kind is Kind.UNDECIDED
+    assert found(next_step, ended(failed, 2), between).kind is Kind.FAILED
+    assert found(next_step, ended(failed, 2), between).behind == (2,)
+
+
 def test_a_wait_for_what_all_have_issued_is_not_in_vain() -> None:
     failed = statement(1, ("a", "b"), is_open=False, failure="E", failed_s=0.1)
     others = statement(0, ("a", "b"), waits_s=9.0), statement(2, ("a", "b"), waits_s=9.0)
@@ -153,6 +183,8 @@ def messages() -> list[str]:
     waits, other = statement(0, units, waits_s=0.1), statement(2, units)
     place = "ValueError: no (train.py:40), in the forward of unit blocks.2"
     failed = statement(1, units[:1], is_open=False, failure=place)
+    last = "ValueError: no (train.py:40), in the backward of unit blocks.0"
+    late = statement(1, units, is_open=False, failure=last)
     longer = waits._replace(groups=(waits.groups[0]._replace(waited_s=6.0),))
     crossed = [
         Statement(
@@ -172,10 +204,11 @@ def messages() -> list[str]:
         found(waits, other, absent={1: Absence(DEAD, is_final=True)}).text,
         found(longer, other, absent={1: Absence(STOPPED, is_final=False)}).text,
         found(*crossed).text,
+        found(ended(statement(0, (*units, "blocks.0")), 2), late, ended(other, 0)).text,
     ]
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(7))
 def test_the_documentation_shows_what_is_said(number: int) -> None:
     page = Path(__file__).parents[2] / "docs" / "faults.md"
     assert f"`{messages()[number]}`" in page.read_text(), messages()[number]

@@ -7,10 +7,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
+
+from fullshard.comm.ledger import ledgers
 
 __all__ = [
     "GPT",
+    "Counted",
     "Experts",
     "OddModel",
     "Tied",
@@ -166,3 +170,29 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in model.named_parameters()
     }
+
+
+class Counted:
+    """Counts the collectives of a block: those of our ledgers, and operators of PyTorch.
+
+    Without those by which ranks meet, when a group is used for the first time.
+    """
+
+    total = -1
+
+    def __enter__(self) -> Counted:
+        self._operators = CommDebugMode()
+        self._operators.__enter__()
+        self._before = _num_issued()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        ours = _num_issued() - self._before
+        self._operators.__exit__(*failure)
+        operators = self._operators.get_comm_counts().items()
+        theirs = sum(count for which, count in operators if "alltoall_base_" not in str(which))
+        self.total = ours + theirs
+
+
+def _num_issued() -> int:
+    return sum(one.num_issued for one in ledgers())

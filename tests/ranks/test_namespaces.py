@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.hosts import NoHosts, enter, hosts, sent_nbytes
+from fullshard.checkpoint import Checkpointer
 from fullshard.comm.c10d import Transport, ways_of
 from fullshard.comm.levels import Levels
 from tests.ranks.net import apart, batch, make, shard
@@ -24,7 +26,10 @@ TIMEOUT_S = 120.0
 
 
 def train(process: int, names: Sequence[str], folder: str) -> None:
-    """One step; how far it is from that of the unsharded model, who is near whom, what was sent."""
+    """One step; how far it is from that of the unsharded model, who is near whom, what was sent.
+
+    Then its checkpoint, which is only in memory of the hosts, outlives that of the second one.
+    """
     enter(names[process // PER_HOST])
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
@@ -42,7 +47,23 @@ def train(process: int, names: Sequence[str], folder: str) -> None:
     assert dist.group.WORLD is not None
     way = ways_of(dist.group.WORLD, Transport.SHARED).gathers
     assert isinstance(way, Levels)
-    said = {"apart": apart(model, plain), "circles": way._routes.circles, "sent": sent}
+    memory = Path(folder, f"memory-{process // PER_HOST}")
+    checkpointer = Checkpointer(memory, copies=2)
+    checkpointer.save(model, step=1)
+    if process == WORLD - 1:
+        shutil.rmtree(memory)
+    dist.barrier()
+    again = shard(make())
+    with torch.no_grad():
+        for param in again.parameters():
+            param.zero_()
+    loaded = checkpointer.load(again)
+    said = {
+        "apart": max(apart(model, plain), apart(again, plain)),
+        "circles": way._routes.circles,
+        "sent": sent,
+        "step": loaded.step if loaded else 0,
+    }
     Path(folder, f"{process}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
@@ -65,3 +86,4 @@ def test_a_step_on_two_hosts_of_two_ranks(tmp_path: Path) -> None:
         assert said["apart"] <= 1e-12
         assert said["circles"] == [[0, 1], [2, 3]]
         assert said["sent"] > 0
+        assert said["step"] == 1

@@ -10,7 +10,6 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -26,6 +25,7 @@ from fullshard.tensors import (
     local_gradients,
     parallel_spec_of,
 )
+from tests.ranks.models import Counted
 from tests.ranks.pool import RankPool
 from tests.ranks.test_parallel import mesh_of, rows, spec_of
 
@@ -96,11 +96,11 @@ def of_a_model() -> None:
         (plain(x) ** 2).sum().backward()
         (block(part) ** 2).sum().backward()
         grads = [param.grad for param in block.parameters()]
-        with CommDebugMode() as comm:
+        with Counted() as comm:
             locals_ = local_gradients(grads, specs)
         # Of norm.weight and norm.bias.
         assert sum(grad.placements[0].is_partial() for grad in grads) == 2  # type: ignore[union-attr]
-        assert comm.get_total_counts() == 1
+        assert comm.total == 1
         for got, spec, param in zip(locals_, specs, plain.parameters(), strict=True):
             assert param.grad is not None
             same(got, own_part(param.grad, spec))
@@ -129,14 +129,14 @@ def moves() -> None:
                 grad = distribute(whole, tp, [source])
             want = grad.redistribute(placements=[target]).to_local()
             kept = grad.to_local().clone()
-            with CommDebugMode() as comm:
+            with Counted() as comm:
                 (got,) = local_gradients([grad], [spec])
             same(got, want)
             assert torch.equal(grad.to_local(), kept)
             if source == target or source == Replicate():
-                assert comm.get_total_counts() == 0
+                assert comm.total == 0
             else:
-                assert comm.get_total_counts() == 1
+                assert comm.total == 1
 
 
 def test_gradients_are_placed_as_their_parameters(pool: RankPool) -> None:
@@ -165,9 +165,9 @@ def batches() -> None:
         grads += [None, rows(size)]
         want += [None, rows(size)]
         specs += [spec, None]
-    with CommDebugMode() as comm:
+    with Counted() as comm:
         got = local_gradients(grads, specs)
-    assert comm.get_total_counts() == 4
+    assert comm.total == 4
     for one, other in zip(got, want, strict=True):
         if other is None:
             assert one is None
@@ -176,11 +176,11 @@ def batches() -> None:
     assert got[5] is grads[5]
     empty = rows(0)
     spec = spec_of(distribute(empty, mesh, [Replicate(), Replicate()]))
-    with CommDebugMode() as comm:
+    with Counted() as comm:
         assert local_gradients([], []) == []
         (none,) = local_gradients([pending(mesh, Replicate(), Partial(), base=empty)], [spec])
         same(none, empty)
-    assert comm.get_total_counts() == 0
+    assert comm.total == 0
 
 
 def test_pending_sums_are_made_in_one_batch(pool: RankPool) -> None:
@@ -219,14 +219,14 @@ def on_a_full_mesh() -> None:
     spec = spec_of(distribute(base, mesh, [Replicate(), Replicate()]), spmd=spmd)
     rank = dist.get_rank()
     for on_dp in (Partial(), Partial("avg"), Replicate()):
-        with CommDebugMode() as comm:
+        with Counted() as comm:
             (got,) = local_gradients([pending(mesh, on_dp, Partial(), base=base)], [spec])
         same(got, 2 * base + (1 if rank < 2 else 5))
-        assert comm.get_total_counts() == 1
-        with CommDebugMode() as comm:
+        assert comm.total == 1
+        with Counted() as comm:
             (got,) = local_gradients([pending(mesh, on_dp, Replicate(), base=base)], [spec])
         same(got, base + rank)
-        assert comm.get_total_counts() == 0
+        assert comm.total == 0
     # A cut or a maximum over data-parallel dims is nothing that a mean makes whole.
     cut = distribute(base, mesh, [Shard(0), Replicate()])
     same(local_gradients([cut], [spec])[0], base)

@@ -25,10 +25,10 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 @pytest.fixture(scope="module")
 def bereft(shell: Shell) -> Outcome:
-    """A run of three workers, of which the first is killed once something was saved."""
+    """A run of three workers, of which the first is killed once something is in memory."""
     options = ("--out", "bereft", "--nproc", "3", "--min-workers", "2", *OPTIONS)
-    with shell.started(*options) as job:
-        shell.wait_for(RunDir(shell.folder / "bereft").checkpoints / "step-000002")
+    with shell.started(*options, "--save-every", "8", "--memory-every", "2") as job:
+        shell.wait_for(RunDir(shell.folder / "bereft").memory / "step-000002")
         os.kill(_first_of(job.pid), signal.SIGKILL)
         return shell.end_of(job)
 
@@ -53,6 +53,7 @@ def test_a_job_goes_on_when_its_first_worker_is_killed(shell: Shell, bereft: Out
     assert bereft.exitcode == 0, bereft.err
     assert "worker 0 was ended by SIGKILL" in bereft.err
     assert begun_again(bereft) in (2, 4, 6), bereft.err
+    assert not RunDir(shell.folder / "bereft").memory.exists()  # it ended well
     assert [record["step"] for record in shell.metrics("bereft")] == list(range(1, STEPS + 1))
 
 

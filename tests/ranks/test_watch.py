@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint, fully_shard
 from fullshard.comm.ledger import Era, end_era, now
-from fullshard.errors import PeerError, ProtocolError
+from fullshard.errors import PeerError, ProtocolError, TornStepError
+from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
 from tests.ranks.autograd import engine_of
@@ -100,6 +102,79 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
         return said
+
+
+def torn(path: Path, layout: str, wire: str, clips: bool) -> list[str]:
+    """Fail on rank 1 after the last collective of step 2; go on from a checkpoint.
+
+    Returns:
+        What was raised here, in steps 2 and 3.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        dist.barrier()
+        model = Tower()
+        fill(model, scale=0.4)
+        for block in (*model.blocks, model.head):  # the root has no parameters of its own
+            fully_shard(block, layout=LAYOUTS[layout])
+        fully_shard(model, layout=LAYOUTS[layout])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        said = []
+
+        def one(number: int, *, fails: bool = False) -> None:
+            optimizer.zero_grad()
+            x = noise(3, 6, seed=10 * number + dist.get_rank()).requires_grad_()
+            if fails:
+                x.register_hook(raises)
+            model(1 * x).square().sum().backward()  # the hook runs after all of the model's
+            if clips:
+                clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+
+        for number in range(4):
+            if number == 2:
+                checkpoint.save(path, model, optimizer, step=1)
+            try:
+                one(number, fails=number == 2 and dist.get_rank() == 1)
+            except (TornStepError, PeerError, Trouble) as error:
+                said.append(f"{number} {type(error).__name__}: {error}")
+        if not clips:
+            checkpoint.load(path, model, optimizer)
+        one(4)
+        patch.setenv("FULLSHARD_SHARED_MEMORY", "1")
+        found = full_parameters(model)
+        model = tower("fully_shard", layout)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for number in (0, 1, 3, 4) if clips else (0, 1, 4):
+            step(model, optimizer, number)
+        for name, value in full_parameters(model).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        return said
+
+
+def raises(_: Tensor) -> None:
+    raise Trouble("at the end")
+
+
+@pytest.mark.parametrize(("world", "layout", "wire"), [(2, "rows", "1"), (3, "ragged", "0")])
+def test_a_step_that_only_some_ranks_end_is_told_on_all(
+    pool: RankPool, tmp_path: Path, world: int, layout: str, wire: str
+) -> None:
+    told = pool.run(world, torn, tmp_path / "step-000001", layout, wire, False)
+    for rank, said in enumerate(told):
+        assert said[-1].startswith("3 TornStepError: rank 1 failed: an exception, in "), said
+        assert "in a step that rank 0" in said[-1] or world == 3
+        assert said[:-1] == (["2 Trouble: at the end"] if rank == 1 else [])
+    assert len({said[-1] for said in told}) == 1
+
+
+def test_who_clips_has_not_ended_the_step(pool: RankPool, tmp_path: Path) -> None:
+    """They wait for the norm, so all ranks can drop the step."""
+    told = pool.run(2, torn, tmp_path / "step-000001", "rows", "1", True)
+    assert told[0][0].startswith("2 PeerError: rank 1 failed: an exception, in "), told
+    assert told[1] == ["2 Trouble: at the end"]
+    assert len(told[0]) == 1
 
 
 KINDS = [

@@ -11,7 +11,7 @@ reads the sharded ones, too (load with ``LoadPlanner``).
 
 from __future__ import annotations
 
-from fullshard.checkpoint.checkpointer import Checkpointer
+from fullshard.checkpoint.checkpointer import Checkpointer, load_newest
 from fullshard.checkpoint.comparing import differences
 from fullshard.checkpoint.converting import convert
 from fullshard.checkpoint.exporting import save_weights
@@ -61,6 +61,7 @@ __all__ = [
     "load",
     "load_full_optim_state_dict",
     "load_full_state_dict",
+    "load_newest",
     "load_sharded_optim_state_dict",
     "load_sharded_state_dict",
     "load_weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.folders import (
     CheckpointInfo,
-    damage,
+    Looked,
+    Numbered,
+    contained,
+    in_folder,
+    look,
     numbered,
     put_aside,
     remove,
     remove_unfinished,
 )
-from fullshard.checkpoint.loading import load_described
+from fullshard.checkpoint.loading import load_from
+from fullshard.checkpoint.machines import Machines, lent
 from fullshard.checkpoint.pending import PendingSave, settle
-from fullshard.checkpoint.saving import How, begin
+from fullshard.checkpoint.saving import How, Where, begin
 from fullshard.checkpoint.writing import CopyMemory
 from fullshard.comm.council import Council
 from fullshard.errors import CheckpointError, ConfigError
@@ -35,11 +41,14 @@ class Checkpointer:
     All ranks must make the same calls. No other job may save to the folder.
 
     Args:
-        root: the folder of the checkpoints, shared by all ranks; those of step 100 are in
-            ``step-000100``. Other folders there are left alone.
+        root: the folder of the checkpoints; those of step 100 are in ``step-000100``. Other folders
+            there are left alone. All ranks share it, unless ``copies`` is given.
         every: save when this divides the step.
         keep: keep this many checkpoints. Only those count that were read back and found intact,
             which happens once before any other is removed. None: remove none.
+        copies: each machine has a folder ``root`` of its own, such as one in its memory, in
+            ``/dev/shm``. Files of its ranks are there, and copies on so many machines in all, as
+            far as there are. What was saved can be loaded as long as each file is left on one.
         mode, budget_nbytes: as for ``save``; with "async" old checkpoints are read back and removed
             beside the training, too, and the memory of copies is kept for the next save.
 
@@ -53,17 +62,21 @@ class Checkpointer:
         *,
         every: int = 1,
         keep: int | None = None,
+        copies: int | None = None,
         mode: str = "sync",
         budget_nbytes: int | None = None,
     ) -> None:
-        for name, value in (("every", every), ("keep", 1 if keep is None else keep)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        for name, value in {"every": every, "keep": keep, "copies": copies}.items():
+            is_default = value is None and name != "every"
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not is_default and not is_count:
                 raise ConfigError(f"Checkpointer({name}={value!r}): expected a positive int")
         self.root = Path(root)
         self._how = How(mode, budget_nbytes, CopyMemory(budget_nbytes, is_kept=True))
         self._how.check()
         self._every = every
         self._keep = keep
+        self._copies = copies
         self._is_intact: dict[Path, bool] = {}
         self._is_clean = False
 
@@ -81,20 +94,26 @@ class Checkpointer:
         """Save as the function ``save`` does, and remove checkpoints that need not be kept.
 
         What jobs that were killed left in the folder is removed before. What cannot be loaded and
-        has the name of this checkpoint gets another name; what is intact is a ``ConfigError``.
+        has the name of this checkpoint gets another name, or is removed if machines have folders of
+        their own; what is intact is a ``ConfigError``.
         """
         settle()
         path = self.path(step)
         council = Council(f"save to {path}")
+        machines = self._machines(council)
+        shelves = _Shelves(council, machines, self.root)
         if not self._is_clean:
-            council.agree(lambda: None, lambda _: remove_unfinished(self.root))
+            shelves.remove_unfinished()
             self._is_clean = True
-        if council.agree(lambda: None, lambda _: path.exists()) and not self._verify(council, path):
-            aside = council.agree(lambda: None, lambda _: str(put_aside(path)))
-            log.warning("what was at %s is now at %s", path, aside)
+        if shelves.has(path) and not self._verify(shelves, path):
+            if self._copies is None:
+                log.warning("what was at %s is now at %s", path, shelves.put_aside(path))
+            else:
+                shelves.remove(path)
         self._is_intact.pop(path, None)
-        after = partial(self._remove_old, council, path)
-        return begin(council, path, model, optimizer, extra, step=step, how=self._how, after=after)
+        where = Where(path, machines, self._copies or 1)
+        after = partial(self._remove_old, shelves, path)
+        return begin(council, where, model, optimizer, extra, step=step, how=self._how, after=after)
 
     def wait(self) -> None:
         """Wait for the last save, which goes on beside the training if ``mode`` is "async".
@@ -103,6 +122,14 @@ class Checkpointer:
             FullshardError: it failed.
         """
         settle()
+
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints, in the order in which they were saved.
+
+        A checkpoint is complete if its manifest and all files, in their sizes, are there.
+        """
+        council = Council(f"look at {self.root}")
+        return _Shelves(council, self._machines(council), self.root).steps()
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True
@@ -118,46 +145,126 @@ class Checkpointer:
             CheckpointError: no checkpoint is intact.
             ConfigError, FailedRankError, LostRankError, ProtocolError: as ``load`` does.
         """
-        settle()
-        failure: CheckpointError | None = None
-        for path in reversed(self._paths(Council(f"look at {self.root}"))):
-            try:
-                return load_described(path, model, optimizer, strict=strict)
-            except CheckpointError as error:
-                log.warning("%s", error)
-                failure = error
-        if failure is not None:
-            raise failure
-        return None
+        return load_newest([self], model, optimizer, strict=strict)
 
-    def _paths(self, council: Council) -> list[Path]:
-        """Return the checkpoints that the first rank sees, complete or not, the newest last."""
-        names = council.agree(lambda: None, lambda _: [one.name for one in numbered(self.root)])
-        return [self.root / name for name in names]
+    def _machines(self, council: Council) -> Machines:
+        if self._copies is None:
+            return Machines.sharing(council)
+        return Machines.seen(council, self.root)
 
-    def _remove_old(self, council: Council, newest: Path) -> None:
+    def _remove_old(self, shelves: _Shelves, newest: Path) -> None:
         if self._keep is None:
             return
         num_intact = 0
-        paths = [newest, *(one for one in reversed(self._paths(council)) if one != newest)]
-        for path in paths:
+        names = dict.fromkeys(one.name for one in reversed(shelves.numbered()))
+        for path in dict.fromkeys([newest, *(self.root / name for name in names)]):
             if num_intact >= self._keep:
-                self._remove(council, path)
-            elif self._verify(council, path):
+                shelves.remove(path)
+                self._is_intact.pop(path, None)
+            elif self._verify(shelves, path):
                 num_intact += 1
 
-    def _remove(self, council: Council, path: Path) -> None:
-        council.agree(lambda: None, lambda _: remove(path))
-        self._is_intact.pop(path, None)
-
-    def _verify(self, council: Council, path: Path) -> bool:
+    def _verify(self, shelves: _Shelves, path: Path) -> bool:
         """Return whether a checkpoint can be loaded; each rank reads some of its files."""
         if path not in self._is_intact:
-            found = council.agree(
-                lambda: next(damage(path, first=council.rank, every=council.world), None),
-                lambda said: [one for one in said if one],
-            )
-            if found:
-                log.warning("%s is damaged: %s", path, found[0])
-            self._is_intact[path] = not found
+            problem = shelves.problem(path)
+            if problem:
+                log.warning("%s is damaged: %s", path, problem)
+            self._is_intact[path] = not problem
         return self._is_intact[path]
+
+
+def load_newest(
+    checkpointers: Sequence[Checkpointer],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> CheckpointInfo | None:
+    """Load the newest intact checkpoint of several ``checkpointers``.
+
+    For a loop that saves to memory often and to a disk seldom. Returns and raises what
+    ``Checkpointer.load`` does.
+    """
+    settle()
+    council = Council("load from " + ", ".join(str(one.root) for one in checkpointers))
+    found: list[tuple[Numbered, Path, Machines, bool]] = []
+    for one in checkpointers:
+        machines = one._machines(council)
+        there = _Shelves(council, machines, one.root).numbered()
+        found += [(its, one.root / its.name, machines, one._copies is None) for its in there]
+    failure: CheckpointError | None = None
+    for its, path, machines, is_shared in sorted(found, reverse=True):
+        council = Council(f"load {path}")
+        load = partial(load_from, council, path=path, model=model, strict=strict)
+        try:
+            if is_shared:
+                return load(in_folder(path), optimizer=optimizer)
+            with lent(council, machines, path, its.digest) as (manifest, opened):
+                return load(opened, optimizer=optimizer, manifest=manifest)
+        except CheckpointError as error:
+            log.warning("%s", error)
+            failure = error
+    if failure is not None:
+        raise failure
+    return None
+
+
+class _Shelves:
+    """The folder ``root`` of each machine, and what is done to it, by decisions of all ranks."""
+
+    def __init__(self, council: Council, machines: Machines, root: Path) -> None:
+        self._council = council
+        self._machines = machines
+        self._root = root
+
+    def _by_each(self, act: Callable[[], Any]) -> list[Any]:
+        """Return what the first ranks of machines got by ``act``, which is in JSON's types."""
+        is_first = self._machines.is_first
+        said = self._council.agree(lambda: [act()] if is_first else [], list)
+        return [one for its in said for one in its]
+
+    def remove_unfinished(self) -> None:
+        """Remove what jobs that were killed left."""
+        self._by_each(lambda: remove_unfinished(self._root))
+
+    def has(self, path: Path) -> bool:
+        """Return whether any machine has something at ``path``."""
+        return any(self._by_each(path.exists))
+
+    def put_aside(self, path: Path) -> str:
+        """Rename what is at ``path``; return the new name."""
+        (aside,) = self._by_each(lambda: str(put_aside(path)))
+        return str(aside)
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint."""
+        self._by_each(lambda: remove(path) if path.exists() else None)
+
+    def numbered(self) -> list[Numbered]:
+        """Return the checkpoints that machines have, complete or not, the newest last."""
+        said = self._by_each(lambda: numbered(self._root))
+        return sorted({Numbered(*one) for those in said for one in those})
+
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints, the newest last."""
+        found: dict[tuple[float, int, str, int], set[int]] = {}
+        for those in self._by_each(lambda: contained(self._root)):
+            for *its, ranks in those:
+                found.setdefault(tuple(its), set()).update(ranks)
+        return [its[1] for its, ranks in sorted(found.items()) if len(ranks) == its[3]]
+
+    def problem(self, path: Path) -> str:
+        """Return why a checkpoint cannot be loaded, or ""; each rank reads some of its files."""
+
+        def decide(said: list[Any]) -> str:
+            looked = [Looked(*one) for one in said]
+            intact: dict[tuple[str, int], set[int]] = {}
+            for one in looked:
+                intact.setdefault((one.digest, one.total), set()).update(one.intact)
+            if any(digest and len(those) == total for (digest, total), those in intact.items()):
+                return ""
+            return next((one.problem for one in looked if one.problem), "it is incomplete")
+
+        first, every = self._machines.share
+        return str(self._council.agree(lambda: look(path, first=first, every=every), decide))

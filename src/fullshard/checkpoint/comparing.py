@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard.checkpoint.datafile import bytes_of, dtype_of
-from fullshard.checkpoint.folders import read_manifest
+from fullshard.checkpoint.folders import in_folder, read_manifest
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.reading import Reader, Wanted
 from fullshard.layout.region import whole
@@ -49,6 +49,6 @@ def whole_tensor(path: Path, manifest: Manifest, name: str) -> Tensor:
     entry = manifest.entry(name)
     memory = torch.empty(entry.numel, dtype=dtype_of(entry.dtype))
     wanted = {name: Wanted(whole(entry.shape), memory)}
-    with Reader(path, manifest, wanted) as reader:
+    with Reader(in_folder(path), manifest, wanted) as reader:
         reader.read([])
     return memory

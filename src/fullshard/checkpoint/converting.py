@@ -191,7 +191,7 @@ def _write_ours(found: Whole, unfinished: Path, target: Path, more: Callable[[in
         extra=found.extra,
     )
     manifest.check()
-    commit(unfinished, target, manifest)
+    commit(unfinished, target, manifest.to_json())
 
 
 def _write_dcp(found: Whole, unfinished: Path, target: Path, more: Callable[[int], None]) -> None:

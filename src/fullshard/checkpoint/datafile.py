@@ -17,7 +17,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -217,21 +217,72 @@ class _Stored(NamedTuple):
     first_block: int
 
 
+class Bytes(Protocol):
+    """The bytes of a data file, wherever it is."""
+
+    name: str
+    """For messages."""
+    nbytes: int
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+
+    def close(self) -> None:
+        """Read no more."""
+
+
+class LocalFile:
+    """The bytes of a file that this rank sees.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is no file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
+            self._file = os.fdopen(number, "rb", buffering=0)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error})") from error
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"{path}: is no file")
+        self.nbytes = status.st_size
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with what is at ``offset``, or raise ``CheckpointError``."""
+        while into:
+            try:
+                count = os.preadv(self._file.fileno(), [into], offset)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.name}: cannot be read at byte {offset} ({error})"
+                ) from error
+            if not count:
+                raise CheckpointError(f"{self.name}: ends at byte {offset}")
+            offset, into = offset + count, into[count:]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class DataFile:
     """A data file of a checkpoint, open for reading; what it returns is verified.
+
+    Args:
+        file: its bytes; closed with this.
+        info: what was written.
 
     Raises:
         CheckpointError: the file is not the one that was written, here and in all methods.
     """
 
-    def __init__(self, folder: Path, info: FileInfo) -> None:
-        self.path = folder / info.name
+    def __init__(self, file: Bytes, info: FileInfo) -> None:
+        self._file = file
         self.nbytes_read = 0
-        try:
-            number = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
-            self._file = os.fdopen(number, "rb", buffering=0)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: cannot be opened ({error})") from error
         self._digests: str = ""
         self._stored: dict[str, _Stored] = {}
         try:
@@ -241,7 +292,7 @@ class DataFile:
             raise
         except Exception as error:  # it may hold anything
             self.close()
-            raise CheckpointError(f"{self.path}: has a strange header ({error!r})") from error
+            raise CheckpointError(f"{file.name}: has a strange header ({error!r})") from error
 
     def __enter__(self) -> DataFile:
         return self
@@ -270,7 +321,7 @@ class DataFile:
         """
         stored, data = self._stored[name], memoryview(array_of(into))
         block = stored.first_block + start // BLOCK_NBYTES
-        self._read(stored.offset + start, data)
+        self._file.read(stored.offset + start, data)
         self.nbytes_read += len(data)
         for own in _blocks(data):
             expected = self._digests[block * _DIGEST : (block + 1) * _DIGEST]
@@ -295,16 +346,14 @@ class DataFile:
                 yield str(error)
 
     def _read_header(self, info: FileInfo) -> None:
-        status = os.fstat(self._file.fileno())
-        self._check(stat.S_ISREG(status.st_mode), "is no file")
-        size = status.st_size
+        size = self._file.nbytes
         self._check(size == info.nbytes, f"has {size} bytes, {info.nbytes} were written")
         length = memoryview(bytearray(8))
-        self._read(0, length)
+        self._file.read(0, length)
         end = 8 + int.from_bytes(length, "little")
         self._check(end <= size, "has a damaged header")
         header = memoryview(bytearray(end))
-        self._read(0, header)
+        self._file.read(0, header)
         self._check(
             digest_of(bytes(header)) == info.digest, "has a damaged header, or is another file"
         )
@@ -319,18 +368,9 @@ class DataFile:
             self._stored[name] = _Stored(kind, end + start, stop - start, first)
             first += num_blocks(stop - start)
 
-    def _read(self, offset: int, into: memoryview) -> None:
-        while into:
-            try:
-                count = os.preadv(self._file.fileno(), [into], offset)
-            except OSError as error:
-                self._fail(f"cannot be read at byte {offset} ({error})")
-            self._check(count > 0, f"ends at byte {offset}")
-            offset, into = offset + count, into[count:]
-
     def _check(self, is_right: bool, otherwise: str) -> None:
         if not is_right:
             self._fail(otherwise)
 
     def _fail(self, problem: str) -> None:
-        raise CheckpointError(f"{self.path}: {problem}")
+        raise CheckpointError(f"{self._file.name}: {problem}")

@@ -16,15 +16,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Placement
 
-from fullshard.checkpoint.datafile import DataFile
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, Part
+from fullshard.checkpoint.datafile import DataFile, LocalFile
+from fullshard.checkpoint.manifest import MANIFEST, FileInfo, Manifest, Part, digest_in
 from fullshard.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
@@ -180,8 +180,36 @@ def faults(path: str | os.PathLike[str]) -> Iterator[str]:
             yield f"{one}: no file of this checkpoint"
 
 
-def damage(path: Path, *, first: int = 0, every: int = 1) -> Iterator[str]:
-    """Yield why a checkpoint cannot be loaded; of the data files only read some.
+def damage(path: Path) -> Iterator[str]:
+    """Yield why the checkpoint in folder ``path`` cannot be loaded; reads all of it."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    expected = _expected(manifest)
+    for info in manifest.files:
+        yield from _wrong(path, info, expected)
+
+
+class Looked(NamedTuple):
+    """The result of reading some data files of a checkpoint.
+
+    Attributes:
+        digest: of the manifest; empty if it cannot be read.
+        total: number of the data files.
+        intact: the ranks of those that were read and are intact.
+        problem: what was wrong first; empty if nothing was.
+    """
+
+    digest: str
+    total: int
+    intact: list[int]
+    problem: str
+
+
+def look(path: Path, *, first: int, every: int) -> Looked:
+    """Read data files of a checkpoint, and compare them with what was written.
 
     Args:
         path: its folder.
@@ -191,33 +219,93 @@ def damage(path: Path, *, first: int = 0, every: int = 1) -> Iterator[str]:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        yield str(error)
-        return
+        return Looked("", 0, [], str(error))
+    expected = _expected(manifest)
+    intact, problem = [], ""
+    for info in manifest.files[first::every]:
+        wrong = next(_wrong(path, info, expected), "")
+        problem = problem or wrong
+        if not wrong:
+            intact.append(info.rank)
+    return Looked(digest_in((path / MANIFEST).read_bytes()), len(manifest.files), intact, problem)
+
+
+def _expected(manifest: Manifest) -> dict[str, dict[str, Part]]:
+    """Return the parts of tensors that each data file has."""
     expected: dict[str, dict[str, Part]] = {file.name: {} for file in manifest.files}
     for name in manifest.names():
         for part in manifest.parts(name):
             expected[part.file.name][name] = part
-    for info in manifest.files[first::every]:
-        try:
-            file = DataFile(path, info)
-        except CheckpointError as error:
-            yield str(error)
-            continue
-        with file:
-            yield from file.verify(expected[info.name])
+    return expected
 
 
-def numbered(root: Path) -> list[Path]:
+def _wrong(path: Path, info: FileInfo, expected: Mapping[str, Mapping[str, Part]]) -> Iterator[str]:
+    """Yield what is wrong with a data file."""
+    try:
+        file = DataFile(LocalFile(path / info.name), info)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    with file:
+        yield from file.verify(expected[info.name])
+
+
+def in_folder(path: Path) -> Callable[[FileInfo], LocalFile]:
+    """Return what opens the data files in folder ``path``."""
+    return lambda info: LocalFile(path / info.name)
+
+
+def present(path: Path, manifest: Manifest) -> list[int]:
+    """Return the ranks whose data files are in folder ``path``, in the size that was written."""
+    found = []
+    for info in manifest.files:
+        with suppress(OSError):
+            if (path / info.name).stat().st_size == info.nbytes:
+                found.append(info.rank)
+    return found
+
+
+class Numbered(NamedTuple):
+    """A folder ``step-...``, complete or not.
+
+    Attributes:
+        time: when its checkpoint was written, or the folder if it has no manifest.
+        name: of the folder.
+        digest: of the manifest; empty if it cannot be read.
+    """
+
+    time: float
+    name: str
+    digest: str
+
+
+def numbered(root: Path) -> list[Numbered]:
     """Return the folders ``step-...`` in ``root``, complete or not, in the order of saving."""
     found = (one for one in _folders(root) if _NUMBERED.fullmatch(one.name))
-    return sorted((one for one in found if one.is_dir() and not one.is_symlink()), key=_time)
+    return sorted(_numbered(one) for one in found if one.is_dir() and not one.is_symlink())
 
 
-def _time(path: Path) -> float:
+def contained(root: Path) -> list[tuple[float, int, str, int, list[int]]]:
+    """Return what is in ``root`` of which checkpoints.
+
+    Returns:
+        For each time, step, digest of the manifest, number of files, and the ranks of those here.
+    """
+    found = []
+    for one in numbered(root):
+        with suppress(CheckpointError, OSError):
+            manifest = read_manifest(root / one.name)
+            files = len(manifest.files), present(root / one.name, manifest)
+            found.append((one.time, manifest.step, one.digest, *files))
+    return found
+
+
+def _numbered(path: Path) -> Numbered:
     try:
-        return read_manifest(path).time
-    except CheckpointError:
-        return path.stat().st_mtime
+        text = (path / MANIFEST).read_bytes()
+        return Numbered(Manifest.from_json(text).time, path.name, digest_in(text))
+    except (CheckpointError, OSError):
+        return Numbered(path.stat().st_mtime, path.name, "")
 
 
 def _complete(path: Path) -> CheckpointInfo | None:
@@ -277,9 +365,9 @@ def refuse_name(path: Path) -> None:
         )
 
 
-def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
+def commit(unfinished: Path, path: Path, manifest: bytes) -> None:
     """Make a checkpoint of the flushed data files in ``unfinished``; it appears at once or not."""
-    write_flushed(unfinished / MANIFEST, manifest.to_json())
+    write_flushed(unfinished / MANIFEST, manifest)
     flush_folder(unfinished)
     unfinished.rename(path)
     flush_folder(path.parent)

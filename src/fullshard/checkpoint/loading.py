@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.checkpoint import datafile
-from fullshard.checkpoint.folders import CheckpointInfo, described, read_manifest
-from fullshard.checkpoint.manifest import Manifest
+from fullshard.checkpoint.datafile import Bytes
+from fullshard.checkpoint.folders import CheckpointInfo, described, in_folder, read_manifest
+from fullshard.checkpoint.manifest import FileInfo, Manifest
 from fullshard.checkpoint.model import load_sharded_state_dict
 from fullshard.checkpoint.optimizer import optim_state_to_load
 from fullshard.checkpoint.pending import settle
@@ -57,21 +58,37 @@ def load(
         All ranks raise the same, and nothing was changed.
     """
     settle()
-    return load_described(Path(path), model, optimizer, strict=strict).extra
-
-
-def load_described(
-    path: Path, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
-) -> CheckpointInfo:
-    """Load a checkpoint as ``load`` does and return its description."""
+    path = Path(path)
     council = Council(f"load {path}")
+    return load_from(council, in_folder(path), path, model, optimizer, strict=strict).extra
+
+
+def load_from(
+    council: Council,
+    opened: Callable[[FileInfo], Bytes],
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    strict: bool,
+    manifest: Manifest | None = None,
+) -> CheckpointInfo:
+    """Load a checkpoint as ``load`` does and return its description.
+
+    Args:
+        council: of all ranks.
+        opened: opens the data files.
+        path: the checkpoint's folder.
+        model, optimizer, strict: as for ``load``.
+        manifest: of the checkpoint, the same on all ranks; None: each reads that in the folder.
+    """
     found: list[Any] = []
 
     def prepare() -> list[str]:
-        manifest = read_manifest(path)
-        target = Target(manifest, model, optimizer, strict=strict)
-        reader = Reader(path, manifest, target.wanted, rank=council.rank, world=council.world)
-        found.extend((target, reader, described(path, manifest)))
+        own = read_manifest(path) if manifest is None else manifest
+        target = Target(own, model, optimizer, strict=strict)
+        reader = Reader(opened, own, target.wanted, rank=council.rank, world=council.world)
+        found.extend((target, reader, described(path, own)))
         return reader.to_exchange()
 
     exchanged = council.agree(prepare, _union)
@@ -82,7 +99,7 @@ def load_described(
         with reader:
             reader.read(exchanged, kept)
         for wanted in target.again:
-            with Reader(path, reader.manifest, wanted) as alone:
+            with Reader(opened, reader.manifest, wanted) as alone:
                 alone.read([])
         target.convert(optimizer)
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fullshard.checkpoint import datafile
-from fullshard.checkpoint.datafile import BLOCK_NBYTES, DataFile
-from fullshard.checkpoint.manifest import Manifest, Part
+from fullshard.checkpoint.datafile import BLOCK_NBYTES, Bytes, DataFile
+from fullshard.checkpoint.manifest import FileInfo, Manifest, Part
 from fullshard.comm.mesh import all_gather_bytes
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Overlap, Region
@@ -59,20 +58,26 @@ class _Run(NamedTuple):
 class Reader:
     """Fills the memory of ``wanted``; a context that closes files.
 
+    Args:
+        opened: opens a data file of the checkpoint.
+        manifest: of the checkpoint.
+        wanted: what this rank needs, by the names of tensors.
+        rank, world: of those who read together.
+
     Attributes:
         nbytes_read: bytes of tensors read from files so far.
     """
 
     def __init__(
         self,
-        folder: Path,
+        opened: Callable[[FileInfo], Bytes],
         manifest: Manifest,
         wanted: Mapping[str, Wanted],
         *,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self._folder = folder
+        self._opened = opened
         self.manifest = manifest
         self._wanted = wanted
         self._rank = rank
@@ -166,7 +171,7 @@ class Reader:
         info = run.part.file
         file = self._files.get(info.name)
         if file is None:
-            file = self._files[info.name] = DataFile(self._folder, info)
+            file = self._files[info.name] = DataFile(self._opened(info), info)
         file.check(run.name, datafile.dtype_of(run.part.dtype), run.part.shape)
         for start in range(0, run.nbytes, _CHUNK_NBYTES):
             file.read(run.name, run.start + start, into[start : start + _CHUNK_NBYTES])

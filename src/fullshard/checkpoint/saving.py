@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fullshard._version import __version__
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.folders import UNFINISHED, commit, make_folder, refuse_name
+from fullshard.checkpoint.machines import Machines, copy_files
 from fullshard.checkpoint.manifest import (
     Contents,
     FileInfo,
@@ -80,7 +81,23 @@ def save(
     settle()
     path = Path(path)
     how = How(mode, budget_nbytes, CopyMemory(budget_nbytes))
-    return begin(Council(f"save to {path}"), path, model, optimizer, extra, step=step, how=how)
+    council = Council(f"save to {path}")
+    where = Where(path, Machines.sharing(council))
+    return begin(council, where, model, optimizer, extra, step=step, how=how)
+
+
+class Where(NamedTuple):
+    """The place of a new checkpoint.
+
+    Attributes:
+        path: its folder, on each of the ``machines``.
+        machines: of the ranks.
+        copies: how many machines have each file.
+    """
+
+    path: Path
+    machines: Machines
+    copies: int = 1
 
 
 class How(NamedTuple):
@@ -105,7 +122,7 @@ class How(NamedTuple):
 
 def begin(
     council: Council,
-    path: Path,
+    where: Where,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Any,
@@ -115,7 +132,7 @@ def begin(
     after: Callable[[], None] | None = None,
 ) -> PendingSave:
     """Do the work of ``save``, and ``after`` it what else belongs to it, by ``council`` alone."""
-    saving, pending = _Saving(path, council, step), PendingSave(path)
+    saving, pending = _Saving(where, council, step), PendingSave(where.path)
     is_sync = how.mode == "sync"
 
     def collect() -> dict[str, Any]:
@@ -125,18 +142,22 @@ def begin(
         return said
 
     try:
-        unfinished = Path(council.agree(collect, saving.begin))
+        unfinished = where.path.with_name(council.agree(collect, saving.begin))
     except BaseException:
         pending.let_go()
         raise
 
+    def remove() -> None:
+        if where.machines.is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
     def rest() -> None:
         pace = None if is_sync else Pace(_SHARE, council.limit_s / 4)
-        council.agree(
-            lambda: saving.write(unfinished, pace),
-            lambda said: saving.finish(unfinished, said),
-            undo=lambda: shutil.rmtree(unfinished, ignore_errors=True),
-        )
+        try:
+            saving.write_all(unfinished, pace, undo=remove)
+        except BaseException:
+            remove()
+            raise
         if after is not None:
             after()
 
@@ -150,8 +171,8 @@ def begin(
 class _Saving:
     """The parts of ``save``: what each rank does, and what the first one decides then."""
 
-    def __init__(self, path: Path, council: Council, step: int) -> None:
-        self._path = path
+    def __init__(self, where: Where, council: Council, step: int) -> None:
+        self._where = where
         self._council = council
         self._extra: Any = None
         self._step = step
@@ -181,12 +202,13 @@ class _Saving:
                     f"{apart[0]} of rank {rank} differs from rank 0's; give all ranks the same, "
                     "and what differs by rank under the rank's number"
                 )
-        refuse_name(self._path)
-        if self._path.exists():
+        path = self._where.path
+        refuse_name(path)
+        if path.exists():
             raise ConfigError("there is something at this path; a checkpoint needs a new one")
-        name = f"{UNFINISHED}{self._path.name}-{uuid.uuid4().hex[:8]}"
-        make_folder(self._path.with_name(name))
-        return str(self._path.with_name(name))
+        name = f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}"
+        make_folder(path.with_name(name))
+        return name
 
     def _writing(self, optimizer: Optimizer | None, how: How) -> Writing:
         """Return the writing of this rank's parts."""
@@ -198,14 +220,40 @@ class _Saving:
         state = [] if optimizer is None else _tensors(optimizer.state.values())
         return Writing(parts, params, state, waits=waits, memory=how.memory)
 
-    def write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
+    def write_all(self, unfinished: Path, pace: Pace | None, undo: Callable[[], None]) -> None:
+        """Write the files, give copies to other machines, and then the folders their names."""
+        council, (path, machines, copies) = self._council, self._where
+
+        def describe(said: list[dict[str, Any]]) -> str | None:
+            manifest = self._described(said).to_json()
+            if machines.total > 1:
+                return manifest.decode()
+            commit(unfinished, path, manifest)
+            return None
+
+        told = council.agree(lambda: self._write(unfinished, pace), describe, undo)
+        if told is None:
+            return
+        manifest = told.encode()
+        files = Manifest.from_json(manifest).files
+        copy_files(council, machines, copies, unfinished, files)
+
+        def end() -> None:
+            if machines.is_first:
+                commit(unfinished, path, manifest)
+
+        council.agree(end, undo=undo)
+
+    def _write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
+        if self._where.machines.own:
+            unfinished.mkdir(exist_ok=True)  # the first rank has made that of its machine
         name = f"rank-{self._council.rank:05d}.safetensors"
         nbytes, digest = self.writing.run(unfinished / name, pace)
         key = shared(self._council, self.found)
         return {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
 
-    def finish(self, unfinished: Path, said: list[dict[str, Any]]) -> None:
-        """Write the manifest and give the folder its name."""
+    def _described(self, said: list[dict[str, Any]]) -> Manifest:
+        """Return the manifest for what all ranks have written."""
         contents, numbers = merged(self._council, [one["contents"] for one in said])
         manifest = Manifest(
             step=self._step,
@@ -219,7 +267,7 @@ class _Saving:
             extra=self._extra,
         )
         manifest.check()
-        commit(unfinished, self._path, manifest)
+        return manifest
 
 
 def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:

@@ -254,7 +254,7 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> Non
     ways = [] if found is None else found.ways.values()
     part = operator.attrgetter("exchanges" if waiting[1] == "exchange" else "gathers")
     if group is not None and (
-        waiting[1] == "broadcast" or any(isinstance(part(one), Native) for one in ways)
+        waiting[1] in ("broadcast", "sum") or any(isinstance(part(one), Native) for one in ways)
     ):
         _torch.break_off(group)
 

@@ -92,6 +92,8 @@ class Ledger:
         self.job = _job()
         self.era = now()
         self.num_issued = 0
+        self.num_ended = 0
+        """How many had been issued when the last step of training ended well."""
         self.entries: deque[Entry] = deque(maxlen=KEPT)
         self.waiting: Entry | None = None
         """What this process waits for at the moment."""
@@ -108,7 +110,7 @@ class Ledger:
         if unsettled and settle is not None:
             settle()
         if self.era is not _era:
-            self.era, self.num_issued = _era, 0
+            self.era, self.num_issued, self.num_ended = _era, 0, 0
             self.entries.clear()
         entry = (self.num_issued, kind, label, nbytes)
         self.num_issued += 1
@@ -188,6 +190,13 @@ def ledgers() -> list[Ledger]:
     job = _job()
     with _lock:
         return [ledger for ledger in _ledgers.values() if ledger.job == job]
+
+
+def end_step() -> None:
+    """Take note, on the ledgers of all groups, that a step of training ended well."""
+    for ledger in ledgers():
+        if ledger.era is _era:
+            ledger.num_ended = ledger.num_issued
 
 
 def _job() -> weakref.ref[dist.ProcessGroup] | None:

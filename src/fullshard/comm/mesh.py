@@ -17,7 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard import _torch
 from fullshard.comm.c10d import C10d, default_transport, ways_of
 from fullshard.comm.ledger import ledger_of
-from fullshard.comm.protocol import Alone, Collectives, Pending, Splits, Together
+from fullshard.comm.protocol import (
+    Alone,
+    Collectives,
+    Done,
+    Label,
+    Pending,
+    Splits,
+    Together,
+)
 from fullshard.errors import ConfigError
 
 _BROADCAST_NBYTES = 256 << 20  # approximate; the concatenated tensors take that much memory
@@ -132,16 +140,37 @@ def served_by(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
-    """Replace a few ``values`` by their maximum or sum over the ranks of ``group``.
+    """Replace ``values`` by their maximum or sum over the ranks of ``group``, equal in every bit.
 
-    ``values`` may be on a device that the group does not serve; a stand-in group serves every one.
+    A few are gathered by all ranks. ``values`` may be on a device that the group does not serve, as
+    those of offloaded gradients; a stand-in group serves every one.
+
+    Raises:
+        PeerError: another rank failed, so it cannot end.
     """
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    is_real = isinstance(group, dist.ProcessGroup)
-    there = values.to(served_by(group, values.device)) if is_real else values
-    dist.all_reduce(there, op, group=group)
-    if there is not values:  # for example offloaded gradients
-        values.copy_(there)
+    if not isinstance(group, dist.ProcessGroup):
+        dist.all_reduce(values, op, group=group)
+        return
+    there = values.to(served_by(group, values.device)).reshape(-1)
+    if there.numel() <= _FEW:
+        rows = there.new_empty(group.size(), there.numel())
+        wire = collectives_of_group(group, there.device.type).labelled(_FEW_LABEL)
+        wire.all_gather([rows.view(-1)], [there]).wait()
+        there = rows.amax(0) if is_max else rows.sum(0)
+    else:
+
+        def start() -> Pending:
+            in_order = there.device.type != "cpu"
+            return _torch.all_reduce(group, there, op, in_order=in_order) or Done()
+
+        ledger_of(group).issue("sum", "", there.nbytes, start).wait()
+    if there.data_ptr() != values.data_ptr():
+        values.copy_(there.view(values.shape))
+
+
+_FEW = 1024
+_FEW_LABEL = Label("a few numbers, such as a norm")
 
 
 def all_gather_bytes(own: Tensor) -> Tensor:

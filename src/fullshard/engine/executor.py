@@ -16,7 +16,7 @@ from fullshard.engine.actor import Actor
 from fullshard.engine.autograd import Backward, Use
 from fullshard.engine.steps import watch_steps
 from fullshard.engine.unit import Unit, check_lent_alike
-from fullshard.errors import BusyError, PeerError, ProtocolError
+from fullshard.errors import BusyError, PeerError, ProtocolError, TornStepError
 from fullshard.schedule import (
     IN_USE,
     Event,
@@ -175,8 +175,10 @@ class Engine(Actor):
         """Pass ``trigger`` to the scheduler, then carry out its actions."""
         if self._lanes is not None:
             self._lanes.see()
-        if type(trigger) is when.TaskDied and self.scheduler.backward_of is not None:
-            self._step.left(f"in the backward of {_named(self.units[self.scheduler.backward_of])}")
+        if type(trigger) is when.TaskDied:
+            last = self.scheduler.backward_of
+            place = "a backward" if last is None else f"the backward of {_named(self.units[last])}"
+            self._step.left(f"in {place}")
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
@@ -188,7 +190,8 @@ class Engine(Actor):
                 if type(trigger) is when.Reset:
                     self._step.is_open = False
                 elif not self.scheduler.in_backward:
-                    self._end_step(failed=type(trigger) is when.TaskDied)
+                    failed = type(trigger) is when.TaskDied
+                    self._end_step(failed=failed, trained=not failed)
             if was_open and type(trigger) is when.TaskEnd:
                 self._step.era.check()  # the others drop this step, and raise
         elif actions:
@@ -293,9 +296,11 @@ class Engine(Actor):
             self._drop_step()
         self._step.begin()
 
-    def _end_step(self, error: BaseException | None = None, *, failed: bool) -> None:
+    def _end_step(
+        self, error: BaseException | None = None, *, failed: bool, trained: bool = False
+    ) -> None:
         """End the step; without gradients, if other ranks cannot go on with it either."""
-        self._step.end(error, failed=failed)
+        self._step.end(error, failed=failed, trained=trained)
         if self._step.was_dropped:
             self._drop_step()
 
@@ -303,7 +308,11 @@ class Engine(Actor):
         """Drop all gradients and begin anew, as all ranks do after a fault on one of them."""
         try:
             self.trigger(when.Reset())
-        except (PeerError, ProtocolError) as error:  # what was in flight will never end
+        except (
+            PeerError,
+            ProtocolError,
+            TornStepError,
+        ) as error:  # what was in flight will never end
             log.debug("after a fault: %s", error)
         self.forget_asked()
         for unit in self.units:

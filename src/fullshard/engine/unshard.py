@@ -120,6 +120,7 @@ class Unsharded:
 
         With ``keep_memory`` the buffer is not freed, and the next gather writes to the same place.
         """
+        self._in_flight = None  # of a step that a fault ended: it will never end
         if self._buffer is None:
             return
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)

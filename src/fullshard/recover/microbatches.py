@@ -149,8 +149,10 @@ class Microbatches:
             try:
                 attempt = self._attempt(compute, batch)
                 repeats = self._must_repeat(attempt)
-            finally:
+            except BaseException:
                 self._step.end(failed=False)
+                raise
+            self._step.end(failed=False, trained=not repeats)
             if not repeats:
                 break
             del attempt

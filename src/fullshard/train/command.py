@@ -58,6 +58,7 @@ def train_command(
     checkpoint_activations: flags.CheckpointActivations = _DEFAULT.checkpoint_activations,
     seed: flags.Seed = _DEFAULT.seed,
     save_every: flags.SaveEvery = _DEFAULT.save_every,
+    memory_every: flags.MemoryEvery = _DEFAULT.memory_every,
     eval_every: flags.EvalEvery = _DEFAULT.eval_every,
     hardware: flags.Hardware = _DEFAULT.hardware,
     trace: flags.Trace = _DEFAULT.trace,

@@ -140,6 +140,7 @@ class TrainConfig:
     checkpoint_activations: bool = False
     seed: int = 0
     save_every: int = 100
+    memory_every: int | None = None
     eval_every: int = 100
     eval_sequences: int = 256
     hardware: str | None = None
@@ -150,8 +151,11 @@ class TrainConfig:
         counts = "nproc steps batch seq accumulate replicas save_every eval_every"
         for name in counts.split():
             _at_least(name, getattr(self, name), 1)
-        if self.min_workers is not None:
-            _at_least("min_workers", self.min_workers, 1)
+        for name in ("min_workers", "memory_every"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.memory_every is not None and not Path("/dev/shm").is_dir():
+            raise ConfigError("--memory-every needs /dev/shm, a folder in memory, as Linux has it")
         _at_least("max_skipped", self.max_skipped, 0)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)

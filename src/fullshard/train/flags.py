@@ -98,6 +98,10 @@ CheckpointActivations = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of weights and data order.")]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
+MemoryEvery = Annotated[
+    int | None,
+    typer.Option(help="Steps between checkpoints in memory, with a copy on another machine."),
+]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.")]
 Hardware = Annotated[
     str | None,

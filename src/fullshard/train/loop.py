@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fullshard
-from fullshard.checkpoint import Checkpointer, load_weights
+from fullshard.checkpoint import load_weights
 from fullshard.errors import ConfigError, NonFiniteError
 from fullshard.optim import StepGuard
 
@@ -37,7 +37,8 @@ from .optimizer import build_optimizer, set_learning_rate
 from .progress import Reporter
 from .quantized import conversions, quantize_linears
 from .rows import Packed
-from .rundir import RunDir, check_continues, describe
+from .rundir import RunDir, check_continues, describe, origin_of
+from .saves import Saves
 from .stopping import Stopping, stopping
 from .world import Rows, World
 
@@ -46,7 +47,6 @@ _LAYOUTS = {
     LayoutName.RAGGED: fullshard.Ragged(),
 }
 _DTYPES = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16}
-_COPIES_NBYTES = 1 << 30  # of host memory, for what a step would overwrite before it is written
 
 
 class Trained(NamedTuple):
@@ -69,6 +69,8 @@ def train(
     """
     run = RunDir(Path(config.out))
     trainer = Trainer(config, text, world)
+    if not config.resume:
+        trainer.saves.forget(world)
     first = trainer.resume(run) if config.resume else 0
     with (
         Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
@@ -89,15 +91,16 @@ def train(
             started = trainer.start(step)
             if last is not None:
                 tell(last)
-            is_due = trainer.checkpointer.is_due(step) or step == config.last_step
+            is_due = trainer.saves.is_due(step) or step == config.last_step
             last = started
             if is_due or trainer.stopping.is_agreed or started.evaluates or started.rows.is_here:
                 tell(started)
                 last = None
             if is_due or trainer.stopping.is_agreed:
-                trainer.save(step)
+                trainer.save(step, is_last=step == config.last_step)
             reached(step)
-        trainer.checkpointer.wait()
+        trainer.saves.wait()
+        trainer.saves.forget(world)
     return Trained(trainer.model, step)
 
 
@@ -205,12 +208,7 @@ class Trainer:
         self.microbatches = fullshard.Microbatches(
             self.model, parts=config.accumulate, sums=True, reduces_each=False
         )
-        self.checkpointer = Checkpointer(
-            RunDir(Path(config.out)).checkpoints,
-            every=config.save_every,
-            mode="async",
-            budget_nbytes=_COPIES_NBYTES,
-        )
+        self.saves = Saves(config)
         self.feed = Feed.of(config, text, world.size)
         self.evaluation = Evaluation(self.model, config, text, world)
         self.origin = describe(
@@ -234,7 +232,7 @@ class Trainer:
         try:
             self.guard.step(loss)
         except NonFiniteError as error:
-            self.checkpointer.wait()
+            self.saves.wait()
             raise ConfigError(f"step {step}: {error}; --lr is {config.lr}") from error
         self.optimizer.zero_grad()
         rows = self.world.rows_later(
@@ -319,17 +317,18 @@ class Trainer:
                 "cannot be packed; it ignores position_ids that begin anew"
             )
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, is_last: bool) -> None:
         """Begin to write the checkpoint of ``step``, and wait for the one before."""
         origin = replace(self.origin, step=step)
-        self.checkpointer.save(self.model, self.optimizer, asdict(origin), step=step)
+        ends = is_last or self.stopping.is_agreed
+        self.saves.save(self.model, self.optimizer, origin, on_disk=ends)
 
     def resume(self, run: RunDir) -> int:
         """Load the newest intact checkpoint, drop later metrics, and return its step."""
-        loaded = self.checkpointer.load(self.model, self.optimizer)
+        loaded = self.saves.load(self.model, self.optimizer)
         if loaded is None:
             raise ConfigError(f"{run.checkpoints}: no intact checkpoint; leave --resume out")
-        check_continues(self.config, self.origin, loaded.path)
+        check_continues(self.config, self.origin, loaded.path, origin_of(loaded))
         if self.world.is_first:
             drop_after(run.metrics, loaded.step)
         return loaded.step

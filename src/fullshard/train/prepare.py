@@ -14,7 +14,7 @@ from .data import TokenizedText
 from .planned import tell_plan
 from .quantized import check_bitsandbytes
 from .rows import Packed, Rows
-from .rundir import RunDir, check_continues, describe
+from .rundir import RunDir, check_continues, describe, read_origin
 from .runlock import RunLock
 
 
@@ -50,7 +50,8 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         ours = describe(
             config, architecture.description(), text_key=text.key, num_workers=num_workers
         )
-        info = check_continues(config, ours, newest)
+        info = read_origin(newest)
+        check_continues(config, ours, newest, info)
         if info.sequences_per_step != ours.sequences_per_step:
             print(
                 f"fullshard: note: {newest} was trained on {info.sequences_per_step} sequences a "

@@ -12,12 +12,14 @@ runs/default/
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import inspect, latest
+from fullshard.checkpoint import CheckpointInfo, inspect, latest
 from fullshard.errors import CheckpointError, ConfigError
 
 from .config import TrainConfig
@@ -54,6 +56,12 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Path of the folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def memory(self) -> Path:
+        """Path of the folder of checkpoints in this machine's memory; named after the run's."""
+        digest = hashlib.blake2b(str(self.path.absolute()).encode(), digest_size=8).hexdigest()
+        return Path("/dev/shm", f"fullshard-{os.geteuid()}-{digest}")
 
     @property
     def picture(self) -> Path:
@@ -107,18 +115,26 @@ def describe(
 def read_origin(checkpoint: Path) -> Origin:
     """Return the facts of a checkpoint; raise ``ConfigError`` if it has none."""
     try:
-        return Origin(**inspect(checkpoint).extra)
-    except (CheckpointError, TypeError) as error:
+        return origin_of(inspect(checkpoint))
+    except CheckpointError as error:
         raise ConfigError(f"{checkpoint}: not a checkpoint of fullshard train ({error})") from error
 
 
-def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path) -> Origin:
-    """Return the checkpoint's facts, after checking that a run with ``ours`` can continue it.
+def origin_of(checkpoint: CheckpointInfo) -> Origin:
+    """Return the facts of a checkpoint; raise ``ConfigError`` if it has none."""
+    try:
+        return Origin(**checkpoint.extra)
+    except TypeError as error:
+        what = f"not a checkpoint of fullshard train ({error})"
+        raise ConfigError(f"{checkpoint.path}: {what}") from error
+
+
+def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path, info: Origin) -> None:
+    """Check that a run with ``ours`` can continue ``checkpoint``, whose facts are ``info``.
 
     Raises:
         ConfigError: the checkpoint has another model or other text, or has reached the last step.
     """
-    info = read_origin(checkpoint)
     if info.model != ours.model:
         raise ConfigError(
             f"{checkpoint} holds another model than --model {config.model} "
@@ -135,7 +151,6 @@ def check_continues(config: TrainConfig, ours: Origin, checkpoint: Path) -> Orig
             f"{checkpoint} is at step {info.step} already: a greater {limit} than "
             f"{config.last_step} goes on"
         )
-    return info
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:

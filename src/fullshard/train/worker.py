@@ -39,6 +39,7 @@ from .progress import plain_console
 from .rundir import RunDir
 from .runlock import RunLock
 from .sample import sample
+from .saves import Saves
 from .world import World, is_first_here, join_world, speaks
 
 Result = TypeVar("Result")
@@ -86,8 +87,7 @@ def _live(config: TrainConfig, world: World, life: fullshard.Life) -> None:
     world = dataclasses.replace(world, rank=life.rank, size=life.world)
     if life.number:
         run = RunDir(Path(config.out))
-        has_saved = world.is_first and run.newest_checkpoint() is not None
-        resumes = bool(world.rows(has_saved)[0].any())
+        resumes = bool(Saves(config).steps())
         if world.is_first and not resumes:
             drop_after(run.metrics, 0)
         fits = world.size % config.replicas == 0
@@ -98,10 +98,8 @@ def _live(config: TrainConfig, world: World, life: fullshard.Life) -> None:
 
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:
     """Resume what was saved before torchrun started workers again, as the first worker sees it."""
-    has_saved = False
-    if world.is_first and world.has_prepared:
-        has_saved = RunDir(Path(config.out)).newest_checkpoint() is not None
-    resumes = config.resume or bool(world.rows(has_saved)[0].any())
+    began = bool(world.rows(world.is_first and bool(world.has_prepared))[0].any())
+    resumes = config.resume or (began and bool(Saves(config).steps()))
     return dataclasses.replace(config, resume=resumes)
 
 

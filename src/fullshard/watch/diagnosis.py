@@ -24,6 +24,8 @@ class Kind(enum.Enum):
     """Ranks run different collectives, or wait for each other."""
     FAILED = "failed"
     """A step or the program of a rank was ended by an exception."""
+    TORN = "torn"
+    """A rank failed in a step that others had ended by then."""
     LOST = "lost"
     """The process of a rank has ended."""
 
@@ -41,7 +43,7 @@ class Diagnosis(NamedTuple):
     @property
     def is_fault(self) -> bool:
         """True if the step under way cannot end."""
-        return self.kind in (Kind.APART, Kind.FAILED, Kind.LOST)
+        return self.kind in (Kind.APART, Kind.FAILED, Kind.TORN, Kind.LOST)
 
 
 NOTHING = Diagnosis(Kind.NOTHING, (), "")
@@ -77,11 +79,15 @@ def diagnose(
     found = (
         _lost(said, absent, waits)
         or _apart(said)
+        or _torn(said, patience_s)
         or _failed(said, waits, patience_s)
         or _late(said, absent, waits, patience_s)
         or NOTHING
     )
-    return found._replace(behind=tuple(_behind(said))) if found.is_fault else found
+    if not found.is_fault:
+        return found
+    between = _between(said) if found.kind is Kind.TORN else _behind(said)
+    return found._replace(behind=tuple(between))
 
 
 def _waits(said: Mapping[int, Statement]) -> Iterator[_Wait]:
@@ -123,6 +129,47 @@ def _failed(
             return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
+
+
+def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:
+    """Find ranks whose step ended by an exception after the last collective, so others ended it.
+
+    Who then waits before the next step begins, such as for a norm to clip by, has not stepped its
+    weights yet, and drops the step.
+    """
+    failed: dict[int, Statement] = {}
+    ended: dict[int, Statement] = {}
+    for rank, statement in said.items():
+        those = _ended_it(said, statement) if statement.failure else {}
+        if those:
+            failed[rank] = statement
+            ended |= those
+    if not failed:
+        return None
+    if not any(one.is_open for one in ended.values()):
+        if any(group.waiting is not None for one in ended.values() for group in one.groups):
+            return None
+        if all(one.failed_s < patience_s for one in failed.values()):
+            return UNDECIDED
+    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
+    text += (
+        f", in a step that {_some(sorted(ended))} had ended by then: only some ranks have its "
+        "gradients. Go back to a checkpoint"
+    )
+    return Diagnosis(Kind.TORN, tuple(failed), text)
+
+
+def _ended_it(said: Mapping[int, Statement], failed: Statement) -> dict[int, Statement]:
+    """Return the ranks that ended well the step in which a rank ``failed``."""
+    found = {}
+    for group in failed.groups:
+        for rank in group.ranks if group.num_issued > group.num_ended else ():
+            one = said.get(rank)
+            if one is not None and not one.failure:
+                own = [its for its in one.groups if (its.name, its.ranks) == group[:2]]
+                if any(its.num_ended >= group.num_issued for its in own):
+                    found[rank] = one
+    return found
 
 
 def _apart(said: Mapping[int, Statement]) -> Diagnosis | None:
@@ -208,6 +255,14 @@ def _behind(said: Mapping[int, Statement]) -> Iterator[int]:
         one = said[rank]
         waits = any(group.waiting is not None for group in one.groups)
         if not (waits or any(_is_ahead(one, other) for other in inside.values())):
+            yield rank
+
+
+def _between(said: Mapping[int, Statement]) -> Iterator[int]:
+    """Find ranks that are in no step, and wait for nothing, in the same job as those who failed."""
+    for rank in sorted(_connected(said, [r for r, one in said.items() if one.failure])):
+        one = said[rank]
+        if not (one.is_open or any(group.waiting is not None for group in one.groups)):
             yield rank
 
 

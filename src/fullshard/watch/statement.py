@@ -36,6 +36,8 @@ class Group(NamedTuple):
     waiting: int | None
     """The number of what the rank waits for."""
     waited_s: float
+    num_ended: int = 0
+    """How many had been issued when the last step of training ended well."""
 
     @property
     def newest(self) -> Issued | None:

@@ -45,7 +45,8 @@ class Step:
         """Begin a step, or another forward of it.
 
         Raises:
-            PeerError, ProtocolError, LostRankError: the other ranks have dropped this step.
+            PeerError, ProtocolError, LostRankError, TornStepError: the other ranks have dropped
+                this step.
         """
         self.place = ""
         if self.is_open:
@@ -68,9 +69,19 @@ class Step:
         """Take note of where an exception leaves the step; the innermost place comes first."""
         self.place = self.place or place
 
-    def end(self, error: BaseException | None = None, *, failed: bool) -> None:
-        """End the step; ``failed``: by an exception, which is ``error`` if that is known."""
-        self.is_open = False
+    def end(
+        self, error: BaseException | None = None, *, failed: bool, trained: bool = False
+    ) -> None:
+        """End the step.
+
+        Args:
+            error: the exception that ended it, if known.
+            failed: an exception did.
+            trained: it ended well, with gradients.
+        """
+        was_open, self.is_open = self.is_open, False
+        if trained and was_open and not any(step.is_open for step in steps()):
+            ledger.end_step()
         if failed and not self.was_dropped:
             what = "an exception" if error is None else described(error)
             self.failure = Failure(f"{what}, {self.place}", time.monotonic())

@@ -27,7 +27,7 @@ import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.ledger import Ledger, end_era, ledgers, now
 from fullshard.comm.pulse import PULSE_S, begin_pulse, patience_s
-from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError
+from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
 from fullshard.watch.statement import Group, Issued, Statement
@@ -253,6 +253,7 @@ def _group(ledger: Ledger) -> Group:
         tuple(Issued(*entry) for entry in tuple(ledger.entries)) if current else (),
         None if waiting is None or not current else waiting[0],
         time.monotonic() - ledger.waiting_since_s if waiting is not None else 0.0,
+        ledger.num_ended if current else 0,
     )
 
 
@@ -262,6 +263,8 @@ def error_of(found: Diagnosis) -> FullshardError:
         return ProtocolError(found.text)
     if found.kind is Kind.LOST:
         return LostRankError(found.text)
+    if found.kind is Kind.TORN:
+        return TornStepError(found.text)
     return PeerError(found.text)
 
 

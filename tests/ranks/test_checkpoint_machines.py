@@ -1,0 +1,323 @@
+"""Checkpoints in folders that machines have for themselves, with copies on others.
+
+Ranks of different ``MACHINES`` see different folders here, as machines do.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard import checkpoint
+from fullshard.checkpoint import Checkpointer, machines, peers
+from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.errors import CheckpointError, ConfigError
+from tests.ranks.models import noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_checkpoint_files import built, everything, same
+
+NAME = "step-{:06d}"
+
+
+def trained(way: str, steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = built(way, 1)
+    for number in range(steps):
+        model(noise(4, 192, seed=number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def files(root: Path, step: int) -> list[int]:
+    """Return the ranks whose files a machine has."""
+    found = (root / NAME.format(step)).glob("rank-*.safetensors")
+    return sorted(int(one.stem.removeprefix("rank-")) for one in found)
+
+
+def saves(
+    way: str, roots: Sequence[Path], copies: int, steps: Sequence[int] = (2,), mode: str = "sync"
+) -> list[list[int]]:
+    """Train and save, with one of ``roots`` for each rank; return whose files are on its machine.
+
+    The whole state goes to a file beside the first one.
+    """
+    root = roots[dist.get_rank()]
+    checkpointer = Checkpointer(root, copies=copies, keep=1, mode=mode)
+    for step in steps:
+        model, optimizer = trained(way, step)
+        checkpointer.save(model, optimizer, {"step": step}, step=step)
+        checkpointer.wait()
+    whole = everything(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(whole, roots[0].parent / "whole.pt")
+    assert not list(root.glob(".unfinished*"))
+    return [files(root, step) for step in steps]
+
+
+def loads(way: str, roots: Sequence[Path], whole: Path, step: int) -> bool:
+    """Load on other machines or another number of ranks; compare with what was saved."""
+    model, optimizer = built(way, 5)
+    loaded = Checkpointer(roots[dist.get_rank()], copies=2).load(model, optimizer)
+    assert loaded is not None
+    assert (loaded.step, loaded.extra) == (step, {"step": step})
+    return same(everything(model, optimizer), torch.load(whole))
+
+
+def folders(root: Path, machine_of_ranks: str) -> list[Path]:
+    return [root / f"machine-{one}" for one in machine_of_ranks]
+
+
+PLACED = [
+    ("001", 2, [[0, 1, 2], [0, 1, 2]]),
+    ("0112", 2, [[0, 3], [0, 1, 2], [1, 2, 3]]),
+    ("0123", 3, [[0, 2, 3], [0, 1, 3], [0, 1, 2], [1, 2, 3]]),
+    ("0011", 9, [[0, 1, 2, 3], [0, 1, 2, 3]]),  # as many as there are
+    ("00", 2, [[0, 1]]),
+    ("01", 1, [[0], [1]]),
+]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("of_ranks", "copies", "expected"), PLACED)
+def test_each_machine_has_its_files_and_those_of_the_ones_before(
+    pool: RankPool, tmp_path: Path, of_ranks: str, copies: int, expected: list[list[int]], mode: str
+) -> None:
+    roots = folders(tmp_path, of_ranks)
+    said = pool.run(len(of_ranks), saves, "ragged", roots, copies, (2,), mode)
+    assert [one[0] for one in said] == [expected[int(machine)] for machine in of_ranks]
+
+
+LOST = [
+    ("0011", "1", "00"),  # a machine is lost
+    ("0011", "0", "111"),  # the first one, and there are more ranks
+    ("0123", "2", "013"),
+    ("0123", "02", "13"),  # two, not beside each other
+    ("0011", "1", "0022"),  # another one takes its place
+    ("012", "1", "210"),  # the same, in another order, and one of them lost its memory
+    ("01", "", "0"),  # the machine is there, and its rank is not
+]
+
+
+@pytest.mark.parametrize("ways", ["rows ragged", "ragged flat", "hsdp rows", "one flat hsdp"])
+@pytest.mark.parametrize(("before", "lost", "after"), LOST)
+def test_what_is_left_is_enough(
+    pool: RankPool, tmp_path: Path, before: str, lost: str, after: str, ways: str
+) -> None:
+    saved, loaded = ways.split() if ways.count(" ") == 1 else ("one flat", "hsdp")
+    pool.run(len(before), saves, saved, folders(tmp_path, before), 2, (1, 2))
+    for one in lost:
+        shutil.rmtree(tmp_path / f"machine-{one}")
+    whole = tmp_path / "whole.pt"
+    assert all(pool.run(len(after), loads, loaded, folders(tmp_path, after), whole, 2))
+
+
+def finds_nothing(roots: Sequence[Path]) -> str:
+    model, optimizer = built("rows", 5)
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(roots[dist.get_rank()], copies=2).load(model, optimizer)
+    assert same(everything(model, optimizer), before)
+    return str(caught.value).partition(": ")[2]
+
+
+def test_a_file_that_is_nowhere_is_named_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(4, saves, "rows", folders(tmp_path, "0123"), 2)
+    for one in "12":  # neighbours: the files of rank 1 are gone
+        shutil.rmtree(tmp_path / f"machine-{one}")
+    (said,) = {*pool.run(2, finds_nothing, folders(tmp_path, "03"))}
+    assert "rank-00001.safetensors is on no machine that is left" in said
+
+
+def test_an_older_one_is_taken_if_the_newest_is_not_complete(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    roots = folders(tmp_path, "0011")
+    for step in (1, 2):
+        pool.run(4, saves, "rows", roots, 2, (step,))
+        if step == 1:
+            shutil.copytree(tmp_path / "machine-0", tmp_path / "before")
+            shutil.copy(tmp_path / "whole.pt", tmp_path / "whole-1.pt")
+    for root in (tmp_path / "machine-0", tmp_path / "machine-1"):
+        (root / NAME.format(2) / "rank-00003.safetensors").unlink()
+    shutil.copytree(tmp_path / "before" / NAME.format(1), tmp_path / "machine-0" / NAME.format(1))
+    assert all(pool.run(4, loads, "rows", roots, tmp_path / "whole-1.pt", 1))
+
+
+def saves_again(roots: Sequence[Path], step: int) -> list[str]:
+    """Save a step of which only some machines have a checkpoint; return what is there then."""
+    root = roots[dist.get_rank()]
+    model, optimizer = trained("rows", step)
+    Checkpointer(root, copies=2, keep=1).save(model, optimizer, {"step": step}, step=step)
+    whole = everything(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(whole, roots[0].parent / "whole.pt")
+    return sorted(one.name for one in root.glob("*step*"))
+
+
+def test_a_step_that_some_machines_had_is_saved_again_and_never_mixed(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    roots = folders(tmp_path, "0011")
+    pool.run(4, saves, "ragged", roots, 1, (3,))
+    shutil.rmtree(tmp_path / "machine-1")
+    said = pool.run(4, saves_again, roots, 3)
+    assert said == [[NAME.format(3)]] * 4
+    assert files(tmp_path / "machine-0", 3) == [0, 1, 2, 3]
+    # One that was written by others, under the same name, is not looked at.
+    pool.run(3, saves, "rows", folders(tmp_path / "other", "000"), 2, (3,))
+    foreign = tmp_path / "machine-2" / NAME.format(3)
+    shutil.copytree(tmp_path / "other/machine-0" / NAME.format(3), foreign)
+    (foreign / "rank-00001.safetensors").unlink()
+    pair = folders(tmp_path, "12")
+    assert all(pool.run(2, loads, "ragged", pair, tmp_path / "whole.pt", 3))
+
+
+def fails(roots: Sequence[Path], where: str) -> str:
+    root = roots[dist.get_rank()]
+    model, optimizer = trained("rows", 1)
+    checkpointer = Checkpointer(root, copies=2)
+    checkpointer.save(model, optimizer, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 3 and where == "copying":
+            patch.setattr(machines, "copy", raises_full)
+        if dist.get_rank() == 2 and where == "renaming":
+            patch.setattr("fullshard.checkpoint.saving.commit", raises_full)
+        if dist.get_rank() == 2 and where == "serving":
+            patch.setattr(machines, "Server", raises_full)
+        if dist.get_rank() == 2 and where == "sending":
+            patch.setattr(socket.socket, "sendfile", raises_full)
+        if dist.get_rank() == 3 and where == "writing":
+            patch.setattr("fullshard.checkpoint.writing.Writing.run", raises_full)
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.save(model, optimizer, step=2)
+    dist.barrier()  # the first rank of each machine removes what is there
+    left = sorted(one.name for one in root.iterdir() if not one.name.startswith(".machine"))
+    half = ["latest", NAME.format(1), NAME.format(2)] if where == "renaming" else []
+    assert left in (["latest", NAME.format(1)], half), left
+    model(noise(4, 192, seed=0)).sum().backward()  # training goes on
+    loaded = Checkpointer(root, copies=2).load(*built("rows", 3))
+    assert loaded is not None
+    checkpointer.save(model, optimizer, step=3)
+    return str(caught.value).partition(": ")[2]  # without the path, which is this machine's
+
+
+def raises_full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["writing", "serving", "copying", "renaming"])
+def test_a_machine_that_cannot_write_fails_all_and_leaves_nothing(
+    pool: RankPool, tmp_path: Path, where: str
+) -> None:
+    (said,) = {*pool.run(4, fails, folders(tmp_path, "0011"), where)}
+    assert "No space left" in said
+    assert f"rank {3 if where in ('writing', 'copying') else 2}: " in said
+
+
+def test_a_machine_that_does_not_send_is_named(pool: RankPool, tmp_path: Path) -> None:
+    (said,) = {*pool.run(4, fails, folders(tmp_path, "0011"), "sending")}
+    assert "rank-00002.safetensors of machine 1: the machine that has it does not send" in said
+
+
+def takes_the_newest(roots: Sequence[Path], disk: Path) -> list[int]:
+    """Save to memory and to a disk in turns; return the steps that are loaded."""
+    memory = Checkpointer(roots[dist.get_rank()], every=2, keep=1, copies=2)
+    seldom = Checkpointer(disk, every=5)
+    steps = []
+
+    def load() -> None:
+        loaded = checkpoint.load_newest([memory, seldom], *built("ragged", 5))
+        steps.append(loaded.step if loaded else 0)
+
+    load()
+    model, optimizer = trained("rows", 1)
+    for step in range(1, 7):
+        for one in (seldom, memory):
+            if one.is_due(step):
+                one.save(model, optimizer, step=step)
+                break
+        load()
+    if dist.get_rank() == 0:
+        for one in roots[0].parent.glob("machine-*/step-*/rank-00000.safetensors"):
+            one.unlink()
+    dist.barrier()
+    load()
+    return steps
+
+
+def test_the_newest_of_memory_and_disk_is_loaded(
+    pool: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    roots = folders(tmp_path, "0011")
+    expected = [0, 0, 2, 2, 4, 5, 6, 5]
+    assert pool.run(4, takes_the_newest, roots, tmp_path / "disk") == [expected] * 4
+
+
+@pytest.mark.parametrize("copies", [0, -1, True, 1.5])
+def test_copies_are_a_number(tmp_path: Path, copies: Any) -> None:
+    with pytest.raises(ConfigError, match="copies="):
+        Checkpointer(tmp_path, copies=copies)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Any:
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    (tmp_path / "secret").write_bytes(b"secret")
+    with peers.Server(tmp_path, ["a"]) as one:
+        yield one
+
+
+def asked(server: peers.Server, key: str, *request: int) -> bytes:
+    """Return what a stranger gets who sends a request."""
+    packed, port, _ = server.address.split()
+    with peers.dial(bytes.fromhex(packed), int(port)) as connection:
+        connection.settimeout(5)
+        connection.sendall(peers._REQUEST.pack(bytes.fromhex(key), *request))
+        found = b""
+        while part := connection.recv(1000):
+            found += part
+        return found
+
+
+def test_files_are_sent_to_who_shows_the_key_alone(server: peers.Server) -> None:
+    *_, key = server.address.split()
+    one = peers.PeerFile(server.address, 0, "a", 100)
+    data = bytearray(10)
+    one.read(20, memoryview(data))
+    assert bytes(data) == bytes(range(20, 30))
+    one.close()
+    assert asked(server, "00" * 32, 0, 0, 10) == b""
+    assert asked(server, key[:-2] + ("00" if key[-2:] != "00" else "11"), 0, 0, 10) == b""
+    for number in (-1, 1, 1 << 40):  # no file but those that are offered
+        assert asked(server, key, number, 0, 6) == b""
+    for offset, nbytes in [(-1, 5), (0, -5), (0, 0)]:
+        assert asked(server, key, 0, offset, nbytes) == b""
+    assert asked(server, key, 0, 95, 10) == bytes(range(95, 100))  # and then it hangs up
+
+
+def test_nobody_is_served_any_longer_when_the_block_ends(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(10))
+    with peers.Server(tmp_path, ["a"]) as one:
+        early = peers.PeerFile(one.address, 0, "a", 10)
+        early.read(0, memoryview(bytearray(10)))
+    for file in (early, peers.PeerFile(one.address, 0, "a", 10)):
+        with pytest.raises(CheckpointError, match="does not send byte 0"):
+            file.read(0, memoryview(bytearray(10)))
+        file.close()
+
+
+def test_a_folder_of_a_machine_that_is_damaged_says_so(tmp_path: Path) -> None:
+    model, optimizer = built("plain", 1)
+    Checkpointer(tmp_path, copies=1).save(model, optimizer, step=1)
+    (tmp_path / NAME.format(1) / MANIFEST).write_text("{}")
+    with pytest.raises(CheckpointError, match="its manifest is on no machine"):
+        Checkpointer(tmp_path, copies=1).load(model, optimizer)
