@@ -34,8 +34,8 @@ from fullshard.checkpoint.outgoing import (
 )
 from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.stored import INDEX, SINGLE, pretrained
+from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
-from fullshard.comm.mesh import all_to_all_bytes
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.sharded import ShardedModule
 

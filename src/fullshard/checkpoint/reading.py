@@ -19,7 +19,7 @@ from torch import Tensor
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.datafile import BLOCK_NBYTES, Bytes, DataFile
 from fullshard.checkpoint.manifest import FileInfo, Manifest, Part
-from fullshard.comm.mesh import all_gather_bytes
+from fullshard.comm.blocking import all_gather_bytes
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Overlap, Region
 

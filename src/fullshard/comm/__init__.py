@@ -7,6 +7,17 @@ functions of ``torch.distributed``. With gloo, data travels through shared memor
 
 from __future__ import annotations
 
+from fullshard.comm.blocking import (
+    all_reduce,
+    all_same,
+    all_to_all,
+    broadcast_from_first,
+    broadcast_object_from_first,
+    broadcast_pieces,
+    broadcast_together,
+    gather_objects,
+    gather_uneven,
+)
 from fullshard.comm.c10d import C10d
 from fullshard.comm.codecs import ENCODED, Blocks, Cast, Codec, round_trip
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
@@ -15,13 +26,6 @@ from fullshard.comm.encoded import Encoded, encoded
 from fullshard.comm.hooked import HookedCopies, HookedShards, Settled
 from fullshard.comm.mesh import (
     Wire,
-    all_reduce,
-    all_same,
-    all_to_all,
-    broadcast_from_first,
-    broadcast_object_from_first,
-    broadcast_pieces,
-    broadcast_together,
     choose_wire,
     collectives_of,
     collectives_of_group,
@@ -30,8 +34,6 @@ from fullshard.comm.mesh import (
     default_mesh,
     device_types_of,
     flattened,
-    gather_objects,
-    gather_uneven,
     mesh_of_dim,
     mesh_of_group,
     mesh_of_groups,

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import _torch, errors
-from fullshard.comm.mesh import all_gather_bytes
+from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.pulse import PATIENCE, PULSE_S, Sign, begin_pulse, last_sign, silence_s
 from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
 

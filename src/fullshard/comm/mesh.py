@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
-from fullshard.comm.c10d import C10d, default_transport, ways_of
-from fullshard.comm.ledger import ledger_of
+from fullshard.comm.c10d import C10d
 from fullshard.comm.protocol import (
     Alone,
     Collectives,
-    Done,
-    Label,
-    Pending,
-    Splits,
-    Together,
 )
 from fullshard.errors import ConfigError
-
-_BROADCAST_NBYTES = 256 << 20  # approximate; the concatenated tensors take that much memory
 
 Wire = Callable[[dist.ProcessGroup, str], Collectives]
 """A function that makes the collectives for a process group and a device type."""
@@ -137,197 +127,6 @@ def served_by(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> None:
-    """Replace ``values`` by their maximum or sum over the ranks of ``group``, equal in every bit.
-
-    A few are gathered by all ranks. ``values`` may be on a device that the group does not serve, as
-    those of offloaded gradients; a stand-in group serves every one.
-
-    Raises:
-        PeerError: another rank failed, so it cannot end.
-    """
-    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    if not isinstance(group, dist.ProcessGroup):
-        dist.all_reduce(values, op, group=group)
-        return
-    there = values.to(served_by(group, values.device)).reshape(-1)
-    if there.numel() <= _FEW:
-        rows = there.new_empty(group.size(), there.numel())
-        wire = collectives_of_group(group, there.device.type).labelled(_FEW_LABEL)
-        wire.all_gather([rows.view(-1)], [there]).wait()
-        there = rows.amax(0) if is_max else rows.sum(0)
-    else:
-
-        def start() -> Pending:
-            in_order = there.device.type != "cpu"
-            return _torch.all_reduce(group, there, op, in_order=in_order) or Done()
-
-        ledger_of(group).issue("sum", "", there.nbytes, start).wait()
-    if there.data_ptr() != values.data_ptr():
-        values.copy_(there.view(values.shape))
-
-
-_FEW = 1024
-_FEW_LABEL = Label("a few numbers, such as a norm")
-
-
-def all_gather_bytes(own: Tensor) -> Tensor:
-    """Return the bytes of all ranks of the default group, one row each, on the CPU.
-
-    ``own`` is flat, on the CPU, and has the same size on all ranks.
-    """
-    group, device = _default_group()
-    gathered = torch.empty(group.size(), len(own), dtype=torch.uint8, device=device)
-    dist.all_gather([*gathered], own.to(device), group=group)
-    return gathered.cpu()
-
-
-def all_to_all(
-    sent: Tensor,
-    lengths: Sequence[int],
-    sizes: Sequence[int],
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Send bytes to each rank of ``group``; return what each sent to this one, in rank order.
-
-    Args:
-        sent: flat bytes: what goes to the first rank, then to the second, and so on. They may be on
-            a device that the group does not serve, as those of offloaded parameters.
-        lengths: how many of them go to each rank.
-        sizes: how many bytes each rank sends to this one.
-        group: the ranks.
-
-    Raises:
-        PeerError: another rank failed, so the exchange cannot end.
-    """
-    there = served_by(group, sent.device)
-    given = torch.empty(sum(sizes), dtype=torch.uint8, device=there)
-
-    def start() -> Pending:
-        way = ways_of(group, default_transport(group, there.type), device_type=there.type)
-        return way.exchanges.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
-
-    # 0 bytes: ranks send differently many, and their ledgers must be alike.
-    ledger_of(group).issue("exchange", "", 0, start).wait()
-    return given.to(sent.device)
-
-
-def all_to_all_bytes(
-    sent: Tensor, lengths: Sequence[int], into: Tensor, sizes: Sequence[int]
-) -> list[Tensor]:
-    """Send bytes to each rank of the default group; return what each sent to this one.
-
-    Args:
-        sent: flat bytes on the CPU: what goes to the first rank, then to the second, and so on.
-        lengths: how many of them go to each rank.
-        into: overwritten with what comes, in the same order, on the CPU; may be ``sent`` if there
-            is one rank.
-        sizes: how many bytes each rank sends to this one.
-
-    Returns:
-        Views of ``into``, one for each rank.
-    """
-    if len(lengths) > 1:
-        group, device = _default_group()
-        given = into.to(device)
-        dist.all_to_all_single(given, sent.to(device), [*sizes], [*lengths], group=group)
-        if given is not into:
-            into.copy_(given)
-    return list(into.split([*sizes]))
-
-
-def _default_group() -> tuple[dist.ProcessGroup, torch.device]:
-    """Return the default group and a device whose tensors it sends, the CPU if it can."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group, served_by(group, torch.device("cpu"))
-
-
-def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the first rank of ``group``, many in one broadcast."""
-    alike: dict[tuple[torch.dtype, torch.device, int], list[Tensor]] = {}
-    sent = 0
-    for tensor in tensors:
-        if tensor.numel():
-            key = (tensor.dtype, tensor.device, sent // _BROADCAST_NBYTES)
-            alike.setdefault(key, []).append(tensor)
-            sent += tensor.nbytes
-    for those in alike.values():
-        joined = torch.cat([tensor.reshape(-1) for tensor in those])
-        dist.broadcast(joined.view(torch.uint8), group=group, group_src=0)
-        parts = joined.split([tensor.numel() for tensor in those])
-        for tensor, part in zip(those, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-
-def broadcast_from_first(values: Tensor, mesh: DeviceMesh) -> None:
-    """Overwrite contiguous ``values`` with the values on the first rank of ``mesh``."""
-    for dim in range(mesh.ndim):
-        collectives_of(mesh, dim).broadcast(values, 0).wait()
-
-
-def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the ``value`` of the first rank of ``mesh``; it is sent pickled."""
-    for dim in range(mesh.ndim):
-        box = [value]
-        dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
-        (value,) = box
-    return value
-
-
-def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return what each rank of ``group`` passed as ``own``, by rank; any small pickled values."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
-
-
-def all_same(value: bytes, mesh: DeviceMesh) -> bool:
-    """Return whether ``value``, a digest of larger data, is equal on all ranks of ``mesh``."""
-    same: bytes | None = value
-    for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        found: list[bytes | None] = [None] * group.size()
-        dist.all_gather_object(found, same, group=group)
-        same = value if all(one == value for one in found) else None
-    return same is not None
-
-
-def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
-    """Return the pieces of all ranks of ``wire``, concatenated in rank order.
-
-    ``piece`` is 1-D; ``lengths[r]`` is the number of elements of rank r's piece.
-
-    This is one all-gather of padded pieces. If padding would more than double the traffic, as for
-    a tensor that one of many ranks holds, it is one broadcast for each rank that holds elements.
-    """
-    total, longest = sum(lengths), max(lengths)
-    if piece.dtype is torch.bool:  # gloo does not carry bool
-        return gather_uneven(piece.view(torch.uint8), lengths, wire).view(torch.bool)
-    if longest * len(lengths) > 2 * total:
-        return broadcast_pieces(piece, lengths, wire)
-    source = piece.new_zeros(longest)
-    source[: len(piece)] = piece
-    gathered = piece.new_empty(len(lengths) * longest)
-    wire.all_gather([gathered], [source]).wait()
-    padded = gathered.view(len(lengths), longest).unbind()
-    return torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
-
-
-def broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> Tensor:
-    """Do the same as ``gather_uneven`` by one broadcast for each rank that holds elements.
-
-    Only the result is allocated. All broadcasts start at once; together they move what an
-    all-gather moves.
-    """
-    whole = piece.new_empty(sum(lengths))
-    parts = whole.split(list(lengths))
-    parts[wire.rank].copy_(piece)
-    started = [wire.broadcast(part, rank) for rank, part in enumerate(parts) if len(part)]
-    Together(started).wait()
-    return whole
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:

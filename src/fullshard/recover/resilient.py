@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard import watch
+from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import now
-from fullshard.comm.mesh import all_gather_bytes
 from fullshard.errors import ConfigError, LostRankError, PeerError
 from fullshard.recover.life import Life, Restart
 from fullshard.recover.vote import End, Next, Said, Verdict, Voter
