@@ -1,17 +1,13 @@
 """The thread of each process that asks where the others are, and answers when they ask.
 
 Ranks talk through the store of the default process group, beside all training groups. A rank that
-waits for longer than its patience, whose wait failed, or that was left by an exception, rings: it
-adds 1 to a counter, which every watcher reads a few times a second. Then all say where they are,
-the last one to do so, or the first to lose patience, judges by what was said, and all take note of
-the same judgement. Answers and judgements are kept by the number of the ring, so that none of an
-earlier job can be mistaken for one.
+waits for longer than its patience, whose wait failed, or that was left by an exception, asks for a
+round (``rounds``), in which all say where they are, and take note of the same judgement.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import threading
@@ -26,21 +22,17 @@ import torch.distributed as dist
 import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.ledger import Ledger, end_era, ledgers, now
-from fullshard.comm.pulse import PULSE_S, begin_pulse, patience_s
+from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
-from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis, Kind, diagnose
-from fullshard.watch.roll import Roll, ended_key
+from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
+from fullshard.watch.rounds import ANSWER_S, JUDGE_S, Rounds
 from fullshard.watch.statement import Group, Issued, Statement
 from fullshard.watch.step import Failure, forget_failures, judging, steps
 
 log = logging.getLogger("fullshard")
 
 _TICK_S = 0.25
-_ANSWER_S = 2.0  # how long a rank may take to answer
-_POLL_S = 0.005
-_JUDGE_S = 2 * PULSE_S + 1.0  # how long a judge may take
-ASK_S = _ANSWER_S + 2 * _JUDGE_S  # by then there is a judgement, or never
-_RINGS = "fullshard/rings"
+ASK_S = ANSWER_S + 2 * JUDGE_S  # by then there is a judgement, or never
 _DESTROYED = "has destroyed its process group"
 _FRAMES = 2  # of a stack
 
@@ -56,15 +48,11 @@ class Watcher:
         """What was found last."""
         self.fault = ""
         """The text of the last fault."""
-        self._store = _torch.own_store()
-        self._roll = Roll(self._store)
-        self._main = threading.main_thread().ident
+        self._rounds = Rounds(rank, world)
         self._told: tuple[float, int] = (0.0, 0)  # the wait that was asked about, and how often
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
-        self._is_over = self._has_left = False
-        self._store.delete_key(ended_key(rank))
-        self._heard = self._store.add(_RINGS, 0)
+        self._has_left = False
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
 
     def start(self) -> None:
@@ -74,11 +62,11 @@ class Watcher:
     @property
     def is_over(self) -> bool:
         """True if nothing is watched any more: this rank ends, or the store is gone."""
-        return self._is_over
+        return self._rounds.is_over
 
     def ask(self) -> None:
         """Ask where all ranks are, and return once all know it, or some seconds later."""
-        if self._is_over or threading.current_thread() is self._thread:
+        if self.is_over or threading.current_thread() is self._thread:
             return
         done = threading.Event()
         self._asks.append(done)
@@ -89,16 +77,16 @@ class Watcher:
         """Tell how this rank ends; nothing is watched any more."""
         if self._has_left:
             return
-        self._has_left = self._is_over = True
+        self._has_left = self._rounds.is_over = True
         self._wake.set()
         if threading.current_thread() is not self._thread:  # a finalizer may run in any
             self._thread.join(2 * _TICK_S)
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._store.set(ended_key(self.rank), how)
+            self._rounds.leave(how)
 
     def _run(self) -> None:
         try:
-            while not self._is_over and watcher() is self:
+            while not self.is_over and watcher() is self:
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
                 asks, self._asks = self._asks, []
@@ -110,23 +98,20 @@ class Watcher:
         except RuntimeError as error:  # of the store: who keeps it is gone
             log.debug("the watch is over: %s", error)
         finally:
-            self._is_over = True
+            self._rounds.is_over = True
             for done in self._asks:
                 done.set()
 
     def _ask_all(self) -> None:
         """Have a round that begins from now on; what was said before may be out of date."""
-        rung = self._store.add(_RINGS, 0)
+        rung = self._rounds.num_rung
         self._answer_all()
-        if self._heard <= rung:
-            self._store.set(_ring_key(self._store.add(_RINGS, 1)), "")
+        self._rounds.ring(after=rung)
 
     def _answer_all(self) -> None:
         """Take part in all rounds that have begun."""
-        # By looks only: file stores grow by whatever else is asked.
-        while not self._is_over and self._store.check([_ring_key(self._heard + 1)]):
-            self._heard += 1
-            self._take_part(self._heard)
+        while (number := self._rounds.next_begun()) is not None:
+            self._take_part(number)
 
     def _is_impatient(self) -> bool:
         """Return whether a wait is too long; asks again later and later about the same one."""
@@ -145,61 +130,13 @@ class Watcher:
         """Take part in round ``number``; every rank takes part in all, one after the other."""
         failures = [(step, step.failure) for step in steps()]
         with judging:
-            self._say(number)
-            found = self._judgement(number)
+            self._rounds.say(number, self._statement())
+            found = self._rounds.judgement(number)
             self._note(found)
         self.last = found  # not before: who reads it relies on the era having ended
         for step, failure in failures:
             if found.kind is not Kind.UNDECIDED and step.failure is failure:
                 step.failure = None  # all know
-
-    def _judgement(self, number: int) -> Diagnosis:
-        until_s, attempt = time.monotonic() + _ANSWER_S, 1
-        while not self._store.check([_judged_key(number)]):
-            if self._is_over:  # nobody judges any more
-                return UNDECIDED
-            if time.monotonic() > until_s:
-                self._judge(number, attempt)
-                until_s, attempt = time.monotonic() + _JUDGE_S, attempt + 1
-            time.sleep(_POLL_S * max(1, self.world // 64))
-        kind, ranks, text, behind, signs = json.loads(self._store.get(_judged_key(number)))
-        self._roll.saw(dict(signs))
-        return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind))
-
-    def _say(self, number: int) -> None:
-        self._store.set(_said_key(number, self.rank), self._statement().encoded())
-        if self._store.add(f"fullshard/said/{number}", 1) >= self.world - len(self._dead(number)):
-            self._judge(number, 0)
-
-    def _dead(self, number: int) -> list[int]:
-        """Return the ranks that ended, as far as this host knows, and have not answered."""
-        return [
-            rank
-            for rank in range(self.world)
-            if rank != self.rank
-            and not self._store.check([_said_key(number, rank)])
-            and self._roll.is_dead(rank)
-        ]
-
-    def _judge(self, number: int, attempt: int) -> None:
-        """Judge by what was said in round ``number``, unless another rank does.
-
-        A judge may end before it has judged; then there is another ``attempt``.
-        """
-        if self._is_over or self._store.add(f"fullshard/judges/{number}/{attempt}", 1) > 1:
-            return
-        said, silent = {}, []
-        for rank in range(self.world):
-            key = _said_key(number, rank)
-            if self._store.check([key]):
-                said[rank] = Statement.decoded(self._store.get(key).decode())
-            else:
-                silent.append(rank)
-        found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
-        signs = self._roll.signs(silent)
-        told = json.dumps([found.kind.value, *found[1:], [*signs.items()]])
-        if not self._store.check([_judged_key(number)]):
-            self._store.set(_judged_key(number), told)
 
     def _note(self, found: Diagnosis) -> None:
         """Tell the user what was found; if it is a fault, end what cannot end."""
@@ -224,7 +161,7 @@ class Watcher:
 
     def _stack(self) -> str:
         """Return where the main thread is: the innermost frames outside of PyTorch and us."""
-        frame = sys._current_frames().get(self._main or 0)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None:
             return ""
         frames = [one for one in traceback.extract_stack(frame) if not _is_inner(one.filename)]
@@ -266,18 +203,6 @@ def error_of(found: Diagnosis) -> FullshardError:
     if found.kind is Kind.TORN:
         return TornStepError(found.text)
     return PeerError(found.text)
-
-
-def _ring_key(number: int) -> str:
-    return f"fullshard/ring/{number}"
-
-
-def _said_key(number: int, rank: int) -> str:
-    return f"fullshard/said/{number}/{rank}"
-
-
-def _judged_key(number: int) -> str:
-    return f"fullshard/judged/{number}"
 
 
 _watchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Watcher] = weakref.WeakKeyDictionary()

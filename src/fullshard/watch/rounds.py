@@ -1,0 +1,128 @@
+"""The rounds in which ranks say where they are and judge by it, through the store.
+
+A rank rings: it adds 1 to a counter, which every watcher reads a few times a second. Then all say
+where they are, the last one to do so, or the first to lose patience, judges by what was said, and
+all take note of the same judgement. Answers and judgements are kept by the number of the ring, so
+that none of an earlier job can be mistaken for one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from fullshard import _torch
+from fullshard.comm.pulse import PULSE_S, patience_s
+from fullshard.watch.diagnosis import UNDECIDED, Diagnosis, Kind, diagnose
+from fullshard.watch.roll import Roll, ended_key
+from fullshard.watch.statement import Statement
+
+__all__ = ["ANSWER_S", "JUDGE_S", "Rounds"]
+
+ANSWER_S = 2.0
+"""How long a rank may take to answer."""
+JUDGE_S = 2 * PULSE_S + 1.0
+"""How long a judge may take."""
+_POLL_S = 0.005
+_RINGS = "fullshard/rings"
+
+
+class Rounds:
+    """The rounds of one job, as one of its ranks takes part in them.
+
+    Attributes:
+        is_over: True if this rank takes part no longer; set by who watches, from any thread.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self.is_over = False
+        self._store = _torch.own_store()
+        self._roll = Roll(self._store)
+        self._store.delete_key(ended_key(rank))
+        self._heard = self._store.add(_RINGS, 0)
+
+    @property
+    def num_rung(self) -> int:
+        """The number of rounds that were rung for so far."""
+        return int(self._store.add(_RINGS, 0))
+
+    def ring(self, *, after: int) -> None:
+        """Begin a round, unless this rank has taken part in one later than ``after``."""
+        if self._heard <= after:
+            self._store.set(_ring_key(self._store.add(_RINGS, 1)), "")
+
+    def next_begun(self) -> int | None:
+        """Return the number of a round to take part in, each once; None if none has begun."""
+        # By looks only: file stores grow by whatever else is asked.
+        if self.is_over or not self._store.check([_ring_key(self._heard + 1)]):
+            return None
+        self._heard += 1
+        return self._heard
+
+    def say(self, number: int, own: Statement) -> None:
+        """Say where this rank is; judge, if it is the last one to say so."""
+        self._store.set(_said_key(number, self._rank), own.encoded())
+        said = self._store.add(f"fullshard/said/{number}", 1)
+        if said >= self._world - len(self._dead(number)):
+            self._judge(number, 0)
+
+    def judgement(self, number: int) -> Diagnosis:
+        """Wait for the judgement of a round, and return it; judge, if nobody else does."""
+        until_s, attempt = time.monotonic() + ANSWER_S, 1
+        while not self._store.check([_judged_key(number)]):
+            if self.is_over:  # nobody judges any more
+                return UNDECIDED
+            if time.monotonic() > until_s:
+                self._judge(number, attempt)
+                until_s, attempt = time.monotonic() + JUDGE_S, attempt + 1
+            time.sleep(_POLL_S * max(1, self._world // 64))
+        kind, ranks, text, behind, signs = json.loads(self._store.get(_judged_key(number)))
+        self._roll.saw(dict(signs))
+        return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind))
+
+    def leave(self, how: str) -> None:
+        """Tell how this rank ends."""
+        self._store.set(ended_key(self._rank), how)
+
+    def _dead(self, number: int) -> list[int]:
+        """Return the ranks that ended, as far as this host knows, and have not answered."""
+        return [
+            rank
+            for rank in range(self._world)
+            if rank != self._rank
+            and not self._store.check([_said_key(number, rank)])
+            and self._roll.is_dead(rank)
+        ]
+
+    def _judge(self, number: int, attempt: int) -> None:
+        """Judge by what was said in round ``number``, unless another rank does.
+
+        A judge may end before it has judged; then there is another ``attempt``.
+        """
+        if self.is_over or self._store.add(f"fullshard/judges/{number}/{attempt}", 1) > 1:
+            return
+        said, silent = {}, []
+        for rank in range(self._world):
+            key = _said_key(number, rank)
+            if self._store.check([key]):
+                said[rank] = Statement.decoded(self._store.get(key).decode())
+            else:
+                silent.append(rank)
+        found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
+        signs = self._roll.signs(silent)
+        told = json.dumps([found.kind.value, *found[1:], [*signs.items()]])
+        if not self._store.check([_judged_key(number)]):
+            self._store.set(_judged_key(number), told)
+
+
+def _ring_key(number: int) -> str:
+    return f"fullshard/ring/{number}"
+
+
+def _said_key(number: int, rank: int) -> str:
+    return f"fullshard/said/{number}/{rank}"
+
+
+def _judged_key(number: int) -> str:
+    return f"fullshard/judged/{number}"
