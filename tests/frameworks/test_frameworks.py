@@ -25,7 +25,17 @@ from tests.frameworks.matrix import (
 EVERYWHERE = [entry for entry in entries() if entry.everywhere]
 
 
-@pytest.mark.parametrize("entry", EVERYWHERE, ids=lambda e: f"{e.program}-{e.face}")
+ALWAYS = ("transformers_trainer.py", "accelerate_alone.py")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(one, marks=[] if one.program in ALWAYS else pytest.mark.more)
+        for one in EVERYWHERE
+    ],
+    ids=lambda one: f"{one.program}-{one.face}",
+)
 def test_an_unedited_program_gives_what_it_gives_on_pytorchs_own(
     entry: Entry, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ class Learns(NamedTuple):
     says: str
 
 
+ALWAYS = ("minimal.py", "migrate_fsdp2.py")
 EACH = [
     Learns("minimal.py", 2.8, "blocks.1  Block           49,984  repeated block"),
     Learns("int8_gather.py", 0.9, "Int8Gathered sends 26% of its bytes"),
@@ -88,7 +89,13 @@ EACH = [
 ]
 
 
-@pytest.mark.parametrize("example", EACH, ids=lambda example: example.name)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(one, marks=[] if one.name in ALWAYS else pytest.mark.more, id=one.name)
+        for one in EACH
+    ],
+)
 def test_an_example_learns_on_two_processes(example: Learns, tmp_path: Path) -> None:
     if example.name == "transformers_model.py":
         pytest.importorskip("transformers")
@@ -106,6 +113,7 @@ def test_an_example_learns_without_a_launcher(tmp_path: Path) -> None:
     assert losses[-1] < 2.8 < losses[0]
 
 
+@pytest.mark.more
 def test_a_checkpoint_of_two_processes_goes_on_on_one(tmp_path: Path) -> None:
     program = str(EXAMPLES / "checkpoint.py")
     on_two = run(tmp_path, *TORCHRUN, program, "run").splitlines()
@@ -122,6 +130,7 @@ def test_a_checkpoint_of_two_processes_goes_on_on_one(tmp_path: Path) -> None:
     assert losses[3] < losses[2] < losses[0] / 10
 
 
+@pytest.mark.more
 def test_what_is_exported_is_what_was_averaged(tmp_path: Path) -> None:
     program = str(EXAMPLES / "export.py")
     for start in ((*TORCHRUN, program), (program,)):

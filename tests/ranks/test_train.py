@@ -149,6 +149,7 @@ def test_each_start_of_a_traced_run_has_a_report_beside_its_plan(
         assert shards == plan["rest"]["parameters"]
 
 
+@pytest.mark.more
 def test_a_traced_run_that_fails_has_a_report_of_what_it_did(
     shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_run_goes_on_in_another_layout_and_on_another_mesh(
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.more
 def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     shell: Shell, whole: Outcome
 ) -> None:
@@ -194,9 +196,8 @@ def test_a_killed_worker_ends_the_job_and_the_run_resumes_exactly(
     assert_same_run(shell, "whole", "killed")
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.more)]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_and_the_run_resumes_exactly(
     shell: Shell, whole: Outcome, number: signal.Signals
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_signal_saves_and_ends_and_the_run_resumes_exactly(
     assert_same_run(shell, "whole", name)
 
 
+@pytest.mark.more
 def test_torchrun_restarts_a_run_where_it_saved(shell: Shell, whole: Outcome) -> None:
     program = list(torchrun(2))
     program.insert(2, "--max-restarts=1")
@@ -279,6 +281,7 @@ def test_a_refusal_under_torchrun_is_told_once(shell: Shell) -> None:
     assert not (shell.folder / "refused").exists()
 
 
+@pytest.mark.more
 def test_a_second_job_in_the_folder_is_refused_by_all_its_workers(shell: Shell) -> None:
     out = shell.folder / "held"
     out.mkdir()

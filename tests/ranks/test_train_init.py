@@ -212,6 +212,7 @@ def test_what_cannot_work_is_refused_before_any_worker_starts(shell: Shell, tmp_
     refused("there is no .*safetensors in it")
 
 
+@pytest.mark.more
 def test_the_command_fine_tunes_and_goes_on(shell: Shell, tmp_path: Path) -> None:
     written(shell.folder, "llama")
     options = "--data text --steps 6 --batch 2 --seq 32 --lr 0.003 --save-every 3".split()

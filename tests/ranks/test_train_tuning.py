@@ -336,6 +336,7 @@ def test_the_command_tunes_on_chats_and_exports(tmp_path: Path) -> None:
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= written
 
 
+@pytest.mark.more
 def test_the_example_tunes_what_it_made(tmp_path: Path) -> None:
     options = "--steps 8 --seq 64 --batch 2".split()
     command = [sys.executable, str(EXAMPLES / "finetune.py"), *options]

@@ -19,6 +19,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     return Shell.with_a_little_text(tmp_path_factory.mktemp("train"))
 
 
+@pytest.mark.more
 def test_errors_are_in_the_metrics_of_steps_with_an_evaluation(shell: Shell) -> None:
     wire = "gather=int8,reduce=bf16"
     stopped = shell.train("--out", "run", *OPTIONS.split(), "--wire", wire, "--stop-after", "3")

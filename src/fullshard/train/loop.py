@@ -97,7 +97,8 @@ def train(
                 tell(started)
                 last = None
             if is_due or trainer.stopping.is_agreed:
-                trainer.save(step, is_last=step == config.last_step)
+                ends = step == config.last_step or trainer.stopping.is_agreed
+                trainer.save(step, on_disk=ends)
             reached(step)
         trainer.saves.wait()
         trainer.saves.forget(world)
@@ -317,11 +318,13 @@ class Trainer:
                 "cannot be packed; it ignores position_ids that begin anew"
             )
 
-    def save(self, step: int, *, is_last: bool) -> None:
-        """Begin to write the checkpoint of ``step``, and wait for the one before."""
+    def save(self, step: int, *, on_disk: bool = True) -> None:
+        """Begin to write the checkpoint of ``step``, and wait for the one before.
+
+        If it need not be ``on_disk``, it may be in memory alone.
+        """
         origin = replace(self.origin, step=step)
-        ends = is_last or self.stopping.is_agreed
-        self.saves.save(self.model, self.optimizer, origin, on_disk=ends)
+        self.saves.save(self.model, self.optimizer, origin, on_disk=on_disk)
 
     def resume(self, run: RunDir) -> int:
         """Load the newest intact checkpoint, drop later metrics, and return its step."""
