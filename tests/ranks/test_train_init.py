@@ -107,7 +107,7 @@ def losses(config: TrainConfig, *, until: int) -> tuple[list[float], float]:
     first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(until)
-    trainer.checkpointer.wait()
+    trainer.saves.wait()
     return [record.loss for record in records], trainer.evaluation.bits_per_byte()
 
 

@@ -94,7 +94,7 @@ def losses(config: TrainConfig, *, until: int) -> list[float]:
     first = trainer.resume(run) if config.resume else 0
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(until)
-    trainer.checkpointer.wait()
+    trainer.saves.wait()
     return [record.loss for record in records]
 
 

@@ -83,7 +83,7 @@ def tuned(config: TrainConfig, until: int, folder: str | None) -> tuple[list[flo
     first = trainer.resume(RunDir(Path(config.out))) if config.resume else 0
     records = [trainer.record(trainer.start(step)) for step in range(first + 1, until + 1)]
     trainer.save(until)
-    trainer.checkpointer.wait()
+    trainer.saves.wait()
     evaluated = trainer.evaluation.bits_per_byte()
     if folder is not None:
         export(trainer.model, config, text, world, Path(folder))
