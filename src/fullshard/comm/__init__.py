@@ -31,6 +31,7 @@ from fullshard.comm.mesh import (
     device_types_of,
     flattened,
     gather_objects,
+    gather_over,
     gather_uneven,
     mesh_of_dim,
     mesh_of_group,
