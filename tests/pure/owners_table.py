@@ -74,6 +74,7 @@ class Row(NamedTuple):
         dealt: the same, if matrices of one shape are dealt in turn, in rounds of one matrix a rank,
             and gradients and updates travel.
         dealt_balance: the balance of that.
+        grouped, grouped_balance: the same for the way of microsoft/dion, see ``_grouped``.
     """
 
     balance: float
@@ -82,6 +83,8 @@ class Row(NamedTuple):
     everywhere: int
     dealt: int
     dealt_balance: float
+    grouped: int
+    grouped_balance: float
 
 
 def rows_of(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -121,6 +124,7 @@ def row(model: str, num_ranks: int) -> Row:
     total = sum(param.numel for param in params)
     mean = sum(costs) / num_ranks
     dealt, padded = _dealt(params, num_ranks)
+    grouped, exchanged = _grouped(params, num_ranks)
     return Row(
         balance=max(load) / mean,
         bound=max(costs) / mean,
@@ -128,6 +132,8 @@ def row(model: str, num_ranks: int) -> Row:
         everywhere=NBYTES * total * (num_ranks - 1) // num_ranks,
         dealt=2 * NBYTES * padded * (num_ranks - 1) // num_ranks**2,
         dealt_balance=max(dealt) / mean,
+        grouped=2 * 2 * exchanged * (num_ranks - 1) // num_ranks**2,
+        grouped_balance=max(grouped) / mean,
     )
 
 
@@ -149,17 +155,47 @@ def _dealt(params: list[Parameter], num_ranks: int) -> tuple[list[float], int]:
     return load, padded
 
 
+def _grouped(params: list[Parameter], num_ranks: int) -> tuple[list[float], int]:
+    """Deal matrices as microsoft/dion's Muon does on FSDP2, which cuts dim 0 in equal chunks.
+
+    All ranks send their shards, in bf16, of the matrices of one shape to the ranks that step these,
+    with matrices of zeros up to a multiple of the number of ranks, each matrix with rows of zeros
+    up to one; updates go back in the same way. Each rank steps the experts of its own chunk of a
+    stack, and sends nothing of them. Returns the cost of each rank, and elements with padding.
+    """
+    counts: dict[Shape, int] = {}
+    load, padded = [0.0] * num_ranks, 0
+    for param in params:
+        if param.is_stack:
+            for rank in range(num_ranks):
+                own = chunk_of(param.shape[0], num_ranks, rank)
+                load[rank] += newton_schulz_flops(param.shape[1:]) * (own.stop - own.start)
+        else:
+            counts[param.shape] = counts.get(param.shape, 0) + 1
+    for shape, count in counts.items():
+        in_a_row = -(-count // num_ranks)  # those of a rank follow each other
+        for rank in range(num_ranks):
+            own = max(min(count - rank * in_a_row, in_a_row), 0)
+            load[rank] += newton_schulz_flops(shape) * own
+        rows = -(-shape[0] // num_ranks) * num_ranks
+        padded += in_a_row * num_ranks * rows * math.prod(shape[1:])
+    return load, padded
+
+
 def table() -> str:
     """Return the table as Markdown."""
     lines = [
-        "| model | ranks | cost max / mean | one matrix / mean | dealt | GB | everywhere | dealt |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| model | ranks | cost max / mean | one matrix / mean | dealt | dion | GB | everywhere "
+        "| dealt | dion |",
+        f"| --- |{' ---: |' * 9}",
     ]
     for model in MODELS:
         for num_ranks in RANKS:
             one = row(model, num_ranks)
-            sizes = " | ".join(f"{n / 1e9:.2f}" for n in (one.sent, one.everywhere, one.dealt))
-            costs = f"{one.balance:.3f} | {one.bound:.3f} | {one.dealt_balance:.2f}"
+            sent = (one.sent, one.everywhere, one.dealt, one.grouped)
+            sizes = " | ".join(f"{n / 1e9:.2f}" for n in sent)
+            costs = f"{one.balance:.3f} | {one.bound:.3f}"
+            costs += f" | {one.dealt_balance:.2f} | {one.grouped_balance:.2f}"
             lines.append(f"| {model} | {num_ranks} | {costs} | {sizes} |")
     return "\n".join(lines)
 

@@ -78,6 +78,39 @@ def test_microbatches_that_reduce_once() -> None:
     assert once.peak.held.get("whole_gradients", 0) >= 3 * 64 * 64 * 4
 
 
+INT8 = fullshard.WirePolicy(gather="int8", reduce="int8")
+
+
+def test_what_travels_encoded_is_counted_in_bytes_and_held_meanwhile() -> None:
+    """A rank has 1,024 elements of a layer: a byte for each, and 16 scales of four bytes."""
+    plain, found = of_layers(), of_layers(wire=INT8)
+    encoded = 1024 + 16 * 4
+    assert received(found)["shard", "all_gather"] == (8, 8 * 3 * encoded)
+    assert ("shard", "reduce_scatter_mean") not in received(found)
+    with_flags = -(-(encoded + 8 * 4) // 16) * 16
+    assert received(found)["shard", "all_to_all"] == (4, 4 * 3 * with_flags)
+    held = [moment.held.get("encoded", 0) for moment in found.memory]
+    assert max(held) == 5 * encoded and "encoded" not in found.rest  # its own part, and all parts
+    assert not any("encoded" in moment.held for moment in plain.memory)
+    kept = [[unit.activation_nbytes for unit in one.units] for one in (plain, found)]
+    assert kept[0] == kept[1]
+
+
+def test_a_search_keeps_the_wire_that_is_given() -> None:
+    whole = of_layers(hardware=BESIDE, wire=INT8).peak_nbytes
+    found = searched(whole * 7 // 10, wire=INT8)
+    assert found.fits and found.choice.wire == INT8
+    assert {one.choice.wire for one in found.tried} == {INT8} and len(found.tried) > 3
+    assert "wire gather=int8,reduce=int8" in str(found)
+    assert (
+        received(found)["shard", "all_to_all"][1]
+        < received(of_layers())["shard", "reduce_scatter_mean"][1] / 3
+    )
+    assert searched(whole).choice.wire == fullshard.WirePolicy()
+    with pytest.raises(ConfigError, match=r"the plan has chosen layout, .*, wire"):
+        fullshard.shard_blocks(Layers(), plan=found, wire=INT8)
+
+
 BESIDE = dataclasses.replace(
     CPU, device="cuda", in_background=True, op_s=0.0, host=Host(1 << 30, 1e9, 1e6)
 )

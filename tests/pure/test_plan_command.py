@@ -51,6 +51,23 @@ def test_muon_has_one_state_of_each_element_of_a_matrix(capsys: pytest.CaptureFi
     assert kept[0] - kept[1] == 4 * matrices // 4 + 4 * 16  # and a step count for each of AdamW
 
 
+@pytest.mark.parametrize("model", ["2m", f"{__name__}:with_its_batch"])
+@pytest.mark.parametrize("budget", [(), ("--budget", "1GB")])
+def test_a_wire_is_planned_and_kept_by_a_search(
+    model: str, budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", model, *TINY[1:], "--world-size", "4", "--json", *budget]
+    sent = []
+    for wire in ((), ("--wire", "gather=int8,reduce=int8")):
+        assert main([*arguments, *wire]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert ("wire gather=int8" in (told["choice"] or "")) == (bool(wire) and bool(budget))
+        sent.append({one["what"]: one["received_nbytes"] for one in told["traffic"]})
+    assert sent[1]["all_to_all"] > 0 and "reduce_scatter_mean" not in sent[1]
+    if model == "2m":
+        assert sent[1]["all_gather"] < 0.6 * sent[0]["all_gather"]  # a byte of two, and scales
+
+
 def test_a_function_gives_the_model_and_its_batch(capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{__name__}:with_its_batch"
     assert main(["plan", name, "--world-size", "2", "--dtype", "fp32", "--json"]) == 0
@@ -75,6 +92,7 @@ def test_a_budget_that_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) 
         (["2m", "--world-size", "2", "--hardware", "abacus"], "expected one of"),
         (["2m", "--world-size", "2", "--budget", "much"], "expected bytes such as 80GB"),
         (["2m", "--mesh", "shard=2", "--budget", "1GB"], "--budget chooses"),
+        (["2m", "--world-size", "2", "--wire", "int8"], "expected some of gather=, reduce="),
         (["no.such:thing", "--world-size", "2"], "no such function"),
         ([f"{__name__}:TINY", "--world-size", "2"], "is a list, expected a function"),
         ([f"{__name__}:linear", "--world-size", "2", "--checkpoint-activations"], "build them in"),

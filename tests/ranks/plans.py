@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from bench import tracing
-from fullshard import comm
+from fullshard import WirePolicy, comm
 from fullshard.engine import Engine, Offload
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
@@ -232,6 +232,20 @@ CASES = {
     "flat": Case(shard=flat()),
     "flat, original parameters": Case(shard=flat(use_orig_params=True), mesh={"shard": 3}),
 }
+WIRES = {
+    "gathers": WirePolicy(gather="int8"),
+    "both": WirePolicy(gather="int8", reduce="int8"),
+    "mixed": WirePolicy(gather="bf16", reduce="bf16"),
+}
+CASES |= {
+    "wire, gathers": Case(shard=blocks(wire=WIRES["gathers"])),
+    "wire, ragged": Case(
+        shard=blocks(layout=fullshard.Ragged(), wire=WIRES["both"]), mesh={"shard": 3}
+    ),
+    "wire, HSDP": Case(shard=blocks(wire=WIRES["both"]), mesh=HSDP),
+    "wire, bf16": Case(shard=blocks(wire=WIRES["mixed"]), accumulate=2),
+    "wire, flat": Case(shard=flat(use_orig_params=True, wire=WIRES["both"])),
+}
 AWAY = {"offload_policy": fullshard.CPUOffloadPolicy()}
 OFFLOADED = {
     "dense": Case(shard=blocks(**AWAY)),
@@ -365,7 +379,8 @@ def exchange(wire: Recording, call: CollectiveCall) -> tuple[str, int, int]:
     nbytes = call.numel * call.dtype.itemsize
     if call.kind == "all_gather":
         return "all_gather", wire.world, nbytes * wire.world
-    return f"{call.kind}_mean", wire.world, nbytes
+    what = call.kind if call.kind == "all_to_all" else f"{call.kind}_mean"
+    return what, wire.world, nbytes
 
 
 def gradients_of(engine: Engine, model: nn.Module) -> int:

@@ -156,7 +156,13 @@ def optimizer_steps(name: str) -> float:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AdamW8bit",
+        *(pytest.param(one, marks=pytest.mark.more) for one in ("AdamW4bit", "AdamWFp8")),
+    ],
+)
 def test_optimizer_steps(pool: RankPool, world: int, name: str) -> None:
     """Blocks are of the local tensors: with several ranks they may begin elsewhere, and round."""
     assert max(pool.run(world, optimizer_steps, name)) < (1e-6 if world == 1 else 3e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.checkpoint import datafile
+from fullshard.checkpoint.alike import Item, singles_of
 from fullshard.checkpoint.entry import Entry, Grid
 from fullshard.checkpoint.optimizer import sharded_optim_state_dict
 from fullshard.checkpoint.tree import Tree, sharded
@@ -34,6 +36,7 @@ class Collected:
         params: the parameters and buffers of which these are parts, by the same names.
         values: what the model and the optimizer have besides.
         stepped: names of the parameters that the optimizer steps.
+        singles: the optimizer's single values, such as step counts, of parameters that are cut.
         units: the units of the model.
         device: where the model computes.
     """
@@ -45,6 +48,7 @@ class Collected:
         self.params: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
         self.stepped: set[str] = set()
+        self.singles: list[Item] = []
         self.units: list[Unit] = []
         self.device = torch.device("cpu")
         self._everyone = Grid((world,), tuple(range(world)))
@@ -86,9 +90,16 @@ class Collected:
                     self.add(f"optimizer/{name}/{key}", value)
                 else:
                     single[name][key] = encode(value, f"optimizer state {key!r} of {name}")
+        spread = (name for name, kept in state["state"].items() if self._is_cut(name, kept))
+        self.singles = list(singles_of({name: state["state"][name] for name in spread}))
         self.stepped = {name for group in state["param_groups"] for name in group["params"]}
         groups = encode(state["param_groups"], "param_groups")
         self.values["optimizer"] = {"state": single, "param_groups": groups}
+
+    def _is_cut(self, name: str, kept: Mapping[str, Any]) -> bool:
+        entry = self.tensors.get(f"model/{name}")
+        is_cut = entry is not None and entry.placements is not None
+        return is_cut or any(isinstance(value, DTensor) for value in kept.values())
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a tensor; a DTensor is one on all ranks of its mesh."""

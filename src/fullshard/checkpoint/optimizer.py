@@ -12,7 +12,6 @@ of an ``OwnedOptimizer``, of any shape, is cut so that owners hold it whole.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.alike import Item, check_alike, items_of
 from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.stepped import Kept, StateDict, Stepped
 from fullshard.checkpoint.tree import Row, Tree, full, sharded
-from fullshard.comm import all_same, broadcast_object_from_first
 from fullshard.errors import ConfigError
 from fullshard.optim.groups import Groups, numbered, options_of
 from fullshard.optim.states import one_for_many
@@ -55,9 +54,7 @@ def full_optim_state(
     tree: Tree, optimizer: Optimizer, saved: StateDict, *, rank0_only: bool, cpu: bool
 ) -> dict[str, Any]:
     """Do the work of ``full_optim_state_dict`` for ``saved``, a state dict of ``optimizer``."""
-    stepped = Stepped(tree, optimizer)
-    state = stepped.by_name(saved)
-    _check_alike("full_optim_state_dict", tree, state)
+    stepped, state = _on_all("full_optim_state_dict", tree, optimizer, saved)
     values = full(tree, list(_rows(state)), rank0_only=rank0_only, cpu=cpu)
     named = _by_names(stepped, saved, state, values)
     return named if not rank0_only or tree.is_first else {}
@@ -97,10 +94,11 @@ def sharded_optim_state(
     tree: Tree, optimizer: Optimizer, saved: StateDict, *, plain_shards: bool, whole_mesh: bool
 ) -> dict[str, Any]:
     """Do the work of ``sharded_optim_state_dict`` for ``saved``, a state dict of ``optimizer``."""
-    stepped = Stepped(tree, optimizer)
-    state = stepped.by_name(saved)
-    if plain_shards:
-        _check_alike("sharded_optim_state_dict", tree, state)
+    if plain_shards:  # which gathers
+        stepped, state = _on_all("sharded_optim_state_dict", tree, optimizer, saved)
+    else:
+        stepped = Stepped(tree, optimizer)
+        state = stepped.by_name(saved)
     mesh = tree.mesh if whole_mesh else None
     with torch.no_grad():
         values = sharded(_rows(state), mesh, plain_shards=plain_shards)
@@ -113,33 +111,24 @@ def _rows(state: Mapping[str, Kept]) -> Iterator[Row]:
             yield Row(name, value, key=key)
 
 
-def _check_keys_alike(what: str, tree: Tree, keys: Iterable[tuple[str, str]]) -> None:
-    """Check that all ranks will gather or receive the same ``keys`` in one order; a collective.
+def _on_all(
+    what: str, tree: Tree, optimizer: Optimizer, saved: StateDict
+) -> tuple[Stepped, dict[str, Kept]]:
+    """Return what ``optimizer`` steps, and ``saved`` by name, the same on all ranks; a collective.
 
     Raises:
-        ConfigError: on all ranks, if the (parameter name, state name) pairs of any ranks differ.
+        ConfigError: on all ranks, if a rank cannot, or if their state differs.
     """
-    mesh, own = tree.mesh, list(keys)
-    if mesh is None or all_same(sha256(repr(own).encode()).digest(), mesh):
-        return
-    first = broadcast_object_from_first(own, mesh)
-    apart = [f"{key} of {name}" for name, key in own if (name, key) not in first]
-    lacks = [f"{key} of {name}" for name, key in first if (name, key) not in own]
-    raise _Disagreement(
-        f"{what}: ranks have the state of different parameters; beside the first rank, this one "
-        f"lacks {lacks[:8]} and has {apart[:8]} besides. Give the optimizers of all ranks the "
-        "same parameters, and step all of them"
-    )
-
-
-class _Disagreement(ConfigError, RuntimeError):
-    """A ``RuntimeError`` as well, because PyTorch raises one here."""
-
-
-def _check_alike(what: str, tree: Tree, state: Mapping[str, Kept]) -> None:
-    """Check that all ranks gather the same DTensors."""
-    spread = [(r.name, r.key) for r in _rows(state) if isinstance(r.value, DTensor)]
-    _check_keys_alike(what, tree, spread)
+    items: list[Item] = []
+    failure = None
+    try:
+        stepped = Stepped(tree, optimizer)
+        state = stepped.by_name(saved)
+        items += items_of(state, stepped.shown)
+    except Exception as error:  # the other ranks wait to hear of it
+        failure = error
+    check_alike(what, tree.mesh, items, failure)
+    return stepped, state
 
 
 def _by_names(
@@ -238,7 +227,8 @@ def optim_state_to_load(
     for (name, key), _ in needed:
         loaded.check_shape(name, key, likes[name, key])
     if send or spread:
-        _check_keys_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
+        keys = (key for key, _ in needed if send or loaded.is_dtensor(key))
+        check_alike(what, tree.mesh, (Item(*key) for key in keys))
     own: dict[str, dict[str, Any]] = {}
     for (name, key), param in needed:
         value, like = source.get((name, key)), likes[name, key]

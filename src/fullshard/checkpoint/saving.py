@@ -28,11 +28,13 @@ from fullshard.checkpoint.manifest import (
     digest_of,
 )
 from fullshard.checkpoint.pending import PendingSave, settle
+from fullshard.checkpoint.tree import some
 from fullshard.checkpoint.values import decode, encode
 from fullshard.checkpoint.writing import CopyMemory, Pace, Writing
 from fullshard.comm.council import Council
 from fullshard.errors import ArgumentTypeError, ConfigError
 
+_SINGLES = "single values of the optimizer"
 _SHARE = 0.06  # of a processor, for what is written beside the training
 
 
@@ -191,10 +193,16 @@ class _Saving:
         text = json.dumps(encode(extra, "extra"), allow_nan=False)
         self._extra = decode(json.loads(text))  # as it is now, whatever the caller does with it
         self.writing = self._writing(optimizer, how)
-        return {"step": self._step, "mode": how.mode, "extra": digest_of(text.encode())}
+        return {
+            "step": self._step,
+            "mode": how.mode,
+            "extra": digest_of(text.encode()),
+            _SINGLES: self._council.share(json.dumps(self.found.singles)),
+        }
 
     def begin(self, said: list[dict[str, Any]]) -> str:
         """Make the folder to write to."""
+        _check_singles(self._council, [one.pop(_SINGLES) for one in said])
         for rank, one in enumerate(said):
             apart = [key for key in one if one[key] != said[0][key]]
             if apart:
@@ -272,6 +280,27 @@ class _Saving:
 
 def _tensors(states: Iterable[Mapping[Any, Any]]) -> list[Tensor]:
     return [one for state in states for one in state.values() if isinstance(one, Tensor)]
+
+
+def _check_singles(council: Council, keys: Sequence[str]) -> None:
+    """Check that ranks that have the same parameter have stepped it alike.
+
+    Raises:
+        ConfigError: which step counts, or other single values, differ.
+    """
+    ranks = {key: keys.index(key) for key in keys}
+    found: dict[tuple[str, str], tuple[str, int]] = {}
+    problems = []
+    for shared_key, rank in ranks.items():
+        for name, key, value in json.loads(council.take(shared_key)):
+            other, first = found.setdefault((name, key), (value, rank))
+            if other != value:
+                problems.append(f"{key} of {name} is {other} on rank {first}, {value} on {rank}")
+    if problems:
+        raise ConfigError(
+            f"ranks have stepped apart: {some(problems, '; ')}. Step the optimizers of all ranks "
+            "alike, or load state into all of them"
+        )
 
 
 def shared(council: Council, found: Collected) -> str:

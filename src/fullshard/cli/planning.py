@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from fullshard import MixedPrecisionPolicy, PerParameter, Ragged
+from fullshard import MixedPrecisionPolicy, PerParameter, Ragged, WirePolicy
 from fullshard.errors import ConfigError
 from fullshard.optim import Muon
 from fullshard.plan import PRESETS, Plan, draw_plan, plan
@@ -91,6 +91,7 @@ def plan_command(
     optimizer: flags.Optimizer = OptimizerName.ADAMW,
     layout: _Layout = None,
     reshard: _Reshard = None,
+    wire: flags.Wire = None,
     checkpoint_activations: flags.CheckpointActivations = False,
     rank: _Rank = 0,
     as_json: _AsJson = False,
@@ -108,6 +109,7 @@ def plan_command(
         optimizer=optimizer,
         layout=layout,
         reshard=reshard,
+        wire=wire,
         checkpoint_activations=checkpoint_activations,
     )
     sizes = _mesh(world_size, mesh)
@@ -135,6 +137,7 @@ class _Step:
     optimizer: OptimizerName
     layout: LayoutName | None
     reshard: bool | None
+    wire: str | None
     checkpoint_activations: bool
 
     def config(self, model: str, sizes: dict[str, int]) -> TrainConfig:
@@ -146,6 +149,7 @@ class _Step:
             reshard=self.reshard is not False,
             replicas=sizes.get("replicate", 1),
             checkpoint_activations=self.checkpoint_activations,
+            wire=self.wire,
             batch=self.batch,
             seq=self.seq,
             accumulate=self.accumulate,
@@ -161,6 +165,8 @@ class _Step:
             found["layout"] = _LAYOUTS[self.layout]
         if self.reshard is not None:
             found["reshard_after_forward"] = None if self.reshard else False
+        if self.wire is not None:
+            found["wire"] = WirePolicy.parse(self.wire)
         if self.optimizer is OptimizerName.MUON:
             found["optimizer"] = Muon
         return found

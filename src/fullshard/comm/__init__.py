@@ -16,6 +16,7 @@ from fullshard.comm.blocking import (
     broadcast_pieces,
     broadcast_together,
     gather_objects,
+    gather_over,
     gather_uneven,
 )
 from fullshard.comm.c10d import C10d

@@ -162,6 +162,14 @@ def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
+def gather_over(own: Any, mesh: DeviceMesh) -> list[Any]:
+    """Return what each rank of ``mesh`` passed as ``own``; any small pickled values."""
+    found = [own]
+    for dim in range(mesh.ndim):
+        found = [one for those in gather_objects(found, mesh.get_group(dim)) for one in those]
+    return found
+
+
 def all_same(value: bytes, mesh: DeviceMesh) -> bool:
     """Return whether ``value``, a digest of larger data, is equal on all ranks of ``mesh``."""
     same: bytes | None = value

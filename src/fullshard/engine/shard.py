@@ -151,10 +151,11 @@ class SeparateShards:
         """See ``cut_shards``."""
         padded = []
         for index, (whole, piece) in enumerate(zip(wholes, spec.pieces, strict=True)):
-            start = sum(spec.layout.local_shape(r, index)[0] for r in range(spec.comm.rank))
-            own = _zeros_like(whole, spec.layout.local_shape(0, index))
+            longest = spec.layout.local_shape(0, index)
+            own = _zeros_like(whole, longest)
             if not whole.is_meta and piece.shape[0]:
-                part = whole.narrow(0, start, piece.shape[0])
+                # As FSDP2 cuts: subclasses may know this operation only, such as torchao's NF4.
+                part = whole.split(longest[0])[spec.comm.rank]
                 own.narrow(0, 0, piece.shape[0]).copy_(part)
             padded.append(own if whole.is_meta else own.to(spec.home))
         return cls(spec, padded)

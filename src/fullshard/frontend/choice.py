@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.comm import default_mesh
-from fullshard.engine import OffloadPolicy
+from fullshard.engine import OffloadPolicy, WirePolicy
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.layout import LayoutStrategy, PerParameter
 
-CHOSEN = ("layout", "reshard_after_forward", "offload_policy")
+CHOSEN = ("layout", "reshard_after_forward", "offload_policy", "wire")
 """Options of ``fully_shard`` that a choice has."""
 
 
@@ -29,6 +29,8 @@ class Choice:
     layout: LayoutStrategy = field(default_factory=PerParameter)
     reshard_after_forward: bool | int | None = None
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    wire: WirePolicy = field(default_factory=WirePolicy)
+    """As given to the search, which chooses none: what it loses is not the plan's to judge."""
     blocks_per_unit: int = 1
     """Neighbouring blocks that form one unit; what is left at the end of a list forms one, too."""
     recomputed: int = 0
@@ -67,6 +69,8 @@ class Choice:
             yield f"reshard_after_forward={self.reshard_after_forward}"
         if self.offload_policy != OffloadPolicy():
             yield "offloaded to the host"
+        if self.wire != WirePolicy():
+            yield f"wire {self.wire}"
         if self.blocks_per_unit > 1:
             yield f"{self.blocks_per_unit} blocks a unit"
         if self.recomputed:

@@ -15,6 +15,10 @@ COEFFICIENTS: Coefficients = (3.4445, -4.7750, 2.0315)
 _MOST_NUMEL = 1 << 27
 """Elements of the matrices that go through one product; they are copied, see ``orthogonalise``."""
 
+_TRIED_NUMEL, _MOST_TRIALS = 1 << 20, 512
+"""A trial compares so many elements of a square product, in so many rounds at most: CPUs were seen
+to round one of a hundred thousand otherwise, which a single small matrix would rarely show."""
+
 _rounds_alike: dict[Hashable, bool] = {}
 
 
@@ -98,16 +102,26 @@ def _round_alike(matrices: Sequence[Tensor], polynomial: _Polynomial, dtype: tor
         return True
     key = (first.device, dtype, len(matrices), tuple(first.shape))
     if key not in _rounds_alike:
-        given = [_numbers(first.shape, seed, first) for seed in range(len(matrices))]
-        many, single = _together(given, polynomial, dtype), _alone(given, polynomial, dtype)
-        _rounds_alike[key] = all(map(torch.equal, many, single))
+        count = len(matrices)
+        numel = max(1, count * min(first.shape) ** 2)
+        trials = min(-(-_TRIED_NUMEL // numel), _MOST_TRIALS)
+        seeds = (range(start, start + count) for start in range(0, trials * count, count))
+        _rounds_alike[key] = all(_are_alike(first, some, polynomial, dtype) for some in seeds)
     return _rounds_alike[key]
 
 
+def _are_alike(
+    like: Tensor, seeds: Sequence[int], polynomial: _Polynomial, dtype: torch.dtype
+) -> bool:
+    given = [_numbers(like.shape, seed, like) for seed in seeds]
+    many, single = _together(given, polynomial, dtype), _alone(given, polynomial, dtype)
+    return all(map(torch.equal, many, single))
+
+
 def _numbers(shape: Sequence[int], seed: int, like: Tensor) -> Tensor:
-    """Return numbers in (-1, 1) that no random state decides."""
+    """Return numbers in (-1, 1) that no random state decides; not those of a matrix of low rank."""
     count = torch.arange(torch.Size(shape).numel(), device=like.device, dtype=torch.float32)
-    return torch.sin(count * 12.9898 + seed * 78.233).view(*shape)
+    return torch.sin(count * 12.9898 + seed * 78.233).mul(43758.5453).frac().view(*shape)
 
 
 def _wide(matrices: Tensor) -> Tensor:

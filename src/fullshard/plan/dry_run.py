@@ -154,11 +154,17 @@ class _Witness:
         before, run.acting = run.acting, (unit, action.op)
         run.lanes.take_host(run.job.hardware.action_s)
         kind = _MADE_BY.get(action.op, run.ledger.kind)
+        if action.op in (Op.UNSHARD, Op.WAIT) and self._encodes(action.unit):
+            kind = kinds.ENCODED
         try:
             with run.ledger.booking(kind):
                 yield
         finally:
             run.acting = before
+
+    def _encodes(self, unit: int | None) -> bool:
+        buckets = () if unit is None else self._engine.units[unit].buckets
+        return any(bucket.spec.wire.gather is not None for bucket in buckets)
 
 
 _DOING = {

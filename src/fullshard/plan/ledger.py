@@ -29,6 +29,7 @@ WHOLE_GRADIENTS = "whole_gradients"
 BACKWARD = "backward"
 STEP = "step"
 STAGING = "staging"
+ENCODED = "encoded"
 """Kinds of bytes; those of the engine's buffers are called as in ``device.Kind``."""
 
 _TAKES_NO_TIME = set(

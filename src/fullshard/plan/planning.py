@@ -72,10 +72,10 @@ def plan(
             ``mesh`` is given), resharding, blocks that recompute activations, offload, blocks of a
             unit, and budgets are chosen, by one dry run for each that is tried: the fastest that
             fits. ``shard_blocks(model, plan=plan)`` applies the choice; ``options`` that are given
-            stay as they are.
+            stay as they are, and ``wire`` is as given, or none.
         target_s: seconds of a step that are fast enough: among choices that are, the one that
             needs the least memory is taken.
-        **options: of ``shard_blocks``, such as ``mp_policy``, ``layout``, ``policy`` and
+        **options: of ``shard_blocks``, such as ``mp_policy``, ``layout``, ``policy``, ``wire`` and
             ``reshard_after_forward``.
 
     Raises:

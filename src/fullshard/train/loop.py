@@ -144,9 +144,14 @@ def shard_model(model: nn.Module, config: TrainConfig, mesh: DeviceMesh) -> None
         reshard_after_forward=None if config.reshard else False,
         mp_policy=policy_of(config),
         layout=_LAYOUTS[config.layout],
-        wire=fullshard.WirePolicy()
-        if config.wire is None
-        else fullshard.WirePolicy.parse(config.wire),
+        wire=wire_of(config),
+    )
+
+
+def wire_of(config: TrainConfig) -> fullshard.WirePolicy:
+    """Return how parameters and gradients travel."""
+    return (
+        fullshard.WirePolicy() if config.wire is None else fullshard.WirePolicy.parse(config.wire)
     )
 
 

@@ -18,7 +18,7 @@ from fullshard.plan import Plan, in_bytes, in_seconds, plan
 from .architecture import Architecture
 from .config import OptimizerName, TrainConfig
 from .evaluation import label_losses
-from .loop import build_on_meta, policy_of, shard_model
+from .loop import build_on_meta, policy_of, shard_model, wire_of
 from .metrics import read_metrics
 
 
@@ -45,6 +45,7 @@ def plan_of(
         options["shard"] = shard
     else:
         options |= {"world_size": num_workers, "mp_policy": policy_of(config)}
+        options["wire"] = wire_of(config)
     if config.optimizer is OptimizerName.MUON:
         options["optimizer"] = Muon
     tokens = torch.zeros(config.batch, config.seq, dtype=torch.long, device="meta")
