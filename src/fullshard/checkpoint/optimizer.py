@@ -245,7 +245,7 @@ def optim_state_to_load(
         if like is not None:
             part = taken_by(like, value)
             part = part.clone() if copies else part
-            value = shown_like(like, part.to(param.device))
+            value = shown_like(like, part.to(stepped.device_of(name)))
         elif isinstance(value, DTensor):
             value = value.full_tensor()
         elif isinstance(value, Tensor):
