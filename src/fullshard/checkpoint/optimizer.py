@@ -240,7 +240,7 @@ def optim_state_to_load(
     if send or spread:
         _check_keys_alike(what, tree, (key for key, _ in needed if send or loaded.is_dtensor(key)))
     own: dict[str, dict[str, Any]] = {}
-    for (name, key), param in needed:
+    for (name, key), _ in needed:
         value, like = source.get((name, key)), likes[name, key]
         if like is not None:
             part = taken_by(like, value)

@@ -32,7 +32,9 @@ def host_like(like: Tensor, device: torch.device) -> Tensor:
 
 
 class Passenger(Steppable, Protocol):
-    """A run whose state is on the host."""
+    """A run, whose state may live on the host."""
+
+    on_host: bool | None
 
     @property
     def device(self) -> torch.device:
@@ -117,12 +119,11 @@ class Stream:
         self._staying: Sequence[Sequence[Passenger]] = ()  # by group
         self._hosted: list[tuple[int, Passenger]] = []
 
-    def set_runs(
-        self, groups: Groups, staying: Sequence[Sequence[Any]], hosted: list[tuple[int, Any]]
-    ) -> None:
-        """Set what the next steps step: by group, and as pairs of a group's number and a run."""
-        self._staying, self._hosted = staying, hosted
-        self._inner.set_runs(groups, staying)
+    def set_runs(self, groups: Groups, runs: Sequence[Sequence[Passenger]]) -> None:
+        """Set what the next steps step, by group."""
+        self._inner.set_runs(groups, runs)
+        self._staying = [[run for run in its if not run.on_host] for its in runs]
+        self._hosted = [(at, run) for at, its in enumerate(runs) for run in its if run.on_host]
 
     def settle(self, run: Passenger, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values``, state of ``run`` on its device, with what is cut on the host."""

@@ -19,7 +19,6 @@ from fullshard.optim.states import check_state
 from fullshard.optim.stepper import Stepper
 from fullshard.optim.trial import check_elementwise, refuse
 from fullshard.optim.wrapped import Unchanged
-from fullshard.tensors import local_part
 
 
 class ShardedOptimizer(Outer):
@@ -183,7 +182,7 @@ class ShardedOptimizer(Outer):
 
 
 def _keep_on_host(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` with what is at home on the host ``Unchanged``, so not on the device."""
+    """Return ``state_dict`` with what lives on the host ``Unchanged``: it stays off the device."""
     chosen = hosted(optimizer.param_groups, optimizer._fractions)
     numbers = (number for group in state_dict["param_groups"] for number in group["params"])
     params = (param for _, param in numbered(optimizer.param_groups))

@@ -100,15 +100,10 @@ class Stepper:
         members, its_grads = [member for member, _ in chosen], [grad for _, grad in chosen]
         runs, freedom = self._find_runs(groups, members, its_grads, state)
         group_of = {id(param): number for (number, param), _ in chosen}
-        staying: list[list[Run]] = [[] for _ in groups]
-        streamed: list[tuple[int, Run]] = []
+        by_group: list[list[Run]] = [[] for _ in groups]
         for run in runs:
-            group = group_of[id(run.params[0])]
-            if run.on_host:
-                streamed.append((group, run))
-            else:
-                staying[group].append(run)
-        self._stream.set_runs(groups, staying, streamed)
+            by_group[group_of[id(run.params[0])]].append(run)
+        self._stream.set_runs(groups, by_group)
         lineup = Lineup(groups, grads, runs, freedom)
         found = _lend(lineup, grads)
         assert found, "a run that was just found lies nowhere"
