@@ -69,14 +69,14 @@ def fewest(sizes: Sequence[int], fraction: float) -> list[int]:
 def hosted(groups: Groups, fractions: Sequence[float]) -> set[int]:
     """Return the ``id`` of each parameter whose state lives in host memory.
 
-    What a group has in one buffer, its part of a unit, is kept together. Sizes of DTensors are
-    those of the whole tensors, so all ranks choose alike.
+    What a group has in one buffer, its part of a unit, is kept together. Sizes are those on this
+    rank, so ranks with equal shards choose alike; nothing depends on it.
     """
     chosen: set[int] = set()
     for group, fraction in zip(groups, fractions, strict=False):
         if fraction:
             blocks = list(_blocks(group["params"]))
-            sizes = [sum(one.numel() * one.dtype.itemsize for one in block) for block in blocks]
+            sizes = [sum(local_part(one).nbytes for one in block) for block in blocks]
             chosen |= {id(one) for at in fewest(sizes, fraction) for one in blocks[at]}
     return chosen
 
@@ -86,6 +86,6 @@ def _blocks(params: Sequence[Tensor]) -> list[list[Tensor]]:
     for param in params:
         local = local_part(param)
         part = flat_part_of(local)
-        if not local.is_meta:
+        if local.numel() and not local.is_meta:
             blocks.setdefault(id(param if part is None else part.flat), []).append(param)
     return list(blocks.values())

@@ -137,7 +137,7 @@ class Stepper:
         if not any(self._fractions):
             return [None] * len(params)
         chosen = hosted(groups, self._fractions)
-        return [id(param) in chosen and local_part(param).numel() > 0 for param in params]
+        return [id(param) in chosen for param in params]
 
     def _known(self, run: Run, state: State) -> Run | None:
         """Return the existing run equal to ``run`` if the state that users see is still its own."""

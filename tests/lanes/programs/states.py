@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ def states_that_are_joined_on_the_host() -> float:
     """Runs split where gradients are missing, and are joined again; the host copies their state."""
 
     def script(model: Any) -> None:
-        optimizer = made(model, SGD, 1.0, lr=0.1, momentum=0.9)
+        options = {"host_fraction": 1.0} if isinstance(model, FSDPModule) else {}
+        cls: Any = partial(ShardedOptimizer, optimizer_class=SGD) if options else SGD
+        optimizer = cls(model.parameters(), lr=0.1, momentum=0.9, **options)
         for number in range(6):
             model(batch(number)).square().mean().backward()
             if number == 0:
