@@ -150,10 +150,10 @@ class ShardedOptimizer(Outer):
                     "with seed=, or say elementwise=True to have them as they come"
                 )
 
-    def state_device(self, param: Tensor) -> torch.device:
-        """Return the device on which state of ``param`` is at home, for who loads it."""
-        is_hosted = id(param) in hosted(self.param_groups, self._fractions)
-        return torch.device("cpu") if is_hosted else param.device
+    def params_on_host(self) -> list[Tensor]:
+        """Return the parameters whose state lives in host memory, or will once they step."""
+        chosen = hosted(self.param_groups, self._fractions)
+        return [param for _, param in numbered(self.param_groups) if id(param) in chosen]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state; state that lives in host memory does not pass the device."""
@@ -183,7 +183,7 @@ class ShardedOptimizer(Outer):
 
 def _keep_on_host(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict`` with what lives on the host ``Unchanged``: it stays off the device."""
-    chosen = hosted(optimizer.param_groups, optimizer._fractions)
+    chosen = set(map(id, optimizer.params_on_host()))
     numbers = (number for group in state_dict["param_groups"] for number in group["params"])
     params = (param for _, param in numbered(optimizer.param_groups))
     kept = {n for n, param in zip(numbers, params, strict=False) if id(param) in chosen}
