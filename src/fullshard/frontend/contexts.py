@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -304,7 +304,8 @@ def full_value(value: Tensor) -> Tensor:
             return detached
         local, kind = local_part(detached), detached.device_mesh.device_type
         if local.device.type == "cpu" != kind:  # as optimizer state may be; backends may not be
-            return shown_like(detached, local.to(kind)).full_tensor()  # type: ignore[attr-defined]
+            moved: Any = shown_like(detached, local.to(kind))
+            detached = moved
         return detached.full_tensor()
 
 
