@@ -230,12 +230,12 @@ def optim_state_to_load(
         keys = (key for key, _ in needed if send or loaded.is_dtensor(key))
         check_alike(what, tree.mesh, (Item(*key) for key in keys))
     own: dict[str, dict[str, Any]] = {}
-    for (name, key), param in needed:
+    for (name, key), _ in needed:
         value, like = source.get((name, key)), likes[name, key]
         if like is not None:
             part = taken_by(like, value)
             part = part.clone() if copies else part
-            value = shown_like(like, part.to(param.device))
+            value = shown_like(like, part.to(stepped.device_of(name)))
         elif isinstance(value, DTensor):
             value = value.full_tensor()
         elif isinstance(value, Tensor):

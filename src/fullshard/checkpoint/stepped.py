@@ -72,6 +72,8 @@ class Stepped:
             self.groups, self.singles = optimizer.param_groups, singles_of(optimizer)
             label = type(optimizer).__name__
         self._state_like: StateLike | None = getattr(optimizer, "state_like", None)
+        self._params_on_host: Callable[[], list[Tensor]]
+        self._params_on_host = getattr(optimizer, "params_on_host", list)
         self._params = [param for _, param in numbered(self.groups)]
         self._parts = _parts_of(tree, self._params, label)
         self._order = {name: at for at, (name, _) in enumerate(tree.named())}
@@ -118,6 +120,15 @@ class Stepped:
         return (
             shown if is_cut(key, shape, shown.shape, singles, is_dtensor=is_cut_dtensor) else None
         )
+
+    def device_of(self, name: str) -> torch.device:
+        """Return the device on which the optimizer has the state of a parameter."""
+        param = self._param_of[name]
+        return torch.device("cpu") if id(param) in self._on_host else param.device
+
+    @cached_property
+    def _on_host(self) -> set[int]:
+        return set(map(id, self._params_on_host()))
 
     @cached_property
     def _param_of(self) -> dict[str, Tensor]:

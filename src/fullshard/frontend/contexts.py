@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import managed, owner_of, unit_of
 from fullshard.frontend.places import Held, Place, held_params, places_of
+from fullshard.tensors import local_part, shown_like
 from fullshard.tensors.names import clean_name
 
 
@@ -299,7 +300,13 @@ def full_value(value: Tensor) -> Tensor:
     """Return ``value``, which no unit owns, detached; gather a DTensor, which is a collective."""
     with torch.no_grad():
         detached = value.detach()
-        return detached.full_tensor() if isinstance(detached, DTensor) else detached
+        if not isinstance(detached, DTensor):
+            return detached
+        local, kind = local_part(detached), detached.device_mesh.device_type
+        if local.device.type == "cpu" != kind:  # as optimizer state may be; backends may not be
+            moved: Any = shown_like(detached, local.to(kind))
+            detached = moved
+        return detached.full_tensor()
 
 
 def is_first_rank(units: Sequence[Unit]) -> bool:

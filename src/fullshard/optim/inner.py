@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -99,19 +100,31 @@ class Inner:
         known = self._optimizer
         known.__setstate__({"state": known.state, "param_groups": known.param_groups})
 
-    def step(self, groups: Groups, amp: Mapping[str, Tensor]) -> None:
+    def step(
+        self,
+        groups: Groups,
+        amp: Mapping[str, Tensor],
+        turns: Iterable[AbstractContextManager[None]] = (nullcontext(),),
+    ) -> None:
         """Step once with the options of ``groups``, and write changed options back to them.
 
         Args:
             groups: the user's groups; some classes keep counters in theirs.
             amp: attributes set by a GradScaler, see ``knows_scaling``.
+            turns: contexts in each of which some of the runs step; what the class counts in its
+                groups it counts once all the same.
         """
-        for mine, group in zip(self._optimizer.param_groups, groups, strict=True):
-            mine.update(options_of(group))
         for name in _AMP:
             vars(self._optimizer).pop(name, None)
         vars(self._optimizer).update(amp)
-        step_quietly(self._optimizer)
-        for mine, group in zip(self._optimizer.param_groups, groups, strict=True):
-            changed = {k: v for k, v in options_of(mine).items() if group.get(k, _MISSING) is not v}
-            group.update(changed)
+        changed: list[dict[str, Any]] = [{} for _ in groups]
+        for turn in turns:
+            with turn:
+                for mine, group in zip(self._optimizer.param_groups, groups, strict=True):
+                    mine.update(options_of(group))
+                step_quietly(self._optimizer)
+            for mine, group, its in zip(self._optimizer.param_groups, groups, changed, strict=True):
+                own = options_of(mine).items()
+                its.update({k: v for k, v in own if group.get(k, _MISSING) is not v})
+        for group, its in zip(groups, changed, strict=True):
+            group.update(its)

@@ -37,6 +37,7 @@ class Candidate:
         local: its local tensor.
         part: position of ``local`` in a flat buffer; None if it is in none.
         grad_part: the same for the gradient.
+        on_host: see ``Run``.
     """
 
     param: Tensor
@@ -45,19 +46,28 @@ class Candidate:
     local: Tensor
     part: FlatPart | None
     grad_part: FlatPart | None
+    on_host: bool | None = None
 
     @classmethod
-    def of(cls, param: Tensor, grad: Tensor | None, group: int, age: Hashable) -> Candidate:
+    def of(
+        cls,
+        param: Tensor,
+        grad: Tensor | None,
+        group: int,
+        age: Hashable,
+        on_host: bool | None = None,
+    ) -> Candidate:
         """Describe ``param``; without ``grad``, assume a gradient laid out like the parameter."""
         local = local_part(param)
         part = _part_of(local)
         grad_part = part if grad is None else _part_of(local_part(grad))
-        return cls(param, group, age, local, part, grad_part)
+        return cls(param, group, age, local, part, grad_part, on_host)
 
     def position(self, *, by_grad: bool) -> Position | None:
         """Return the position, None if in no buffer; not ``by_grad``: for an ideal gradient."""
         if not self.local.numel():
-            return Position((self.group, self.age, self.local.dtype, self.local.device), None)
+            kind = (self.local.dtype, self.local.device, self.on_host)
+            return Position((self.group, self.age, *kind), None)
         grad_part = self.grad_part if by_grad else self.part
         if self.part is None or grad_part is None:
             return None
@@ -100,11 +110,12 @@ def _run_of(members: Sequence[Candidate]) -> Run:
     first = members[0]
     params = [one.param for one in members]
     if not first.local.numel():
-        return Run(params, [0] * len(members))
+        return Run(params, [0] * len(members), first.on_host)
     if first.part is None and (first.local is first.param or not first.local.is_contiguous()):
-        return Run(params, None)
+        return Run(params, None, first.on_host)
     start = first.part.start if first.part else 0
-    return Run(params, [one.part.start - start if one.part else 0 for one in members])
+    offsets = [one.part.start - start if one.part else 0 for one in members]
+    return Run(params, offsets, first.on_host)
 
 
 class Lineup:

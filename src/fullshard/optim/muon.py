@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.optim.groups import label_of, numbered
+from fullshard.optim.hosting import refuse_fraction
 from fullshard.optim.inner import step_quietly
 from fullshard.optim.newton_schulz import COEFFICIENTS, Coefficients
 from fullshard.optim.owned import OwnedOptimizer
@@ -170,6 +171,7 @@ class Muon(Optimizer):
             self._add({**group, **options})
 
     def _add(self, group: dict[str, Any]) -> None:
+        refuse_fraction({**self._adamw, **group}, "Muon")
         algorithm = group["algorithm"]
         if algorithm not in (MUON, ADAMW):
             raise ConfigError(f"Muon: algorithm is {algorithm!r}, expected 'muon' or 'adamw'")

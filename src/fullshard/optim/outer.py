@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.groups import options_of
+from fullshard.optim.hosting import refuse_fraction
 from fullshard.optim.inner import Inner
 from fullshard.optim.trial import single_keys
 
@@ -30,6 +31,7 @@ class Outer(Optimizer, ABC):
         self, params: Any, optimizer_class: type[Optimizer], kwargs: dict[str, Any]
     ) -> None:
         """Create the optimizer; see the subclasses."""
+        refuse_fraction(kwargs, type(self).__name__)
         self._optimizer_class = optimizer_class
         self._kwargs = kwargs
         self._start()
@@ -93,6 +95,7 @@ class Outer(Optimizer, ABC):
             param_group["params"] = list(param_group["params"])
             self._check_params(param_group["params"])
         options = {**self.defaults, **options_of(param_group)}
+        refuse_fraction(options, self._label)
         if options.get("differentiable"):
             raise UnsupportedError(
                 f"{self._label}: differentiable=True, but autograd does not see steps on buffers; "

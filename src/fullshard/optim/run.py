@@ -16,7 +16,7 @@ new runs use views of it too: edits in place need no copying, and what users hol
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
+from fullshard.optim.ferry import host_like
 from fullshard.optim.states import StateOf, is_cut, is_cut_tensor
 from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
 
@@ -54,11 +55,19 @@ class Run:
         parts: positions of the parameters in ``tensor``, which is 1-D; None if the run has a single
             parameter and ``tensor`` has the shape of its local tensor.
         is_shown: True once users see the state of the run.
+        on_host: whether its cut state lives in host memory or on the device of the parameters;
+            None: wherever it is.
     """
 
-    def __init__(self, params: Sequence[Tensor], offsets: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        offsets: Sequence[int] | None,
+        on_host: bool | None = None,
+    ) -> None:
         """Create a run with parameters at ``offsets``, or None for one that keeps its shape."""
         self.params = tuple(params)
+        self.on_host = on_host
         is_dry = local_part(params[0]).is_meta
         self._nothing = _NOTHING_ON_META if is_dry else _EMPTY
         self.tensor = nn.Parameter(self._nothing.clone())
@@ -89,13 +98,19 @@ class Run:
         return len(self.params) > 1 and self.numel > 0
 
     @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return local_part(self.params[0]).device
+
+    @property
     def flats(self) -> Iterable[Tensor]:
         """The buffers of the state; ``flat_part_of`` finds them while the run is alive."""
         return self._flats.values()
 
     def is_like(self, other: Run) -> bool:
-        """Return whether both runs have the same parameters at the same offsets."""
-        return self.parts == other.parts and same(self.params, other.params)
+        """Return whether both have the same parameters, offsets, and place for their state."""
+        where = (self.parts, self.on_host) == (other.parts, other.on_host)
+        return where and same(self.params, other.params)
 
     # memory
 
@@ -148,6 +163,14 @@ class Run:
             else:
                 values[key] = value.detach().clone() if isinstance(value, Tensor) else value
         return values
+
+    def cut(self, values: Mapping[str, Any], singles: Container[str]) -> dict[str, Tensor]:
+        """Return the state with one element per element of the tensor; ``singles``: ``is_cut``."""
+        return {
+            key: value
+            for key, value in values.items()
+            if isinstance(value, Tensor) and is_cut(key, value.shape, self._shape, singles)
+        }
 
     def show(
         self,
@@ -231,16 +254,25 @@ class Run:
         return [_torch.own_storage(view) for view in views]
 
     def _join(self, key: str, locals_now: list[Tensor], flats: Container[int]) -> Tensor:
+        first = locals_now[0]
         if self.parts is None:
-            return locals_now[0].clone()
+            return self._new(first).copy_(first)
         flat, start = self._neighbours(locals_now)
         if flat is not None and id(flat) in flats:
             self._flats[key] = flat
             return flat.narrow(0, start, self._shape[0])
-        joined = locals_now[0].new_zeros(self._shape)
+        joined = self._new(first, self._shape).zero_()
         views = [joined.narrow(0, part.offset, part.numel).view(part.shape) for part in self.parts]
         torch._foreach_copy_(views, locals_now)
         return joined
+
+    def _new(self, like: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """Return memory like ``like``, or of another shape, where the state of the run lives."""
+        device = like.device if self.on_host is None else self.device
+        dry = torch.empty_like(like, device="meta")
+        if shape is not None:
+            dry = dry.new_empty(shape)
+        return host_like(dry, device) if self.on_host else torch.empty_like(dry, device=device)
 
     def _neighbours(self, locals_now: Sequence[Tensor]) -> tuple[Tensor | None, int]:
         """Return the buffer that holds the tensors at offsets like the parts', and its start."""

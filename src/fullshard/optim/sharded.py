@@ -13,10 +13,12 @@ from fullshard.errors import UnsupportedError
 from fullshard.optim.draws import draws_random_numbers
 from fullshard.optim.grain import Recipe
 from fullshard.optim.groups import numbered, options_of
+from fullshard.optim.hosting import FRACTION, checked_fraction, hosted
 from fullshard.optim.outer import Outer
 from fullshard.optim.states import check_state
 from fullshard.optim.stepper import Stepper
 from fullshard.optim.trial import check_elementwise, refuse
+from fullshard.optim.wrapped import Unchanged
 
 
 class ShardedOptimizer(Outer):
@@ -37,11 +39,15 @@ class ShardedOptimizer(Outer):
     on their local tensors. A run has one value of state that is not shaped like its parameter, such
     as a step count; parameters of another age, say, once frozen ones, are in another run.
 
+    With ``host_fraction`` part of the state lives in (pinned) host memory and comes to the device
+    for the step, the state of two runs at a time. ``state`` shows it there; reading ``state`` waits
+    until it is that of the last step, so read a tensor through ``state``, not held from before.
+
     Copies (``copy.deepcopy``, pickle) hold copies of the parameters, as with every optimizer; with
     ``copy.deepcopy((model, optimizer))`` these are the copied model's. Copies have no hooks.
     """
 
-    _mine = (*Outer._mine, "_is_vouched_for")
+    _mine = (*Outer._mine, "_is_vouched_for", "_host_fraction", "_fractions")
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class ShardedOptimizer(Outer):
         optimizer_class: type[Optimizer],
         *,
         elementwise: bool | None = None,
+        host_fraction: float = 0.0,
         **kwargs: Any,
     ) -> None:
         """Create the optimizer.
@@ -59,46 +66,74 @@ class ShardedOptimizer(Outer):
             optimizer_class: a class like those of ``torch.optim``, updating each element by itself.
             elementwise: True asserts that the class does so, False that it does not; None tests
                 the class on small tensors of our own.
+            host_fraction: the share of the state's bytes that lives in host memory, at least; state
+                of a unit, or of what a group has of it, is not divided. A group may have one of its
+                own. No part of state dicts.
             kwargs: arguments of ``optimizer_class``.
 
         Raises:
             UnsupportedError: the class is not element-wise, or draws random numbers, or
                 ``differentiable`` is set.
-            ConfigError: ``params`` is empty or contains a parameter twice.
-            ArgumentTypeError: ``params`` or ``optimizer_class`` has a wrong type.
+            ConfigError: ``params`` is empty or contains a parameter twice, or a ``host_fraction``
+                is not in 0 to 1.
+            ArgumentTypeError: an argument has a wrong type.
         """
         self._check_optimizer_class(optimizer_class)
         if elementwise is False:
             refuse(optimizer_class)
         self._is_vouched_for = elementwise is True
+        label = f"{type(self).__name__}({optimizer_class.__name__})"
+        self._host_fraction = checked_fraction(host_fraction, label)
+        self._fractions: list[float] = []  # by group
         super().__init__(params, optimizer_class, kwargs)
 
     def _start(self) -> None:
         super()._start()
-        self._stepper = Stepper(self._inner)
+        self._stepper = Stepper(self._inner, self._fractions)
 
     @property
     def num_runs(self) -> int:
         """Number of runs, each one tensor, in the last step on this rank."""
         return self._stepper.num_runs
 
+    @property
+    def state(self) -> Any:
+        """State by parameter; waits until what lives in host memory is that of the last step."""
+        if "_stepper" in vars(self):
+            self._stepper.wait()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        vars(self)["state"] = state  # where Optimizer.__setstate__ puts it
+
+    @property
+    def _state(self) -> Any:
+        return vars(self)["state"]
+
     def _step(self, amp: dict[str, Tensor]) -> None:
-        self._stepper.step(self.param_groups, self.state, amp, was_loaded=self._was_loaded)
+        self._stepper.step(self.param_groups, self._state, amp, was_loaded=self._was_loaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as to any optimizer, for example when layers are unfrozen.
 
         Raises:
-            ConfigError: a parameter is twice in the group, or already in another group.
+            ConfigError: a parameter is twice in the group, or already in another group; or the
+                ``host_fraction`` of the group is not in 0 to 1.
             ArgumentTypeError: the group holds something that is not a tensor.
             UnsupportedError: the class is not element-wise with the options of the group.
         """
+        fraction = self._host_fraction
+        if isinstance(param_group, dict) and FRACTION in param_group:
+            param_group = dict(param_group)
+            fraction = checked_fraction(param_group.pop(FRACTION), self._label)
         options = self._prepare_group(param_group)
         if not self._is_vouched_for:
             check_elementwise(self._optimizer_class, self._kwargs, options)
             self._check_draws(param_group["params"], options)
         self._learn([options])
         super().add_param_group(param_group)
+        self._fractions.append(fraction)
         self._convert_group()
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=False)
@@ -115,6 +150,19 @@ class ShardedOptimizer(Outer):
                     "with seed=, or say elementwise=True to have them as they come"
                 )
 
+    def params_on_host(self) -> list[Tensor]:
+        """Return the parameters whose state lives in host memory, or will once they step."""
+        chosen = hosted(self.param_groups, self._fractions)
+        return [param for _, param in numbered(self.param_groups) if id(param) in chosen]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and state; state that lives in host memory does not pass the device."""
+        last = self.register_load_state_dict_pre_hook(_keep_on_host)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; also called at the end of ``load_state_dict``.
 
@@ -123,6 +171,7 @@ class ShardedOptimizer(Outer):
         """
         self._revive(state)
         groups = state["param_groups"]
+        state = {**state, "state": _unwrapped(state["state"])}
         self._learn(map(options_of, groups))
         for _, param in numbered(groups):
             check_state(groups, param, state["state"].get(param, {}), self._inner.singles)
@@ -130,3 +179,31 @@ class ShardedOptimizer(Outer):
         with torch.no_grad():
             self._stepper.prepare(self.param_groups, self.state, loaded=True)
         self._was_loaded = True
+
+
+def _keep_on_host(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict`` with what lives on the host ``Unchanged``: it stays off the device."""
+    chosen = set(map(id, optimizer.params_on_host()))
+    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+    params = (param for _, param in numbered(optimizer.param_groups))
+    kept = {n for n, param in zip(numbers, params, strict=False) if id(param) in chosen}
+    state = {
+        number: {
+            key: Unchanged(one) if isinstance(one, Tensor) and key != "step" else one
+            for key, one in own.items()
+        }
+        if number in kept
+        else own
+        for number, own in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _unwrapped(state: Any) -> Any:
+    """Return state in which tensors that were ``Unchanged`` have the dtypes of their parameters."""
+    for param, own in state.items():
+        for key, one in own.items() if isinstance(own, dict) else ():
+            if isinstance(one, Unchanged):
+                value: Any = one.value
+                own[key] = value.to(param.dtype) if param.is_floating_point() else value
+    return state

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import UnsupportedError
+from fullshard.optim.ferry import Stream
 from fullshard.optim.groups import Groups, label_of, numbered
+from fullshard.optim.hosting import hosted
 from fullshard.optim.inner import Inner
 from fullshard.optim.lineup import Candidate, Freedom, Lineup, align, gradients, line_up
 from fullshard.optim.run import Run
@@ -29,8 +31,11 @@ class Stepper:
     another keep their state.
     """
 
-    def __init__(self, inner: Inner) -> None:
+    def __init__(self, inner: Inner, fractions: Sequence[float]) -> None:
+        """Create a stepper; ``fractions``: by group, the share of state that is on the host."""
         self._inner = inner
+        self._fractions = fractions
+        self._stream = Stream(inner)
         self._lineup: Lineup | None = None
         self._run_of: dict[Tensor, Run] = {}  # the run that holds each parameter's state
 
@@ -38,6 +43,10 @@ class Stepper:
     def num_runs(self) -> int:
         """Number of runs, each one tensor, in the last step."""
         return len(self._lineup.runs) if self._lineup else 0
+
+    def wait(self) -> None:
+        """Block the host until state in its memory is that of the last step."""
+        self._stream.wait()
 
     def prepare(self, groups: Groups, state: State, *, loaded: bool) -> None:
         """Adopt state that was ``loaded``, or create what the class creates at construction.
@@ -74,9 +83,10 @@ class Stepper:
         try:
             if was_loaded:
                 self._inner.read_again()
-            self._inner.step(groups, amp)
+            self._inner.step(groups, amp, self._stream.turns(groups))
             self._show(lineup.runs, groups, state)
         finally:
+            self._stream.leave()
             for run in lineup.runs:
                 run.take_back()
         self._lineup = lineup
@@ -93,7 +103,7 @@ class Stepper:
         by_group: list[list[Run]] = [[] for _ in groups]
         for run in runs:
             by_group[group_of[id(run.params[0])]].append(run)
-        self._inner.set_runs(groups, by_group)
+        self._stream.set_runs(groups, by_group)
         lineup = Lineup(groups, grads, runs, freedom)
         found = _lend(lineup, grads)
         assert found, "a run that was just found lies nowhere"
@@ -107,19 +117,27 @@ class Stepper:
         state: State,
     ) -> tuple[list[Run], Freedom]:
         """Return the runs of these parameters, with their state in place; see ``line_up``."""
+        self.wait()
         params = [param for _, param in members]
         for param in params:
             _check_class(groups, param)
             check_state(groups, param, state.get(param, {}), self._inner.singles)
         ages = ages_of(params, state, self._inner.singles)
-        facts = zip(members, grads, ages, strict=True)
+        facts = zip(members, grads, ages, self._places(groups, params), strict=True)
         runs, freedom = line_up(
-            [Candidate.of(param, grad, group, age) for (group, param), grad, age in facts]
+            [Candidate.of(p, grad, group, age, at) for (group, p), grad, age, at in facts]
         )
         runs = [self._known(run, state) or run for run in runs]
         new = [run for run in runs if run is not self._run_of.get(run.params[0])]
         self._settle(new, groups, state)
         return runs, freedom
+
+    def _places(self, groups: Groups, params: Sequence[Tensor]) -> list[bool | None]:
+        """Return for each parameter whether its state is on the host; None: wherever it is."""
+        if not any(self._fractions):
+            return [None] * len(params)
+        chosen = hosted(groups, self._fractions)
+        return [id(param) in chosen for param in params]
 
     def _known(self, run: Run, state: State) -> Run | None:
         """Return the existing run equal to ``run`` if the state that users see is still its own."""
@@ -128,12 +146,15 @@ class Stepper:
 
     def _settle(self, new: Sequence[Run], groups: Groups, state: State) -> None:
         """Give the runs in ``new`` the state of their parameters."""
-        flats = {id(flat) for run in {*self._run_of.values()} for flat in run.flats}
+        flats: dict[bool | None, set[int]] = {}
+        for run in {*self._run_of.values()}:
+            flats.setdefault(run.on_host, set()).update(map(id, run.flats))
         options = {id(param): groups[number] for number, param in numbered(groups)}
         for run in new:
-            values = run.read(state, flats, self._inner.singles)
+            values = run.read(state, flats.get(run.on_host, ()), self._inner.singles)
             if not values and self._inner.is_eager:
                 values = self._first_state(run, options[id(run.params[0])])
+                values = self._stream.settle(run, values) if run.on_host else values
             if values:
                 self._inner.set_state(run, values)
             self._run_of |= dict.fromkeys(run.params, run)

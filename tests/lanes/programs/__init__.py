@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.lanes.programs import around, streams, training  # noqa: F401
+from tests.lanes.programs import around, states, streams, training  # noqa: F401
 from tests.lanes.programs.base import PROGRAMS, Program
 
 __all__ = ["PROGRAMS", "Program"]

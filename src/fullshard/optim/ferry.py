@@ -1,0 +1,185 @@
+"""Optimizer state in host memory, which comes to the device for the time of its run's step.
+
+    BUS       in 0 | in 1 | . . . . . . . | in 2 | . . .
+    COMPUTE        | step 0               | step 1 | . . .
+    RETURN                        | out 0 |        | out 1
+
+The state of two runs is on the device at a time: that of run 2 comes when that of run 0 has left,
+while run 1 steps. Memory on the device is that of BUS. Who reads state on the host waits for
+RETURN; nobody else does, so the host goes on while copies are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fullshard.device import Lane, Mark, host_tensor, make_lanes
+from fullshard.optim.groups import Groups
+from fullshard.optim.inner import Inner, Steppable
+
+_NUM_ABOARD = 2  # runs whose state is on the device
+
+
+def host_like(like: Tensor, device: torch.device) -> Tensor:
+    """Return memory of the host, shaped and strided like ``like``, for copies to ``device``."""
+    flat = host_tensor(like.numel(), like.dtype, pinned=device.type != "cpu")
+    return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+
+
+class Passenger(Steppable, Protocol):
+    """A run, whose state may live on the host."""
+
+    on_host: bool | None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its parameters."""
+
+    def cut(self, values: Mapping[str, Any], singles: frozenset[str]) -> dict[str, Tensor]:
+        """Return the state with one element per element of the run."""
+
+
+class Ferry:
+    """Copies of state between the host and one device, on lanes of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lanes = make_lanes(device)
+        self._back: Mark | None = None  # behind the last copy to the host
+        self._aboard: dict[Passenger, tuple[dict[str, Tensor], Mark]] = {}
+
+    def fetch(self, run: Passenger, home: Mapping[str, Tensor]) -> None:
+        """Begin to copy ``home``, the state of ``run``, to the device, unless begun already."""
+        if run in self._aboard:
+            return
+        # What is read may still be arriving, and memory may still be left by the run before last.
+        self._lanes.join(Lane.BUS, Lane.RETURN)
+        with self._lanes.on(Lane.BUS):
+            here = {
+                key: torch.empty_strided(
+                    one.shape, one.stride(), dtype=one.dtype, device=self._device
+                ).copy_(one, non_blocking=True)
+                for key, one in home.items()
+            }
+            self._aboard[run] = here, self._lanes.mark()
+
+    def take(self, run: Passenger) -> dict[str, Tensor]:
+        """Return the state of a run on the device; later computation waits for it."""
+        here, arrived = self._aboard.pop(run)
+        self._lanes.rest()
+        self._lanes.wait_event(Lane.COMPUTE, arrived)
+        return here
+
+    def bring_home(self, now: dict[str, Tensor], here: dict[str, Tensor], home: Any) -> Any:
+        """Begin to copy stepped state to the host; return it there, with what is new in it.
+
+        Args:
+            now: state after the step; what lies elsewhere than before is copied once more.
+            here: what ``take`` returned; nobody may use it any longer.
+            home: memory of ``here`` on the host.
+        """
+        fresh = {key: one for key, one in now.items() if not _is_alike(one, home.get(key))}
+        kept = {key: home[key] for key in now if key not in fresh}
+        for key in kept:
+            if now[key] is not here[key]:
+                here[key].copy_(now[key])
+        self._lanes.join(Lane.RETURN, Lane.COMPUTE)
+        with self._lanes.on(Lane.RETURN):
+            for key, one in kept.items():
+                one.copy_(here[key], non_blocking=True)
+            self._back = self._lanes.mark()
+        return kept | {key: self.settle(one) for key, one in fresh.items()}
+
+    def settle(self, value: Tensor) -> Tensor:
+        """Return a copy on the host of what the current lane has written; block the host."""
+        return host_like(value, self._device).copy_(value)
+
+    def wait(self) -> None:
+        """Block the host until all copies to it are done."""
+        if self._back is not None:
+            self._back.synchronize()
+            self._back = None
+
+    def leave(self) -> None:
+        """Drop what was fetched and not taken, if a step did not get so far."""
+        self._aboard.clear()
+
+
+class Stream:
+    """The turns of a step: first the runs with state on the device, then each other run alone."""
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+        self._ferries: dict[torch.device, Ferry] = {}
+        self._staying: Sequence[Sequence[Passenger]] = ()  # by group
+        self._hosted: list[tuple[int, Passenger]] = []
+
+    def set_runs(self, groups: Groups, runs: Sequence[Sequence[Passenger]]) -> None:
+        """Set what the next steps step, by group."""
+        self._inner.set_runs(groups, runs)
+        self._staying = [[run for run in its if not run.on_host] for its in runs]
+        self._hosted = [(at, run) for at, its in enumerate(runs) for run in its if run.on_host]
+
+    def settle(self, run: Passenger, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``values``, state of ``run`` on its device, with what is cut on the host."""
+        ferry, cut = self._ferry(run), run.cut(values, self._inner.singles)
+        return {**values, **{key: ferry.settle(one) for key, one in cut.items()}}
+
+    def turns(self, groups: Groups) -> Iterator[AbstractContextManager[None]]:
+        """Yield contexts, in each of which the inner optimizer steps once."""
+        runs = [run for _, run in self._hosted]
+        self._fetch(runs[:_NUM_ABOARD])
+        if any(self._staying) or not runs:
+            if runs:
+                self._inner.set_runs(groups, self._staying)
+            yield nullcontext()
+        for at, (group, run) in enumerate(self._hosted):
+            self._fetch(runs[at : at + _NUM_ABOARD])
+            yield self._turn(groups, group, run)
+
+    def wait(self) -> None:
+        """Block the host until all state of the host is there."""
+        for ferry in self._ferries.values():
+            ferry.wait()
+
+    def leave(self) -> None:
+        """End a step, whether or not it got to its end."""
+        for ferry in self._ferries.values():
+            ferry.leave()
+
+    def _ferry(self, run: Passenger) -> Ferry:
+        if run.device not in self._ferries:
+            self._ferries[run.device] = Ferry(run.device)
+        return self._ferries[run.device]
+
+    def _fetch(self, runs: Sequence[Passenger]) -> None:
+        for run in runs:
+            self._ferry(run).fetch(run, self._home(run))
+
+    def _home(self, run: Passenger) -> dict[str, Tensor]:
+        return run.cut(self._inner.state_of(run) or {}, self._inner.singles)
+
+    @contextmanager
+    def _turn(self, groups: Groups, group: int, run: Passenger) -> Iterator[None]:
+        """Step ``run`` alone, with its state on the device."""
+        ferry, home = self._ferry(run), self._home(run)
+        here = ferry.take(run)
+        self._inner.set_runs(groups, [[run] if at == group else [] for at in range(len(groups))])
+        if here:
+            self._inner.state_of(run).update(here)  # type: ignore[union-attr]
+        try:
+            yield
+        finally:  # a step that raises leaves what it has done
+            values = self._inner.state_of(run)
+            if values is not None:
+                now = run.cut(values, self._inner.singles)
+                values.update(ferry.bring_home(now, here, home))
+
+
+def _is_alike(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and (one.shape, one.dtype) == (other.shape, other.dtype)
