@@ -25,7 +25,7 @@ from fullshard.device import Lane, Lanes
 from fullshard.device.streams import StreamLanes
 from fullshard.device.wires import Beside
 from fullshard.engine import executor, offload, shard
-from fullshard.optim import ferry
+from fullshard.optim import host_state
 from tests.lanes.booking import Booking, is_plain
 from tests.lanes.clocks import RaceError, Timeline, Trace
 from tests.lanes.fake import Accelerator
@@ -96,8 +96,8 @@ class Checker:
             for target, name, stand_in in (
                 (executor, "make_lanes", self._make_lanes),
                 (offload, "host_tensor", self._host_tensor(offload.host_tensor)),
-                (ferry, "make_lanes", self._make_lanes),
-                (ferry, "host_tensor", self._host_tensor(ferry.host_tensor)),
+                (host_state, "make_lanes", self._make_lanes),
+                (host_state, "host_tensor", self._host_tensor(host_state.host_tensor)),
                 (torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)),
                 (Tensor, "tolist", self._tolist(Tensor.tolist)),
                 (shard.FlatShard, "__init__", self._shard(shard.FlatShard.__init__)),

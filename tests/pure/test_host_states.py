@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.device.streams import CpuLanes
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
-from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer, ferry
+from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer, host_state
 from fullshard.optim.hosting import fewest
 from tests.pure.buffers import neighbours, parameters
 from tests.pure.test_optimizer_runs import Restless
@@ -76,13 +76,13 @@ class Traffic(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        plain = ferry.host_tensor
+        plain = host_state.host_tensor
 
         def host_tensor(*args: Any, **kwargs: Any) -> Tensor:
             self.hosts.append(plain(*args, **kwargs))
             return self.hosts[-1]
 
-        with patch.object(ferry, "host_tensor", host_tensor), self:
+        with patch.object(host_state, "host_tensor", host_tensor), self:
             yield
 
     def is_host(self, tensor: Tensor) -> bool:
@@ -172,7 +172,7 @@ class Marks(CpuLanes):
 
 
 def test_the_host_waits_when_it_reads_and_not_before() -> None:
-    with patch.object(ferry, "make_lanes", lambda _: Marks()):
+    with patch.object(host_state, "make_lanes", lambda _: Marks()):
         sets = Sets(1.0)
         sets.step(0)
         sets.step(1)

@@ -22,7 +22,7 @@ from fullshard.optim import (
     clip_grad_norm_,
     hosting,
 )
-from fullshard.optim.ferry import Ferry
+from fullshard.optim.host_state import HostCopies
 from tests.ranks import (
     test_checkpoint_async,
     test_optimizer_mesh,
@@ -41,15 +41,15 @@ def by_default(fraction: float) -> Iterator[None]:
     """Have optimizers of the block so much state on the host; runs are streamed indeed."""
     fetched: list[int] = []
     defaults: Any = ShardedOptimizer.__init__.__kwdefaults__
-    fetch = Ferry.fetch
+    fetch = HostCopies.fetch
 
-    def noted(self: Ferry, run: Any, home: Any) -> None:
+    def noted(self: HostCopies, run: Any, home: Any) -> None:
         fetched.append(len(home))
         fetch(self, run, home)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(defaults, "host_fraction", fraction)
-        patch.setattr(Ferry, "fetch", noted)
+        patch.setattr(HostCopies, "fetch", noted)
         yield
     assert fetched
 

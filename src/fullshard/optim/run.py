@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.optim.ferry import host_like
+from fullshard.optim.host_state import host_like
 from fullshard.optim.states import StateOf, is_cut, is_cut_tensor
 from fullshard.tensors import announce_flat, flat_part_of, local_part, shown_like
 

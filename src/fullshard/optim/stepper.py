@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.errors import UnsupportedError
-from fullshard.optim.ferry import Stream
 from fullshard.optim.groups import Groups, label_of, numbered
+from fullshard.optim.host_state import Stream
 from fullshard.optim.hosting import hosted
 from fullshard.optim.inner import Inner
 from fullshard.optim.lineup import Candidate, Freedom, Lineup, align, gradients, line_up

@@ -22,7 +22,7 @@ from fullshard.device import Lane, Mark, host_tensor, make_lanes
 from fullshard.optim.groups import Groups
 from fullshard.optim.inner import Inner, Steppable
 
-_NUM_ABOARD = 2  # runs whose state is on the device
+_NUM_FETCHED = 2  # runs whose state is on the device
 
 
 def host_like(like: Tensor, device: torch.device) -> Tensor:
@@ -31,7 +31,7 @@ def host_like(like: Tensor, device: torch.device) -> Tensor:
     return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
-class Passenger(Steppable, Protocol):
+class HostedRun(Steppable, Protocol):
     """A run, whose state may live on the host."""
 
     on_host: bool | None
@@ -44,18 +44,18 @@ class Passenger(Steppable, Protocol):
         """Return the state with one element per element of the run."""
 
 
-class Ferry:
+class HostCopies:
     """Copies of state between the host and one device, on lanes of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes = make_lanes(device)
         self._back: Mark | None = None  # behind the last copy to the host
-        self._aboard: dict[Passenger, tuple[dict[str, Tensor], Mark]] = {}
+        self._fetched: dict[HostedRun, tuple[dict[str, Tensor], Mark]] = {}
 
-    def fetch(self, run: Passenger, home: Mapping[str, Tensor]) -> None:
+    def fetch(self, run: HostedRun, home: Mapping[str, Tensor]) -> None:
         """Begin to copy ``home``, the state of ``run``, to the device, unless begun already."""
-        if run in self._aboard:
+        if run in self._fetched:
             return
         # What is read may still be arriving, and memory may still be left by the run before last.
         self._lanes.join(Lane.BUS, Lane.RETURN)
@@ -66,11 +66,11 @@ class Ferry:
                 ).copy_(one, non_blocking=True)
                 for key, one in home.items()
             }
-            self._aboard[run] = here, self._lanes.mark()
+            self._fetched[run] = here, self._lanes.mark()
 
-    def take(self, run: Passenger) -> dict[str, Tensor]:
+    def take(self, run: HostedRun) -> dict[str, Tensor]:
         """Return the state of a run on the device; later computation waits for it."""
-        here, arrived = self._aboard.pop(run)
+        here, arrived = self._fetched.pop(run)
         self._lanes.rest()
         self._lanes.wait_event(Lane.COMPUTE, arrived)
         return here
@@ -107,7 +107,7 @@ class Ferry:
 
     def leave(self) -> None:
         """Drop what was fetched and not taken, if a step did not get so far."""
-        self._aboard.clear()
+        self._fetched.clear()
 
 
 class Stream:
@@ -115,60 +115,60 @@ class Stream:
 
     def __init__(self, inner: Inner) -> None:
         self._inner = inner
-        self._ferries: dict[torch.device, Ferry] = {}
-        self._staying: Sequence[Sequence[Passenger]] = ()  # by group
-        self._hosted: list[tuple[int, Passenger]] = []
+        self._copies: dict[torch.device, HostCopies] = {}
+        self._staying: Sequence[Sequence[HostedRun]] = ()  # by group
+        self._hosted: list[tuple[int, HostedRun]] = []
 
-    def set_runs(self, groups: Groups, runs: Sequence[Sequence[Passenger]]) -> None:
+    def set_runs(self, groups: Groups, runs: Sequence[Sequence[HostedRun]]) -> None:
         """Set what the next steps step, by group."""
         self._inner.set_runs(groups, runs)
         self._staying = [[run for run in its if not run.on_host] for its in runs]
         self._hosted = [(at, run) for at, its in enumerate(runs) for run in its if run.on_host]
 
-    def settle(self, run: Passenger, values: Mapping[str, Any]) -> dict[str, Any]:
+    def settle(self, run: HostedRun, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``values``, state of ``run`` on its device, with what is cut on the host."""
-        ferry, cut = self._ferry(run), run.cut(values, self._inner.singles)
-        return {**values, **{key: ferry.settle(one) for key, one in cut.items()}}
+        copies, cut = self._copies_of(run), run.cut(values, self._inner.singles)
+        return {**values, **{key: copies.settle(one) for key, one in cut.items()}}
 
     def turns(self, groups: Groups) -> Iterator[AbstractContextManager[None]]:
         """Yield contexts, in each of which the inner optimizer steps once."""
         runs = [run for _, run in self._hosted]
-        self._fetch(runs[:_NUM_ABOARD])
+        self._fetch(runs[:_NUM_FETCHED])
         if any(self._staying) or not runs:
             if runs:
                 self._inner.set_runs(groups, self._staying)
             yield nullcontext()
         for at, (group, run) in enumerate(self._hosted):
-            self._fetch(runs[at : at + _NUM_ABOARD])
+            self._fetch(runs[at : at + _NUM_FETCHED])
             yield self._turn(groups, group, run)
 
     def wait(self) -> None:
         """Block the host until all state of the host is there."""
-        for ferry in self._ferries.values():
-            ferry.wait()
+        for copies in self._copies.values():
+            copies.wait()
 
     def leave(self) -> None:
         """End a step, whether or not it got to its end."""
-        for ferry in self._ferries.values():
-            ferry.leave()
+        for copies in self._copies.values():
+            copies.leave()
 
-    def _ferry(self, run: Passenger) -> Ferry:
-        if run.device not in self._ferries:
-            self._ferries[run.device] = Ferry(run.device)
-        return self._ferries[run.device]
+    def _copies_of(self, run: HostedRun) -> HostCopies:
+        if run.device not in self._copies:
+            self._copies[run.device] = HostCopies(run.device)
+        return self._copies[run.device]
 
-    def _fetch(self, runs: Sequence[Passenger]) -> None:
+    def _fetch(self, runs: Sequence[HostedRun]) -> None:
         for run in runs:
-            self._ferry(run).fetch(run, self._home(run))
+            self._copies_of(run).fetch(run, self._home(run))
 
-    def _home(self, run: Passenger) -> dict[str, Tensor]:
+    def _home(self, run: HostedRun) -> dict[str, Tensor]:
         return run.cut(self._inner.state_of(run) or {}, self._inner.singles)
 
     @contextmanager
-    def _turn(self, groups: Groups, group: int, run: Passenger) -> Iterator[None]:
+    def _turn(self, groups: Groups, group: int, run: HostedRun) -> Iterator[None]:
         """Step ``run`` alone, with its state on the device."""
-        ferry, home = self._ferry(run), self._home(run)
-        here = ferry.take(run)
+        copies, home = self._copies_of(run), self._home(run)
+        here = copies.take(run)
         self._inner.set_runs(groups, [[run] if at == group else [] for at in range(len(groups))])
         if here:
             self._inner.state_of(run).update(here)  # type: ignore[union-attr]
@@ -178,7 +178,7 @@ class Stream:
             values = self._inner.state_of(run)
             if values is not None:
                 now = run.cut(values, self._inner.singles)
-                values.update(ferry.bring_home(now, here, home))
+                values.update(copies.bring_home(now, here, home))
 
 
 def _is_alike(one: Tensor, other: Tensor | None) -> bool:
