@@ -81,7 +81,8 @@ def _watched(plan: Plan, members: Sequence[Any], folder: Path) -> str:
                     os.kill(members[member].pid, signal.SIGKILL)
         if stopped and not any(one.is_alive() for m, one in enumerate(members) if m not in stopped):
             for member in stopped:  # the others have gone on; it comes back too late
-                os.kill(members[member].pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # or it was killed meanwhile
+                    os.kill(members[member].pid, signal.SIGCONT)
             stopped = set()
         if time.monotonic() > deadline_s:
             alive = [m for m, one in enumerate(members) if one.is_alive()]
