@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fullshard.checkpoint.datafile import Bytes
-from fullshard.checkpoint.folders import in_folder, make_folder, present
+from fullshard.checkpoint.folders import in_folder, present
 from fullshard.checkpoint.manifest import MANIFEST, FileInfo, Manifest, digest_in
 from fullshard.checkpoint.peers import PeerFile, Server, copy
 from fullshard.comm.council import Council
@@ -77,9 +77,7 @@ class Machines(NamedTuple):
 
 def _mark(root: Path) -> str:
     """Return a name that only those who see this folder know."""
-    if not root.parent.exists():
-        with suppress(FileExistsError):
-            make_folder(root.parent)
+    root.parent.mkdir(parents=True, exist_ok=True)  # several ranks may do so at once
     root.mkdir(mode=0o700, exist_ok=True)  # others may look into /dev/shm
     mark = root / _MARK
     if not mark.exists():
