@@ -101,18 +101,18 @@ class Checkpointer:
         path = self.path(step)
         council = Council(f"save to {path}")
         machines = self._machines(council)
-        shelves = _Shelves(council, machines, self.root)
+        folders = _Folders(council, machines, self.root)
         if not self._is_clean:
-            shelves.remove_unfinished()
+            folders.remove_unfinished()
             self._is_clean = True
-        if shelves.has(path) and not self._verify(shelves, path):
+        if folders.has(path) and not self._verify(folders, path):
             if self._copies is None:
-                log.warning("what was at %s is now at %s", path, shelves.put_aside(path))
+                log.warning("what was at %s is now at %s", path, folders.put_aside(path))
             else:
-                shelves.remove(path)
+                folders.remove(path)
         self._is_intact.pop(path, None)
         where = Where(path, machines, self._copies or 1)
-        after = partial(self._remove_old, shelves, path)
+        after = partial(self._remove_old, folders, path)
         return begin(council, where, model, optimizer, extra, step=step, how=self._how, after=after)
 
     def wait(self) -> None:
@@ -129,7 +129,7 @@ class Checkpointer:
         A checkpoint is complete if its manifest and all files, in their sizes, are there.
         """
         council = Council(f"look at {self.root}")
-        return _Shelves(council, self._machines(council), self.root).steps()
+        return _Folders(council, self._machines(council), self.root).steps()
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, strict: bool = True
@@ -152,22 +152,22 @@ class Checkpointer:
             return Machines.sharing(council)
         return Machines.seen(council, self.root)
 
-    def _remove_old(self, shelves: _Shelves, newest: Path) -> None:
+    def _remove_old(self, folders: _Folders, newest: Path) -> None:
         if self._keep is None:
             return
         num_intact = 0
-        names = dict.fromkeys(one.name for one in reversed(shelves.numbered()))
+        names = dict.fromkeys(one.name for one in reversed(folders.numbered()))
         for path in dict.fromkeys([newest, *(self.root / name for name in names)]):
             if num_intact >= self._keep:
-                shelves.remove(path)
+                folders.remove(path)
                 self._is_intact.pop(path, None)
-            elif self._verify(shelves, path):
+            elif self._verify(folders, path):
                 num_intact += 1
 
-    def _verify(self, shelves: _Shelves, path: Path) -> bool:
+    def _verify(self, folders: _Folders, path: Path) -> bool:
         """Return whether a checkpoint can be loaded; each rank reads some of its files."""
         if path not in self._is_intact:
-            problem = shelves.problem(path)
+            problem = folders.problem(path)
             if problem:
                 log.warning("%s is damaged: %s", path, problem)
             self._is_intact[path] = not problem
@@ -191,7 +191,7 @@ def load_newest(
     found: list[tuple[Numbered, Path, Machines, bool]] = []
     for one in checkpointers:
         machines = one._machines(council)
-        there = _Shelves(council, machines, one.root).numbered()
+        there = _Folders(council, machines, one.root).numbered()
         found += [(its, one.root / its.name, machines, one._copies is None) for its in there]
     failure: CheckpointError | None = None
     for its, path, machines, is_shared in sorted(found, reverse=True):
@@ -210,7 +210,7 @@ def load_newest(
     return None
 
 
-class _Shelves:
+class _Folders:
     """The folder ``root`` of each machine, and what is done to it, by decisions of all ranks."""
 
     def __init__(self, council: Council, machines: Machines, root: Path) -> None:

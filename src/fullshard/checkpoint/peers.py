@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from fullshard.checkpoint.datafile import CHUNK_NBYTES, write_all
 from fullshard.comm.addresses import dial, listener
 from fullshard.errors import CheckpointError
 
@@ -52,24 +53,22 @@ class Server:
         port = self._listening.getsockname()[1]
         self.address = f"{packed.hex()} {port} {self._key.hex()}"
         self._connections: set[socket.socket] = set()
-        self._is_closed = False
         threading.Thread(target=self._accept, name="fullshard files", daemon=True).start()
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_closed = True
         for one in (self._listening, *self._connections):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
             one.close()
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
+            except OSError:  # closed
                 return
             self._connections.add(connection)
             threading.Thread(
@@ -140,17 +139,13 @@ def copy(source: PeerFile, target: Path) -> None:
         CheckpointError: the other machine does not send it.
         OSError: it cannot be written.
     """
-    memory = memoryview(bytearray(min(_CHUNK_NBYTES, source.nbytes)))
+    memory = memoryview(bytearray(min(CHUNK_NBYTES, source.nbytes)))
     with target.open("xb", buffering=0) as file:
-        for offset in range(0, source.nbytes, _CHUNK_NBYTES):
+        for offset in range(0, source.nbytes, CHUNK_NBYTES):
             data = memory[: source.nbytes - offset]
             source.read(offset, data)
-            while data:
-                data = data[os.write(file.fileno(), data) :]
+            write_all(file, data)
         os.fsync(file.fileno())
-
-
-_CHUNK_NBYTES = 4 << 20
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:
