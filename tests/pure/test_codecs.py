@@ -81,6 +81,20 @@ def test_what_int4_loses_of_normal_and_of_heavy_tails() -> None:
             arrived = round_trip(Blocks(INT4, block), values)
             found = ((arrived - values).norm() / values.norm()).item()
             assert found == pytest.approx(share, rel=0.05)
+    zeros = (round_trip(Blocks(INT4, 64), normal) == 0).float().mean().item()
+    assert zeros == pytest.approx(1 / 7, rel=0.05)
+
+
+@pytest.mark.parametrize(("is_once", "share"), [(True, 0.108), (False, 0.188)])
+def test_what_means_over_two_replicas_of_two_shards_lose(is_once: bool, share: float) -> None:
+    """By int4, and then by what means travel in, or by int4 three times."""
+    torch.manual_seed(0)
+    grads, first = torch.randn(4, 1 << 16), Blocks(INT4, 64)
+    then = first.for_means if is_once else first
+    means = round_trip(first, grads).view(2, 2, -1).mean(1)
+    arrived = round_trip(then, round_trip(then, means).mean(0, keepdim=True))
+    exact = grads.mean(0, keepdim=True)
+    assert ((arrived - exact).norm() / exact.norm()).item() == pytest.approx(share, rel=0.03)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -624,7 +624,7 @@ def test_several_buckets(pool: RankPool, name: str) -> None:
     """Small, but by no bound: the loss is not linear in the weights, which are rounded."""
     assert (
         max(pool.run(2, several_buckets, name))
-        < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.5}[name]
+        < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.2}[name]
     )
 
 
