@@ -89,6 +89,9 @@ def test_what_travels_encoded_is_counted_in_bytes_and_held_meanwhile() -> None:
     assert ("shard", "reduce_scatter_mean") not in received(found)
     with_flags = -(-(encoded + 8 * 4) // 16) * 16
     assert received(found)["shard", "all_to_all"] == (4, 4 * 3 * with_flags)
+    halves = of_layers(wire=fullshard.WirePolicy(reduce="int4"))
+    with_flags = 1024 // 2 + 16 * 2 + 8 * 4
+    assert received(halves)["shard", "all_to_all"] == (4, 4 * 3 * with_flags)
     held = [moment.held.get("encoded", 0) for moment in found.memory]
     assert max(held) == 5 * encoded and "encoded" not in found.rest  # its own part, and all parts
     assert not any("encoded" in moment.held for moment in plain.memory)

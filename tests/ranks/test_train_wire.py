@@ -20,21 +20,24 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 
 @pytest.mark.more
-def test_errors_are_in_the_metrics_of_steps_with_an_evaluation(shell: Shell) -> None:
-    wire = "gather=int8,reduce=bf16"
-    stopped = shell.train("--out", "run", *OPTIONS.split(), "--wire", wire, "--stop-after", "3")
+@pytest.mark.parametrize(("kind", "least", "most"), [("bf16", 0.0005, 0.004), ("int4", 0.05, 0.2)])
+def test_errors_are_in_the_metrics_of_steps_with_an_evaluation(
+    shell: Shell, kind: str, least: float, most: float
+) -> None:
+    wire = f"gather=int8,reduce={kind}"
+    stopped = shell.train("--out", kind, *OPTIONS.split(), "--wire", wire, "--stop-after", "3")
     assert stopped.exitcode == 0, stopped.err
-    resumed = shell.train("--out", "run", "--resume")
+    resumed = shell.train("--out", kind, "--resume")
     assert resumed.exitcode == 0, resumed.err
-    assert TrainConfig.load(Path(shell.folder, "run", "config.json")).wire == wire
-    records = shell.metrics("run")
+    assert TrainConfig.load(Path(shell.folder, kind, "config.json")).wire == wire
+    records = shell.metrics(kind)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     for record in records:
         measured = {"gather_error", "reduce_error"} & record.keys()
         assert len(measured) == (2 if record["step"] % 2 == 0 else 0)
         if measured:  # of values that are spread evenly, half of a step of the largest of 64, or so
             assert 0.001 < record["gather_error"] < 0.02
-            assert 0.0005 < record["reduce_error"] < 0.004
+            assert least < record["reduce_error"] < most
     assert "gather_error=" in resumed.out
 
 
@@ -45,6 +48,8 @@ def test_without_a_policy_there_is_nothing_to_tell(shell: Shell) -> None:
 
 
 def test_a_wrong_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--wire gather=int4: .*in 4 bits only gradients"):
+        TrainConfig(wire="gather=int4")
     with pytest.raises(ConfigError, match=r"--wire int8: .*expected some of gather=, reduce="):
         TrainConfig(wire="int8")
 

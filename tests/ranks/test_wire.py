@@ -42,7 +42,7 @@ every_transport = pytest.mark.parametrize("transport", list(Transport))
 every_codec = pytest.mark.parametrize("name", ["bf16", "int8", "fp8"])
 every_reduction = pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int4"])
 STEP = {"bf16": 2.0**-8, "int8": 1 / 127, "fp8": 1 / 8, "int4": 1 / 7}
-"""A step of the largest; with int4, of the largest norm of 16 neighbours, but spread over these."""
+"""A step of the largest."""
 
 
 @contextmanager
@@ -157,16 +157,28 @@ def bytes_over_replicas(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("name", "slices", "half"),
-    [("bf16", 2 * 4104 * 2, 4096 * 2), ("int8", 2 * 4384, 4352), ("int4", 2 * 2208, 4352)],
+    [("bf16", 2 * 4104 * 2, 4096 * 2), ("int8", 2 * 4384, 4352), ("int4", 2 * 4384, 4352)],
 )
 def test_bytes_over_replicas(pool: RankPool, name: str, slices: int, half: int) -> None:
     """Halves of 8,192 means to either replica, with flags, and then a half of the means.
 
-    With int4, those are gathered in int8.
+    With int4, these two hops are in int8.
     """
     hop = {"bf16": 2 * 8200 * 2, "int8": 2 * (_BLOCKS + 32), "int4": 2 * 4384}[name]
     expected = {"all_gather": 2 * 8192 * 4 + half, "all_to_all": hop + slices}
     assert pool.run(4, bytes_over_replicas, name) == [expected] * 4
+
+
+def bytes_without_shards() -> dict[str, int]:
+    wire = WirePolicy(reduce="int4")
+    return one_layer(wire, Transport.NATIVE, "per-parameter", mesh=mesh_of(2))
+
+
+def test_bytes_over_replicas_alone(pool: RankPool) -> None:
+    """Halves of gradients travel in int4, as over shards, and a half of the means in int8."""
+    hops = {"all_to_all": 2 * (8192 // 2 + 2 * 128 + 8 * 4), "all_gather": _BLOCKS}
+    nothing = {"reduce_scatter": (128 * 128 + 8) * 4}  # of one rank
+    assert pool.run(2, bytes_without_shards) == [hops | nothing] * 2
 
 
 def alone(copies: int) -> tuple[dict[str, int], bool]:
@@ -342,7 +354,8 @@ def expected_means(
     for name in by_rank[0]:
         grads = [arrives(grads[name], shards) for grads in by_rank]  # type: ignore[arg-type]
         rows = [torch.stack(grads[c * shards : (c + 1) * shards]).mean(0) for c in range(copies)]
-        mean = torch.stack([arrives(row, copies) for row in rows]).mean(0)
+        again = codec if shards == 1 else codec.for_means
+        mean = torch.stack([arrives(row, copies, again) for row in rows]).mean(0)
         means[name] = arrives(mean, copies, codec.for_means) if copies > 1 else mean
     return means
 
@@ -382,12 +395,9 @@ def reduced(
 def test_gradients_are_sums_in_fp32_of_what_arrives(
     pool: RankPool, world: int, copies: int, name: str, layout: str, transport: Transport
 ) -> None:
-    """But for the order of sums, after which a mean may round to the other side once more.
-
-    With int4 a quarter of that step arrives, of a norm of at most four times the largest.
-    """
+    """But for the order of sums, after which a mean may round to the other side once more."""
     found = pool.run(world, reduced, name, layout, copies, transport, None)
-    again = STEP[name] if copies > 1 else 0
+    again = STEP["int8" if name == "int4" and world > copies else name] if copies > 1 else 0
     assert max(found) <= again + 1e-5
 
 
@@ -518,10 +528,10 @@ def accumulated(name: str, layout: str, deferred: bool) -> float:
 def test_accumulation(pool: RankPool, name: str, layout: str, deferred: bool) -> None:
     """Each of three roundings is off by at most half a step of the largest gradient of its rank.
 
-    That of a rank may be larger than the mean, here by less than 8. What int4 may lose is more than
-    the largest; seen was 0.3, by no bound.
+    That of a rank may be larger than the mean, here by less than 8. With int4 this would bound
+    nothing; seen was 0.12.
     """
-    most = 0.5 if name == "int4" else 3 * STEP[name] / 2 * 8
+    most = 0.2 if name == "int4" else 3 * STEP[name] / 2 * 8
     assert max(pool.run(4, accumulated, name, layout, deferred)) <= most
 
 
@@ -545,8 +555,7 @@ def frozen_later(name: str) -> float:
 @every_reduction
 def test_frozen_after_sharding(pool: RankPool, name: str) -> None:
     # A block may now hold the end of one parameter and the start of another, whose largest differ.
-    most = 0.3 if name == "int4" else 4 * STEP[name]
-    assert max(pool.run(3, frozen_later, name)) <= most
+    assert max(pool.run(3, frozen_later, name)) <= STEP[name] * (1 if name == "int4" else 4)
 
 
 def not_finite(name: str, layout: str, bad: float) -> tuple[bool, bool, bool]:
@@ -615,7 +624,7 @@ def test_several_buckets(pool: RankPool, name: str) -> None:
     """Small, but by no bound: the loss is not linear in the weights, which are rounded."""
     assert (
         max(pool.run(2, several_buckets, name))
-        < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.5}[name]
+        < {"bf16": 0.05, "int8": 0.1, "fp8": 0.5, "int4": 0.2}[name]
     )
 
 
@@ -685,7 +694,7 @@ def flat_training(name: str, original: bool, copies: int = 1) -> float:
     )
 
 
-LOST = {"bf16": 2.0**-8, "int8": 0.05, "fp8": 0.1, "int4": 0.3}
+LOST = {"bf16": 2.0**-8, "int8": 0.05, "fp8": 0.1, "int4": 0.2}
 """Norms of errors in the flat face, by norms of gradients."""
 
 
@@ -693,14 +702,14 @@ LOST = {"bf16": 2.0**-8, "int8": 0.05, "fp8": 0.1, "int4": 0.3}
 @pytest.mark.parametrize("original", [True, False])
 def test_the_flat_face(pool: RankPool, name: str, original: bool) -> None:
     """Of one flat parameter, blocks have elements of neighbours, which may be much larger."""
-    most = LOST if original else LOST | {"int8": 0.3, "int4": 0.5}
+    most = LOST if original else LOST | {"int8": 0.3, "int4": 0.4}
     assert max(pool.run(2, flat_training, name, original)) <= most[name]
 
 
 @every_reduction
 def test_the_flat_face_with_replicas(pool: RankPool, name: str) -> None:
-    """Gradients are rounded once more on their way, and then means."""
-    assert max(pool.run(4, flat_training, name, True, 2)) <= 2 * LOST[name]
+    """Means are rounded twice more, but not to int4."""
+    assert max(pool.run(4, flat_training, name, True, 2)) <= LOST[name]
 
 
 def refusals() -> None:

@@ -21,9 +21,6 @@ INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # which the stubs 
 _EXACT = torch.float32
 _TINY = torch.finfo(_EXACT).tiny  # the smallest scale: a block of zeros must not divide by zero
 _ROW_NBYTES = 16  # what rows of bytes are a multiple of, as some backends want
-_FOUR = [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
-_ROTATION = torch.kron(*[torch.tensor(_FOUR, dtype=torch.float32, device="cpu") / 2] * 2)
-"""A Hadamard matrix of 16 rows, each element 1/4 or -1/4; its own inverse."""
 
 
 class Codec(Protocol):
@@ -39,7 +36,7 @@ class Codec(Protocol):
 
     @property
     def for_means(self) -> Codec:
-        """How means travel that are not added up again, which would make their errors smaller."""
+        """How means travel, which were encoded before, and whose errors fewer sums make smaller."""
 
     def encode(self, values: Sequence[Tensor], exact: int = 0) -> Tensor:
         """Return what travels instead of ``values``, ``[rows, n]`` each, as ``[rows, m]``.
@@ -85,13 +82,9 @@ class Blocks:
         quotients, whole blocks | scales | up to 15 bytes | exact elements in fp32
 
     Where an element is not finite, no element of its block arrives finite. An element is off by at
-    most half a step: with int8 the 254th part of the block's largest; with fp8 (e4m3) the 16th part
-    of its own, or 2^-10 / 448 of the block's largest if that is more.
-
-    With int4, each 16 neighbours are rotated first, and back when they arrive: else one that is
-    large would leave the others less than half a step. So 16 errors have a norm of at most 2/7 of
-    the largest norm of 16 neighbours in the block, times 1 + 2^-8, as scales are in bf16. The way
-    back is exact, in any order of its sums, but for the scale: all ranks find the same bits.
+    most half a step: with int8 the 254th part of the block's largest; with int4 the 14th, times
+    1 + 2^-8, as scales are in bf16; with fp8 (e4m3) the 16th part of its own, or 2^-10 / 448 of the
+    block's largest if that is more.
     """
 
     kind: torch.dtype
@@ -102,7 +95,7 @@ class Blocks:
 
     @property
     def for_means(self) -> Blocks:
-        """Int8 for int4."""
+        """Int8 for int4, or means would be off by half as much again."""
         return replace(self, kind=torch.int8) if self._halves else self
 
     @property
@@ -136,8 +129,6 @@ class Blocks:
         sizes = [*(one.shape[1] for one in first), numel]
         sent = torch.empty(rows, self.nbytes(sizes, exact), dtype=torch.uint8, device=last.device)
         quotients, scales, tail = self._parts(sent, num_blocks, exact)
-        if self._halves:
-            blocks = _rotated(blocks)
         spare = torch.abs(blocks)
         if spare.dtype is not _EXACT:
             spare = spare.to(_EXACT)
@@ -180,7 +171,6 @@ class Blocks:
             low, high = parts.chunk(2, -1)
             high.copy_(quotients).div_(16).round_()  # a byte is low + 16 * high, with |low| <= 7
             low.copy_(quotients).sub_(high, alpha=16)
-            parts.copy_(_rotated(parts))
         else:
             parts.copy_(quotients)
 
@@ -201,14 +191,6 @@ class Blocks:
         ]
         joined = filled[0] if len(filled) == 1 else torch.cat(filled, dim=1)
         return joined.view(len(joined), joined.shape[1] // self.block, self.block)
-
-
-def _rotated(values: Tensor) -> Tensor:
-    """Return ``values`` in fp32, each 16 neighbours of the last dim rotated; twice is once back."""
-    groups = values.to(torch.float32).unflatten(-1, (-1, len(_ROTATION)))
-    rotation = _ROTATION.to(groups.device, non_blocking=True)
-    # With ``out=``, autocast leaves this in fp32.
-    return torch.matmul(groups, rotation, out=torch.empty_like(groups)).flatten(-2)
 
 
 def round_trip(codec: Codec, values: Tensor) -> Tensor:

@@ -104,10 +104,16 @@ class BucketSpec:
         return self.reducer or self.encoding_gradients(self.comm)
 
     def encoding_gradients(self, comm: Collectives) -> Collectives:
-        """Return ``comm``, which reduces gradients as ``wire`` says; presence flags stay exact."""
+        """Return ``comm``, which reduces gradients as ``wire`` says; presence flags stay exact.
+
+        What goes on over replicas are means over the shards, unless those are of one rank.
+        """
+        codec = self.wire.reducing
+        if codec is not None and comm is self.replicas and self.comm.world > 1:
+            codec = codec.for_means
         exact = num_flags(len(self.layout.params))
         watch = partial(self.wire_check.look, "reduced")
-        return encoded(comm, self.wire.reducing, exact=exact, watch=watch)
+        return encoded(comm, codec, exact=exact, watch=watch)
 
     def gathering(self, dtype: torch.dtype) -> Collectives:
         """Return the wire that gathers shards into unsharded parameters of ``dtype``."""
