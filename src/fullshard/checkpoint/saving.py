@@ -33,6 +33,7 @@ from fullshard.checkpoint.values import decode, encode
 from fullshard.checkpoint.writing import CopyMemory, Pace, Writing
 from fullshard.comm.council import Council
 from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.frontend.hooks import engine_of
 
 _SINGLES = "single values of the optimizer"
 _SHARE = 0.06  # of a processor, for what is written beside the training
@@ -76,6 +77,8 @@ def save(
         ConfigError: something cannot be saved, or there is something at ``path``. Nothing changed.
         CheckpointError: a rank could not write; nothing is left behind.
         LostRankError: a rank ended or hangs; other checkpoints are as they were.
+        TornStepError: an exception was caught that left a step of the optimizer on some rank, so
+            weights are stepped in part; nothing was written.
         ProtocolError: during a forward, a backward or ``unshard_params``.
 
         All ranks raise the same.
@@ -188,6 +191,8 @@ class _Saving:
             raise ArgumentTypeError(f"step={self._step!r}: expected an int")
         how.check()
         self.found.add_model(model)
+        for unit in self.found.units:
+            engine_of(unit).check_whole("save")
         if optimizer is not None:
             self.found.add_optimizer(model, optimizer)
         text = json.dumps(encode(extra, "extra"), allow_nan=False)
