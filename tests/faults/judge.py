@@ -124,11 +124,14 @@ def _unsaid(result: Result, endings: Iterable[Ending]) -> Iterable[str]:
 
 
 def _diagnosis(end: End, ending: Ending) -> str:
-    """Return what a rank printed for all to compare: its errors, or else what it raised."""
+    """Return what a rank printed for all to compare: its last error, or else what it raised.
+
+    On a loaded machine a rank may be told before that others are late, which those cannot tell.
+    """
     level = ("WARNING", "ERROR") if end is End.IS_TOLD else ("ERROR",)
     logs = [text for one, text in ending.logs if one in level]
     if logs:
-        return "\n".join(logs)
+        return logs[-1]
     return ending.caught[0][1] if ending.caught else ending.text
 
 

@@ -155,6 +155,8 @@ def drawn(seed: int, number: int) -> Plan:
         dice.choice([*Wire]),
         dice.choice(["sync", "async"]),
         copies=dice.choice([None, None, 2, world]),
+        hands_over=dice.choice([False, True]),
+        replicas=dice.choice([1, 2]),
     )
 
 

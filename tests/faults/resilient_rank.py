@@ -22,7 +22,7 @@ from fullshard import Life, checkpoint, fully_shard, resilient
 from fullshard.errors import CheckpointError
 from tests.faults.rank import _DIE_WITH_PARENT, WIDTH, Model, Wire, _Copying, described
 from tests.faults.rows import Fault, Phase, What
-from tests.faults.strike import Diary, Strike, watch_gathers
+from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
 
 ROWS = 12
 """Rows of a step, in all; worlds of 1 to 4 ranks divide them."""
@@ -46,6 +46,8 @@ class Plan:
     Attributes:
         every: after so many steps a checkpoint is saved.
         later: members that are killed from outside, each so many seconds after the first stroke.
+        hands_over: state is handed from life to life.
+        replicas: hold the same shards, if the ranks that there are can be divided so.
         copies: if not None, each member is a machine with a folder of its own, of whose files so
             many have copies; every second checkpoint is for all, on a disk.
     """
@@ -58,6 +60,8 @@ class Plan:
     steps: int = 7
     every: int = 2
     copies: int | None = None
+    hands_over: bool = False
+    replicas: int = 1
 
     @property
     def killed(self) -> set[int]:
@@ -106,7 +110,11 @@ class Rank:
         """Train from the newest checkpoint, as a user would write it; return the weights."""
         plan, strike = self.plan, self._strike(life.number)
         model, _ = built(strike)
-        mesh = dist.init_device_mesh("cpu", (life.world,))
+        replicas = plan.replicas if life.world % plan.replicas == 0 else 1
+        sizes = (replicas, life.world // replicas) if replicas > 1 else (life.world,)
+        mesh = dist.init_device_mesh(
+            "cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]
+        )
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -114,18 +122,22 @@ class Rank:
         optimizer.register_step_pre_hook(lambda *_: strike.meet(Phase.OPTIMIZER))
         strike.meet(Phase.BUILD)
         savers = self._savers()
-        first = self._loaded(savers, model, optimizer)
+        first = self._loaded(life, savers, model, optimizer)
         self.diary.note("begins", life=life.number, world=life.world, step=first)
         for step in range(first + 1, plan.steps + 1):
             strike.step = step
             strike.meet(Phase.DATA)
-            one_step(model, optimizer, batch(step).chunk(life.world)[life.rank])
+            try:
+                one_step(model, optimizer, batch(step).chunk(life.world)[life.rank])
+            except RuntimeError as error:
+                if strike.fault.what is not What.CAUGHT_ALONE or str(error) != MESSAGE:
+                    raise
+            life.reached(step)
             for saver in savers:
                 if saver.is_due(step):
                     strike.meet(Phase.SAVE)
                     saver.save(model, optimizer, step=step)
                     break
-            life.reached(step)
         savers[0].wait()
         strike.meet(Phase.END)
         dist.barrier()  # of the user's, which fullshard does not see
@@ -146,18 +158,21 @@ class Rank:
 
     def _loaded(
         self,
+        life: Life,
         savers: list[checkpoint.Checkpointer],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> int:
         """Load what is newest; return its step, 0 if there is none."""
         try:
-            loaded = checkpoint.load_newest(savers, model, optimizer)
+            load = life.load if self.plan.hands_over else checkpoint.load_newest
+            loaded = load(savers, model, optimizer)
         except CheckpointError:
             if self.plan.copies is None:
                 raise
             loaded = None  # all who had something were lost before any was on the disk
-        where = "memory" if loaded is not None and "memory" in str(loaded.path) else "disk"
+        path = "" if loaded is None else str(loaded.path)
+        where = next((one for one in ("memory", "resilient") if one in path), "disk")
         self.diary.note("loads", step=loaded.step if loaded else 0, where=where)
         return loaded.step if loaded else 0
 

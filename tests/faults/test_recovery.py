@@ -5,6 +5,8 @@ The processes are not those of the session's pool, as they are killed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.faults.rank import Wire
@@ -23,6 +25,24 @@ PLANS = {
     "in a save": Plan(3, (killed(1, 0, 4, Phase.SAVE),), wire=Wire.SOCKETS, mode="async"),
 }
 MACHINES = Plan(3, (killed(1, 0, 7, Phase.FORWARD),), copies=2)
+RAISED = Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.BACKWARD)),), every=9, hands_over=True)
+HANDED = {
+    # None is saved: what is lost would be all.
+    "a replica is lost": Plan(
+        4, (killed(1, 0, 5, Phase.BACKWARD),), every=9, hands_over=True, replicas=2
+    ),
+    "nobody is lost": RAISED,
+    "raised in forward": replace(
+        RAISED, strokes=(Stroke(0, 0, 5, Fault(What.RAISE, Phase.FORWARD)),), wire=Wire.SOCKETS
+    ),
+    "one more as the others take it up": Plan(
+        4,
+        (killed(1, 0, 5, Phase.DATA), killed(3, 1, 5, Phase.BUILD)),
+        every=9,
+        hands_over=True,
+        replicas=2,
+    ),
+}
 MORE = {
     "stopped": Plan(3, (Stroke(1, 0, 5, Fault(What.STOP, Phase.BACKWARD)),)),
     "raised": Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.FORWARD)),)),
@@ -35,6 +55,39 @@ def test_a_job_goes_on_without_ranks_that_are_killed(plan: Plan) -> None:
     """With the weights of a training that nothing happened to, whatever its world."""
     seen = run(plan)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
+
+
+@pytest.mark.parametrize("plan", HANDED.values(), ids=HANDED)
+def test_the_state_of_those_who_are_left_is_taken_over(plan: Plan) -> None:
+    """No step is lost, as they have all of it, in replicas or as all live."""
+    seen = run(plan)
+    assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
+    taken = seen.told.count("loads: {'step': 4, 'where': 'resilient'}")
+    assert taken == plan.world - len(plan.killed), seen.told
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        replace(HANDED["a replica is lost"], replicas=1, every=2),
+        Plan(2, (Stroke(1, 0, 5, Fault(What.RAISE, Phase.OPTIMIZER)),), hands_over=True),
+    ],
+    ids=["a shard is lost", "stepped apart"],
+)
+def test_state_that_is_incomplete_is_not_taken_over(plan: Plan) -> None:
+    """They go back to what was saved, and say why."""
+    seen = run(plan)
+    assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
+    assert "is not taken over" in seen.told
+    assert "loads: {'step': 4, 'where': 'disk'}" in seen.told, seen.told
+
+
+def test_weights_stepped_in_part_are_not_taken_over() -> None:
+    """Whose step was left by an exception says that it reached it, as do the others."""
+    stroke = Stroke(1, 0, 5, Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER))
+    seen = run(Plan(2, (stroke,), hands_over=True))
+    assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
+    assert seen.told.count("loads: {'step': 4, 'where': 'disk'}") == 2, seen.told
 
 
 def test_a_machine_is_lost_with_its_memory() -> None:

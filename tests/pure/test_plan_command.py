@@ -93,6 +93,7 @@ def test_a_budget_that_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) 
         (["2m", "--world-size", "2", "--budget", "much"], "expected bytes such as 80GB"),
         (["2m", "--mesh", "shard=2", "--budget", "1GB"], "--budget chooses"),
         (["2m", "--world-size", "2", "--wire", "int8"], "expected some of gather=, reduce="),
+        (["2m", "--world-size", "2", "--wire", "gather=int4"], "in 4 bits only gradients"),
         (["no.such:thing", "--world-size", "2"], "no such function"),
         ([f"{__name__}:TINY", "--world-size", "2"], "is a list, expected a function"),
         ([f"{__name__}:linear", "--world-size", "2", "--checkpoint-activations"], "build them in"),

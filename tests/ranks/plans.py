@@ -235,6 +235,7 @@ CASES = {
 WIRES = {
     "gathers": WirePolicy(gather="int8"),
     "both": WirePolicy(gather="int8", reduce="int8"),
+    "halves": WirePolicy(gather="int8", reduce="int4"),
     "mixed": WirePolicy(gather="bf16", reduce="bf16"),
 }
 CASES |= {
@@ -245,6 +246,10 @@ CASES |= {
     "wire, HSDP": Case(shard=blocks(wire=WIRES["both"]), mesh=HSDP),
     "wire, bf16": Case(shard=blocks(wire=WIRES["mixed"]), accumulate=2),
     "wire, flat": Case(shard=flat(use_orig_params=True, wire=WIRES["both"])),
+    "wire, int4, HSDP": Case(shard=blocks(wire=WIRES["halves"]), mesh=HSDP),
+    "wire, int4, flat": Case(
+        shard=flat(use_orig_params=True, wire=WIRES["halves"]), mesh={"shard": 3}
+    ),
 }
 AWAY = {"offload_policy": fullshard.CPUOffloadPolicy()}
 OFFLOADED = {

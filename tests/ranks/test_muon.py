@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import Ragged, checkpoint, fully_shard, unshard_params
+from fullshard import Ragged, ShardingStrategy, checkpoint, fully_shard, unshard_params
 from fullshard.checkpoint import (
     full_optim_state_dict,
     load_full_optim_state_dict,
@@ -82,10 +82,13 @@ def sharded(kind: str) -> tuple[Any, int, int]:
     """The model, and this rank's place among those that read other data."""
     model, mesh = made(), mesh_of(kind)
     rank, world = dist.get_rank(), dist.get_world_size()
-    if kind == "flat":
+    if kind.endswith("flat"):
+        flat: dict[str, Any] = {"use_orig_params": True}
+        if mesh is not None:
+            flat |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
         for number, layer in enumerate(model.layers):
-            model.layers[number] = FSDP(layer, use_orig_params=True)
-        return FSDP(model, use_orig_params=True), rank, world
+            model.layers[number] = FSDP(layer, **flat)
+        return FSDP(model, **flat), rank, world
     options: dict[str, Any] = {"layout": Ragged()} if kind.endswith("ragged") else {}
     if kind.startswith("tp"):
         assert mesh is not None

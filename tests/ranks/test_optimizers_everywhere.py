@@ -43,6 +43,7 @@ CELLS = [
     (4, "hsdp"),
     (2, "ragged"),
     (2, "flat"),
+    (4, "hsdp flat"),
     (3, "per_parameter"),
     (3, "flat"),
     (1, "ragged"),

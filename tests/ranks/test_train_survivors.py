@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -55,6 +56,23 @@ def test_a_job_goes_on_when_its_first_worker_is_killed(shell: Shell, bereft: Out
     assert begun_again(bereft) in (2, 4, 6), bereft.err
     assert not RunDir(shell.folder / "bereft").memory.exists()  # it ended well
     assert [record["step"] for record in shell.metrics("bereft")] == list(range(1, STEPS + 1))
+
+
+def test_replicas_that_are_left_lose_no_step(shell: Shell) -> None:
+    """What they have is enough: nothing was saved."""
+    options = "--out halved --nproc 2 --replicas 2 --min-workers 1 --save-every 99".split()
+    with shell.started(*OPTIONS, *options, "--steps", "40") as job:
+        metrics = RunDir(shell.folder / "halved").metrics
+        shell.wait_for(metrics)
+        while not metrics.read_bytes():
+            time.sleep(0.01)
+        os.kill(_first_of(job.pid), signal.SIGKILL)
+        outcome = shell.end_of(job)
+    assert outcome.exitcode == 0, outcome.err
+    assert "0 step(s) were lost" in outcome.err
+    steps = [record["step"] for record in shell.metrics("halved")]
+    assert steps == sorted({*steps})
+    assert len({*range(1, 41)} - {*steps}) <= 1  # whose figures were lost with the worker
 
 
 @pytest.mark.more

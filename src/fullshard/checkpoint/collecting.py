@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -18,10 +19,11 @@ from fullshard.checkpoint import datafile
 from fullshard.checkpoint.alike import Item, singles_of
 from fullshard.checkpoint.entry import Entry, Grid
 from fullshard.checkpoint.optimizer import sharded_optim_state_dict
-from fullshard.checkpoint.tree import Tree, sharded
+from fullshard.checkpoint.tree import Tree, sharded, some
 from fullshard.checkpoint.values import encode
 from fullshard.engine import Unit
-from fullshard.errors import UnsupportedError
+from fullshard.errors import CheckpointError, UnsupportedError
+from fullshard.frontend.hooks import engine_of
 
 EXTRA_STATE = "_extra_state"
 """The names that modules give to theirs."""
@@ -32,7 +34,8 @@ class Collected:
 
     Attributes:
         tensors: the tensors of which this rank holds a part.
-        parts: the parts that this rank writes.
+        held: this rank's parts of them.
+        parts: those of these that this rank writes.
         params: the parameters and buffers of which these are parts, by the same names.
         values: what the model and the optimizer have besides.
         stepped: names of the parameters that the optimizer steps.
@@ -44,6 +47,7 @@ class Collected:
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
         self.tensors: dict[str, Entry] = {}
+        self.held: dict[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         self.params: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
@@ -54,8 +58,14 @@ class Collected:
         self._everyone = Grid((world,), tuple(range(world)))
 
     def add_model(self, model: nn.Module) -> None:
-        """Add parameters, buffers and extra state of a model."""
+        """Add parameters, buffers and extra state of a model.
+
+        Raises:
+            TornStepError: weights are stepped in part, by an exception that was caught.
+        """
         tree = Tree(model, "save")
+        for unit in tree.units:
+            engine_of(unit).check_whole("save")
         self.units, self.device = tree.units, tree.device
         if tree.mesh is not None:
             self._everyone = grid_of(tree.mesh)
@@ -123,9 +133,49 @@ class Collected:
                     f"say {held}; cut it as torch.distributed.tensor does"
                 )
         # Plain tensors may differ, as statistics of batches do: all are the first rank's.
-        self.tensors[name] = entry
+        self._put(name, entry, local.detach())
+
+    def _put(self, name: str, entry: Entry, local: Tensor) -> None:
+        self.tensors[name], self.held[name] = entry, local
         if local.numel() and entry.is_written_by(self._rank):
             self.parts[name] = local
+
+    def bare(self) -> Collected:
+        """Return the same without what holds meshes and process groups."""
+        bare = copy.copy(self)
+        bare.params, bare.units = {}, []
+        return bare
+
+    def left_to(self, numbers: Mapping[int, int]) -> Collected:
+        """Return what this rank contributes if some ranks are all that are left.
+
+        Args:
+            numbers: for each of these ranks its new number.
+
+        Raises:
+            CheckpointError: none of them has some part of a tensor.
+        """
+        left = Collected(numbers[self._rank], len(numbers))
+        left.values, left.singles = self.values, self.singles
+        lost = []
+        for name, local in self.held.items():
+            entry = self.tensors[name].left_to(numbers)
+            if entry is None:
+                lost.append(name)
+            else:
+                left._put(name, entry, local)
+        if lost:
+            raise CheckpointError(f"no rank that is left has all of {some(lost)}")
+        return left
+
+
+def collected(rank: int, world: int, model: nn.Module, optimizer: Optimizer | None) -> Collected:
+    """Return what this rank has of a model, and of an optimizer that steps its parameters."""
+    found = Collected(rank, world)
+    found.add_model(model)
+    if optimizer is not None:
+        found.add_optimizer(model, optimizer)
+    return found
 
 
 # PyTorch computes the ranks of a mesh at every access. Meshes hold process groups, so weakly.

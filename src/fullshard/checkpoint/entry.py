@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,6 +50,19 @@ def _rank_groups(grid: Grid, ragged: int | None) -> list[tuple[int, ...]]:
         key = () if ragged is None else (*at[:ragged], *at[ragged + 1 :])
         groups.setdefault(key, []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
+
+
+@cache
+def _copies(grid: Grid, is_copied: tuple[bool, ...]) -> list[list[int]]:
+    """Return the ranks that hold the same elements, if ranks along some dims of the grid do.
+
+    In the order of the elements, and each time in that of the copies.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, at in _coordinates(grid).items():
+        key = tuple(0 if same else own for same, own in zip(is_copied, at, strict=True))
+        groups.setdefault(key, []).append(rank)
+    return [*groups.values()]
 
 
 class Entry(NamedTuple):
@@ -162,6 +175,23 @@ class Entry(NamedTuple):
         for one, own, size in zip(self._placements(), coordinate, self.grid.shape, strict=True):
             index = index * size + own if isinstance(one, Replicate) else index
         return index == self.writer
+
+    def left_to(self, numbers: Mapping[int, int]) -> Entry | None:
+        """Return the tensor as some ranks hold it, each part on one; None if they lack a part.
+
+        Args:
+            numbers: for each of these ranks the number that it has in what is returned.
+        """
+        is_copied = tuple(isinstance(one, Replicate) for one in self._placements())
+        ranks = []
+        for copies in _copies(self.grid, is_copied):
+            left = [numbers[rank] for rank in copies if rank in numbers]
+            if not left:
+                return None
+            ranks.append(left[self.writer % len(left)])
+        sizes = zip(self.grid.shape, is_copied, strict=True)
+        shape = tuple(1 if same else size for size, same in sizes)
+        return self._replace(grid=Grid(shape, tuple(ranks)), writer=0)
 
     def _placements(self) -> tuple[Placement, ...]:
         return self.placements or (Replicate(),) * len(self.grid.shape)

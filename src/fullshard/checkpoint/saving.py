@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard._version import __version__
-from fullshard.checkpoint.collecting import Collected
+from fullshard.checkpoint.collecting import Collected, collected
 from fullshard.checkpoint.folders import UNFINISHED, commit, make_folder, refuse_name
 from fullshard.checkpoint.machines import Machines, copy_files
 from fullshard.checkpoint.manifest import (
@@ -33,7 +33,6 @@ from fullshard.checkpoint.values import decode, encode
 from fullshard.checkpoint.writing import CopyMemory, Pace, Writing
 from fullshard.comm.council import Council
 from fullshard.errors import ArgumentTypeError, ConfigError
-from fullshard.frontend.hooks import engine_of
 
 _SINGLES = "single values of the optimizer"
 _SHARE = 0.06  # of a processor, for what is written beside the training
@@ -141,7 +140,9 @@ def begin(
     is_sync = how.mode == "sync"
 
     def collect() -> dict[str, Any]:
-        said = saving.collect(model, optimizer, extra, how)
+        how.check()
+        found = collected(council.rank, council.world, model, optimizer)
+        said = saving.take(found, optimizer, extra, how)
         if not is_sync:
             pending.hold(saving.writing, model, saving.found.units, optimizer)
         return said
@@ -152,17 +153,8 @@ def begin(
         pending.let_go()
         raise
 
-    def remove() -> None:
-        if where.machines.is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
     def rest() -> None:
-        pace = None if is_sync else Pace(_SHARE, council.limit_s / 4)
-        try:
-            saving.write_all(unfinished, pace, undo=remove)
-        except BaseException:
-            remove()
-            raise
+        saving.write_all(unfinished, None if is_sync else Pace(_SHARE, council.limit_s / 4))
         if after is not None:
             after()
 
@@ -173,6 +165,24 @@ def begin(
     return pending
 
 
+def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, step: int) -> None:
+    """Write a checkpoint of what each rank has collected, to memory of its machine.
+
+    Args:
+        path: a folder that does not exist; that above it belongs to each machine alone.
+        collect: returns what this rank contributes.
+        extra, step: as for ``save``.
+
+    Raises:
+        CheckpointError, ConfigError, LostRankError: as ``save`` does.
+    """
+    council = Council(f"save to {path}")
+    saving = _Saving(Where(path, Machines.seen(council, path.parent)), council, step)
+    how = How("sync", None, CopyMemory(0))
+    said = council.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
+    saving.write_all(path.with_name(said), None)
+
+
 class _Saving:
     """The parts of ``save``: what each rank does, and what the first one decides then."""
 
@@ -181,20 +191,16 @@ class _Saving:
         self._council = council
         self._extra: Any = None
         self._step = step
-        self.found = Collected(council.rank, council.world)
+        self.found: Collected
         self.writing: Writing
 
-    def collect(
-        self, model: nn.Module, optimizer: Optimizer | None, extra: Any, how: How
+    def take(
+        self, found: Collected, optimizer: Optimizer | None, extra: Any, how: How
     ) -> dict[str, Any]:
+        """Take what is to be written; return what ranks have to agree on."""
         if not isinstance(self._step, int) or isinstance(self._step, bool):
             raise ArgumentTypeError(f"step={self._step!r}: expected an int")
-        how.check()
-        self.found.add_model(model)
-        for unit in self.found.units:
-            engine_of(unit).check_whole("save")
-        if optimizer is not None:
-            self.found.add_optimizer(model, optimizer)
+        self.found = found
         text = json.dumps(encode(extra, "extra"), allow_nan=False)
         self._extra = decode(json.loads(text))  # as it is now, whatever the caller does with it
         self.writing = self._writing(optimizer, how)
@@ -233,8 +239,20 @@ class _Saving:
         state = [] if optimizer is None else _tensors(optimizer.state.values())
         return Writing(parts, params, state, waits=waits, memory=how.memory)
 
-    def write_all(self, unfinished: Path, pace: Pace | None, undo: Callable[[], None]) -> None:
+    def write_all(self, unfinished: Path, pace: Pace | None) -> None:
         """Write the files, give copies to other machines, and then the folders their names."""
+
+        def undo() -> None:
+            if self._where.machines.is_first:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+        try:
+            self._write_all(unfinished, pace, undo)
+        except BaseException:
+            undo()
+            raise
+
+    def _write_all(self, unfinished: Path, pace: Pace | None, undo: Callable[[], None]) -> None:
         council, (path, machines, copies) = self._council, self._where
 
         def describe(said: list[dict[str, Any]]) -> str | None:

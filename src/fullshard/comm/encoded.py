@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -106,7 +106,8 @@ class Encoded(Around):
         values[numel:].copy_(own[length:])
         if numel:
             whole = values.new_empty(self.world * length)
-            self.all_gather([whole], [own[:length]]).wait()
+            means = replace(self, codec=self.codec.for_means)
+            means.all_gather([whole], [own[:length]]).wait()
             values[:numel].copy_(whole[:numel])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.comm import Blocks, Cast, Codec
+from fullshard.comm import INT4, Blocks, Cast, Codec
 from fullshard.errors import ConfigError
 
 
@@ -88,17 +88,19 @@ class WirePolicy:
     block, "int8" or "fp8" (e4m3); None: as they are computed with."""
     reduce: str | None = None
     """How gradients are reduced, with sums in fp32 on every backend: "bf16" (those of 16 bits keep
-    their dtype), "int8" or "fp8"; None: by the backend, in the dtype of the reduction."""
+    their dtype), "int8", "fp8", or "int4", half a byte an element with a bf16 scale for each block;
+    None: by the backend, in the dtype of the reduction."""
     block: int = 64
     """Elements of a block, a power of two from 16 to 4096."""
 
     def __post_init__(self) -> None:
-        for name in ("gather", "reduce"):
+        for name, offered in (("gather", [*_WIRES][:-1]), ("reduce", [*_WIRES])):
             value = getattr(self, name)
-            if value is not None and value not in _WIRES:
+            if value is not None and value not in offered:
+                why = "; in 4 bits only gradients travel, reduce='int4'" if value == "int4" else ""
                 raise ConfigError(
                     f"WirePolicy({name}={value!r}): expected None or one of "
-                    f"{', '.join(map(repr, _WIRES))}"
+                    f"{', '.join(map(repr, offered))}{why}"
                 )
         if not isinstance(self.block, int) or self.block not in _BLOCKS:
             raise ConfigError(
@@ -153,7 +155,12 @@ class WirePolicy:
         return Cast(dtype) if dtype is torch.bfloat16 else Blocks(dtype, self.block)
 
 
-_WIRES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_WIRES = {
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": INT4,  # too coarse for parameters: the last is for gradients only
+}
 _BLOCKS = tuple(1 << power for power in range(4, 13))
 
 

@@ -6,6 +6,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.checkpoint import Checkpointer, CheckpointInfo, load_newest
+from fullshard.recover.handover import Handover
 
 log = logging.getLogger("fullshard")
 
@@ -41,6 +48,7 @@ class Life:
         world: int,
         restarts: Sequence[Restart] = (),
         *,
+        handover: Handover | None = None,
         reached: int | None = None,
         failed_at_s: float = 0.0,
     ) -> None:
@@ -49,9 +57,57 @@ class Life:
         self.restarts = tuple(restarts)
         self.last_step: int | None = None
         self._reached_before, self._failed_at_s = reached, failed_at_s
+        self._handover = handover
 
-    def reached(self, step: int) -> None:
-        """Tell that ``step`` is done; the first call after a restart says what that has cost."""
+    def load(
+        self,
+        checkpointers: Sequence[Checkpointer],
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        strict: bool = True,
+    ) -> CheckpointInfo | None:
+        """Load the newest state there is, and hand this one's on to the next life.
+
+        After a fault that is the state in the tensors of the ranks that are left, if they all have
+        that of one step, and together all of it, as replicas (HSDP) have, or if no rank was lost.
+        Else it is the newest intact checkpoint of ``checkpointers``, as ``load_newest`` loads it.
+        All ranks must call this, before the first step.
+
+        Args:
+            checkpointers: may be none.
+            model, optimizer, strict: as for ``checkpoint.load``.
+
+        Returns:
+            Its description, whose ``extra`` is the one given to ``reached`` or ``save``; None if
+            there is nothing to load.
+
+        Raises:
+            UnsupportedError: the optimizer takes no hooks.
+            CheckpointError, ConfigError, LostRankError, ProtocolError: as ``load_newest`` does.
+        """
+        handover = self._handover
+        if handover is None:
+            return load_newest(checkpointers, model, optimizer, strict=strict)
+        load = handover.load if self.number else load_newest
+        loaded = load(checkpointers, model, optimizer, strict=strict)
+        handover.hold(model, optimizer)
+        if loaded is not None:
+            handover.reached(loaded.step, loaded.extra)
+        return loaded
+
+    def reached(self, step: int, extra: Any = None) -> None:
+        """Tell that ``step`` is done; the first call after a restart says what that has cost.
+
+        To be called when the optimizer has stepped, before anything for which ranks wait: from then
+        on the next life can go on from here.
+
+        Args:
+            step: its number.
+            extra: what else a run needs to go on, as for ``checkpoint.save``.
+        """
+        if self._handover is not None:
+            self._handover.reached(step, extra)
         if self.last_step is None and self.restarts:
             before = self._reached_before
             told = dataclasses.replace(

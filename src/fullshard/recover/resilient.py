@@ -15,7 +15,8 @@ import torch.distributed as dist
 from fullshard import watch
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import now
-from fullshard.errors import ConfigError, LostRankError, PeerError
+from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
+from fullshard.recover.handover import Handover
 from fullshard.recover.life import Life, Restart
 from fullshard.recover.vote import End, Next, Said, Verdict, Voter
 from fullshard.recover.world import Origin, join, leave
@@ -38,9 +39,9 @@ def resilient(
     raised.
 
     Args:
-        train: builds the model for the ranks that there are, loads the newest checkpoint
-            (``checkpoint.Checkpointer``) and trains; calls ``Life.reached`` after each step. What
-            it makes must end with it: nothing outside may hold a model, a mesh or a process group.
+        train: builds the model for the ranks that there are, loads the newest state (``Life.load``)
+            and trains; calls ``Life.reached`` after each step. What it makes must end with it:
+            nothing outside may hold a model, a mesh or a process group.
         max_restarts: how often ``train`` may be called again.
         min_world: how many ranks must be left for that.
 
@@ -72,7 +73,9 @@ class _Job(Generic[Result]):
         # Ranks may have met in this store before: use other keys.
         own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         self._name = f"fullshard/resilient/{bytes(all_gather_bytes(own)[0].tolist()).hex()}"
-        self._life = Life(self._member, len(self._members))
+        self._handover = Handover(self._name.replace("/", "-"))
+        self._life = Life(self._member, len(self._members), handover=self._handover)
+        self._takes_over = False
         self._ended_at_s = 0.0
         self._voter = Voter(
             dist.PrefixStore(self._name, self._origin.store),
@@ -106,12 +109,15 @@ class _Job(Generic[Result]):
 
     def _live(self) -> tuple[tuple[Result] | None, Exception | None, Said]:
         """Call the training once; leave the process groups if it failed."""
-        era = now()
+        era, rank = now(), self._life.rank
         try:
             if self._life.number and not dist.is_initialized():
-                rank, name = self._members.index(self._member), f"{self._name}/{self._life.number}"
+                name = f"{self._name}/{self._life.number}"
                 join(self._origin, name, rank, len(self._members))
-            return (self._train(self._life),), None, Said(End.DONE)
+            if self._takes_over:
+                self._handover.save(self._members)
+            result = self._train(self._life)
+            return (result,), None, Said(End.DONE, step=self._handover.keep(self._members, rank))
         except Exception as error:
             failure = error
         finally:
@@ -120,11 +126,13 @@ class _Job(Generic[Result]):
             watch.confess(failure)
         is_known = isinstance(failure, PeerError) or era.error is not None
         frame = traceback.extract_tb(failure.__traceback__)[-1]
+        is_whole = not isinstance(failure, TornStepError)
+        step = self._handover.keep(self._members, rank, is_whole=is_whole)
         leave(failure)
         kind = type(failure).__name__
         place = f"{kind} {frame.filename}:{frame.lineno}"
-        said = Said(End.FAULT if is_known else End.RAISED, f"{kind}: {failure}", place)
-        return None, failure, said
+        end = End.FAULT if is_known else End.RAISED
+        return None, failure, Said(end, f"{kind}: {failure}", place, step)
 
     def _go_on(self, verdict: Verdict, error: Exception | None) -> None:
         """Begin the next life, for those who are left.
@@ -138,8 +146,10 @@ class _Job(Generic[Result]):
         if refusal is not None:
             kind = type(error) if isinstance(error, LostRankError) else PeerError
             raise kind(f"the job does not go on, as {refusal}: {why}") from error
-        if self._member == verdict.members[0]:
+        is_first = self._member == verdict.members[0]
+        if is_first:
             log.warning("the job begins anew with %d rank(s): %s", len(verdict.members), why)
+        self._takes_over = self._handover.is_to_save(verdict.steps, tells=is_first)
         restart = Restart(why=why, lost=tuple(verdict.lost), world=len(verdict.members))
         life = self._life
         self._members = verdict.members
@@ -147,6 +157,7 @@ class _Job(Generic[Result]):
             self._members.index(self._member),
             len(self._members),
             (*life.restarts, restart),
+            handover=self._handover,
             reached=life.last_step,
             failed_at_s=self._ended_at_s,
         )

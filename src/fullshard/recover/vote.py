@@ -66,6 +66,8 @@ class Verdict(NamedTuple):
     """Who is not, and why."""
     why: str
     """The failure, in the words of the first member that failed."""
+    steps: tuple[int | None, ...] = ()
+    """The steps whose state those who are left keep, each once; None: one keeps nothing."""
 
 
 class Said(NamedTuple):
@@ -76,6 +78,8 @@ class Said(NamedTuple):
     """The exception."""
     place: str = ""
     """Its class, and where it was raised: equal for members that failed alike."""
+    step: int | None = None
+    """The step whose state this member keeps for the next life; None if it keeps nothing."""
 
 
 class Voter:
@@ -168,7 +172,7 @@ class Voter:
         gone = {one: why for one, why in lost.items() if one not in said}
         gone |= {one: DEAD for one in said if one != self._member and self._roll.is_dead(one)}
         own = _judged({one: what for one, what in said.items() if one not in gone}, gone)
-        text = json.dumps([own.next.value, own.members, [*own.lost.items()], own.why])
+        text = json.dumps([own.next.value, own.members, [*own.lost.items()], *own[3:]])
         return _decoded(self._store.compare_set(f"{life}/verdict", "", text))
 
     @staticmethod
@@ -186,12 +190,13 @@ def _judged(said: Mapping[int, Said], lost: Mapping[int, str]) -> Verdict:
         following = Next.OVER
     elif ends == {End.RAISED} and not lost and len({one.place for one in said.values()}) == 1:
         following = Next.RAISE
-    return Verdict(following, tuple(sorted(said)), dict(lost), why)
+    steps = tuple(dict.fromkeys(one.step for one in said.values()))
+    return Verdict(following, tuple(sorted(said)), dict(lost), why, steps)
 
 
 def _decoded(text: bytes) -> Verdict:
-    following, members, lost, why = json.loads(text)
-    return Verdict(Next(following), tuple(members), dict(lost), why)
+    following, members, lost, why, steps = json.loads(text)
+    return Verdict(Next(following), tuple(members), dict(lost), why, tuple(steps))
 
 
 @contextmanager

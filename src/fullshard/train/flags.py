@@ -88,7 +88,7 @@ Replicas = Annotated[int, typer.Option(help="Copies of the shards; workers of on
 Wire = Annotated[
     str | None,
     typer.Option(
-        help="How parameters and gradients travel: bf16, int8 or fp8, fp32 if left out.",
+        help="How parameters and gradients travel: bf16, int8, fp8, or int4 (gradients only).",
         metavar="gather=KIND,reduce=KIND",
     ),
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,23 +60,23 @@ def train(
     config: TrainConfig,
     text: TokenizedText,
     world: World,
-    reached: Callable[[int], None] = lambda step: None,
+    life: fullshard.Life | None = None,
 ) -> Trained:
-    """Train to ``config.last_step``, from scratch or from the newest checkpoint.
+    """Train to ``config.last_step``, from scratch or from the newest state.
 
-    Calls ``reached`` after each step. If any worker gets SIGTERM or SIGINT, all save and end after
-    their step.
+    If any worker gets SIGTERM or SIGINT, all save and end after their step.
     """
     run = RunDir(Path(config.out))
-    trainer = Trainer(config, text, world)
+    trainer = Trainer(config, text, world, life)
     if not config.resume:
         trainer.saves.forget(world)
-    first = trainer.resume(run) if config.resume else 0
+    first = trainer.resume(run)
     with (
         Reporter(first=first, total=config.last_step, enabled=world.is_first) as reporter,
         MetricsFile(run.metrics, enabled=world.is_first) as metrics,
         stopping() as trainer.stopping,
         recording(config, run, trainer.model),
+        ExitStack() as told,
     ):
 
         def tell(step: StartedStep) -> None:
@@ -85,6 +85,12 @@ def train(
             reporter.show(record)
 
         last: StartedStep | None = None  # the device may still be computing its figures
+
+        def tell_last() -> None:
+            if last is not None and last.rows.is_here and not last.evaluates:
+                tell(last)
+
+        told.callback(tell_last)  # the next life of the job may go on behind it
         step = first
         while step < config.last_step and not trainer.stopping.is_agreed:
             step += 1
@@ -99,7 +105,6 @@ def train(
             if is_due or trainer.stopping.is_agreed:
                 ends = step == config.last_step or trainer.stopping.is_agreed
                 trainer.save(step, on_disk=ends)
-            reached(step)
         trainer.saves.wait()
         trainer.saves.forget(world)
     return Trained(trainer.model, step)
@@ -202,9 +207,15 @@ class StartedStep(NamedTuple):
 class Trainer:
     """A model with its optimizer and its text, and the operations of training."""
 
-    def __init__(self, config: TrainConfig, text: TokenizedText, world: World) -> None:
-        self.config = config
-        self.world = world
+    def __init__(
+        self,
+        config: TrainConfig,
+        text: TokenizedText,
+        world: World,
+        life: fullshard.Life | None = None,
+    ) -> None:
+        self.config, self.world = config, world
+        self.life = fullshard.Life(world.rank, world.size) if life is None else life
         architecture = choose_architecture(config)
         self.model = build_sharded_model(config, architecture, world)
         self.optimizer = build_optimizer(self.model, config)
@@ -240,6 +251,7 @@ class Trainer:
         except NonFiniteError as error:
             self.saves.wait()
             raise ConfigError(f"step {step}: {error}; --lr is {config.lr}") from error
+        self.life.reached(step, self.extra(step))
         self.optimizer.zero_grad()
         rows = self.world.rows_later(
             loss,
@@ -328,18 +340,25 @@ class Trainer:
 
         If it need not be ``on_disk``, it may be in memory alone.
         """
-        origin = replace(self.origin, step=step)
-        self.saves.save(self.model, self.optimizer, origin, on_disk=on_disk)
+        extra = self.extra(step)
+        self.saves.save(self.model, self.optimizer, extra, step=step, on_disk=on_disk)
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """Return the facts of a checkpoint of ``step``."""
+        return asdict(replace(self.origin, step=step))
 
     def resume(self, run: RunDir) -> int:
-        """Load the newest intact checkpoint, drop later metrics, and return its step."""
-        loaded = self.saves.load(self.model, self.optimizer)
-        if loaded is None:
+        """Load the newest state, drop later metrics, and return its step; 0 if there is none."""
+        resumes = self.config.resume
+        loaded = self.saves.load(self.model, self.optimizer, self.life, resumes=resumes)
+        if loaded is None and resumes:
             raise ConfigError(f"{run.checkpoints}: no intact checkpoint; leave --resume out")
-        check_continues(self.config, self.origin, loaded.path, origin_of(loaded))
-        if self.world.is_first:
-            drop_after(run.metrics, loaded.step)
-        return loaded.step
+        if loaded is not None:
+            check_continues(self.config, self.origin, loaded.path, origin_of(loaded))
+        step = 0 if loaded is None else loaded.step
+        if self.world.is_first and (resumes or self.life.number):
+            drop_after(run.metrics, step)
+        return step
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:

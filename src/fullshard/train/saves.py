@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint import Checkpointer, CheckpointInfo, load_newest
+from fullshard import Life
+from fullshard.checkpoint import Checkpointer, CheckpointInfo
 from fullshard.errors import ConfigError
 
 from .config import TrainConfig
-from .rundir import Origin, RunDir
+from .rundir import RunDir
 from .world import World
 
 _COPIES_NBYTES = 1 << 30  # of host memory, for what a step would overwrite before it is written
@@ -54,18 +55,24 @@ class Saves:
         return any(one.is_due(step) for one in self._all)
 
     def save(
-        self, model: nn.Module, optimizer: Optimizer, origin: Origin, *, on_disk: bool
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        extra: dict[str, Any],
+        *,
+        step: int,
+        on_disk: bool,
     ) -> None:
         """Begin to write a checkpoint, and wait for the one before.
 
         Args:
             model, optimizer: what to save.
-            origin: facts of the checkpoint, its step among them.
+            extra, step: of the checkpoint.
             on_disk: not to memory alone.
         """
-        due = (one for one in self._all if one.is_due(origin.step))
+        due = (one for one in self._all if one.is_due(step))
         where = self._disk if on_disk else next(due, self._disk)
-        where.save(model, optimizer, asdict(origin), step=origin.step)
+        where.save(model, optimizer, extra, step=step)
 
     def wait(self) -> None:
         """Wait until what was begun is written."""
@@ -75,9 +82,14 @@ class Saves:
         """Return the steps of complete checkpoints; a decision of all workers."""
         return sorted({step for one in self._all for step in one.steps()})
 
-    def load(self, model: nn.Module, optimizer: Optimizer) -> CheckpointInfo | None:
-        """Load the newest intact checkpoint, if there is one."""
-        return load_newest(self._all, model, optimizer)
+    def load(
+        self, model: nn.Module, optimizer: Optimizer, life: Life, *, resumes: bool
+    ) -> CheckpointInfo | None:
+        """Load the newest state, of a life before or, if ``resumes``, of what was saved.
+
+        What ``model`` and ``optimizer`` have is handed on to the next life.
+        """
+        return life.load(self._all if resumes else [], model, optimizer)
 
     def forget(self, world: World) -> None:
         """Remove what is in memory, as all that is needed is on the disk, or belongs to no run."""

@@ -31,7 +31,7 @@ from .config import TrainConfig
 from .data import TokenizedText
 from .export import export
 from .loop import Trained, train
-from .metrics import drop_after, read_metrics
+from .metrics import read_metrics
 from .picture import draw_loss
 from .planned import drift
 from .prepare import prepare
@@ -71,29 +71,26 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
 def _work(
     config: TrainConfig,
     world: World,
+    life: fullshard.Life | None = None,
     *,
     prepared: bool,
-    reached: Callable[[int], None] = lambda step: None,
 ) -> None:
     text = _load_text(config, world)
     lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
     with lock or nullcontext():
-        trained = train(config, text, world, reached)
+        trained = train(config, text, world, life)
         _finish(config, text, trained, world)
 
 
 def _live(config: TrainConfig, world: World, life: fullshard.Life) -> None:
-    """Train with the workers that are left, from what was saved before others were lost."""
+    """Train with the workers that are left, from what they have or was saved before."""
     world = dataclasses.replace(world, rank=life.rank, size=life.world)
     if life.number:
-        run = RunDir(Path(config.out))
         resumes = bool(Saves(config).steps())
-        if world.is_first and not resumes:
-            drop_after(run.metrics, 0)
         fits = world.size % config.replicas == 0
         replicas = config.replicas if fits else 1
         config = dataclasses.replace(config, resume=resumes, replicas=replicas)
-    _work(config, world, prepared=True, reached=life.reached)
+    _work(config, world, life, prepared=True)
 
 
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:
