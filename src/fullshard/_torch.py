@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import cache, partial
 from math import prod
 from operator import attrgetter
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -44,6 +45,7 @@ from torch.distributed.tensor._op_schema import OpStrategy
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -872,6 +874,22 @@ def _contract() -> Any:
 def overrides_setattr(module: nn.Module) -> bool:
     """Return whether the class of ``module`` overrides ``nn.Module.__setattr__``."""
     return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+CALLS_STEP_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""Code of the wrapper that ``Optimizer.__init__`` puts around the ``step`` method of each class."""
+
+
+def stepping_optimizers() -> list[int]:
+    """Return the ids of optimizers in the middle of ``step``, in any thread, once for each call."""
+    found = []
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame.f_code is CALLS_STEP_HOOKS and "self" in frame.f_locals:
+                found.append(id(frame.f_locals["self"]))
+            frame = frame.f_back
+    return found
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -16,7 +16,7 @@
     |-- PeerError               a rank failed, so the others cannot go on (also RuntimeError)
     |   |-- FailedRankError       ... by an error of another tree, told on all ranks
     |   `-- LostRankError         ... since its process is gone, or silent
-    |-- TornStepError           a rank failed in a step that others ended (also RuntimeError)
+    |-- TornStepError           ranks may have stepped weights unlike     (also RuntimeError)
     |-- NonFiniteError          a loss or gradient norm is not finite     (also RuntimeError)
     `-- LayoutError             a layout would break its invariants       (also ValueError)
 
@@ -137,7 +137,11 @@ class LostRankError(PeerError):
 
 
 class TornStepError(FullshardError, RuntimeError):
-    """A rank failed in a step that others ended: some ranks have its gradients, others do not."""
+    """Weights may differ among ranks from now on; go back to a checkpoint.
+
+    An exception was caught on a rank that struck it after its last collective of a step, which
+    others ended and stepped, or in the middle of a step of its optimizer.
+    """
 
 
 class NonFiniteError(FullshardError, RuntimeError):

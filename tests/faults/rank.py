@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fullshard import FullyShardedDataParallel, checkpoint, fully_shard
 from fullshard.optim import StepGuard
 from tests.faults.rows import Fault, Phase, What
-from tests.faults.strike import Diary, Strike, watch_gathers
+from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
 
 # Jobs are forked from a process that has imported this module, and what an optimizer imports.
 torch.set_num_threads(1)
@@ -143,7 +143,8 @@ def train(job: Job, rank: int, folder: Path, strike: Strike, diary: Diary) -> nn
         try:
             one_step(job, model, optimizer, batch(job, rank, step, strike), strike)
         except Exception as error:
-            if job.fault.what is not What.CAUGHT:
+            is_own = job.fault.what is What.CAUGHT_ALONE and str(error) == MESSAGE
+            if job.fault.what is not What.CAUGHT and not is_own:
                 raise
             diary.note("caught", **described(error))
         optimizer.zero_grad()

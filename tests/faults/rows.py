@@ -24,6 +24,7 @@ class What(enum.Enum):
     LINGER = "raises, and takes 20 s to end"
     OUT_OF_MEMORY = "runs out of memory"
     CAUGHT = "raises, all ranks catch that and take the next batch"
+    CAUGHT_ALONE = "raises, its rank catches that and goes on, in the optimizer"
     SYS_EXIT = "calls `sys.exit(3)`"
     OS_EXIT = "calls `os._exit(3)`"
     KILL = "is killed (SIGKILL)"
@@ -132,6 +133,13 @@ EXPECTED = {
     # Autograd does not tell what exception ended a backward, unless it ends the program, too.
     What.CAUGHT: _raised(
         (Phase.FORWARD, Phase.BACKWARD), rf"{_INJECTED}|an exception, in the backward", End.GOES_ON
+    ),
+    # No hook sees the exception, so the next step of its rank tells that there was one.
+    What.CAUGHT_ALONE: Expectation(
+        (Phase.OPTIMIZER,),
+        "an exception, in the step of AdamW",
+        errors=("TornStepError",),
+        speak=Who.ALL,
     ),
     What.SYS_EXIT: Expectation(_IN_STEPS, _ENDED),
     What.OS_EXIT: Expectation(_ANYWHERE, _ENDED, _EVERYWHERE),

@@ -120,6 +120,7 @@ _ACTS: dict[What, Callable[[Fault], object]] = {
     What.RAISE: _raise,
     What.LINGER: _raise,
     What.CAUGHT: _raise,
+    What.CAUGHT_ALONE: _raise,
     What.OUT_OF_MEMORY: _out_of_memory,
     What.SYS_EXIT: lambda _: sys.exit(3),
     What.OS_EXIT: lambda _: os._exit(3),

@@ -82,6 +82,14 @@ def test_state_that_is_incomplete_is_not_taken_over(plan: Plan) -> None:
     assert "loads: {'step': 4, 'where': 'disk'}" in seen.told, seen.told
 
 
+def test_weights_stepped_in_part_are_not_taken_over() -> None:
+    """Whose step was left by an exception says that it reached it, as do the others."""
+    stroke = Stroke(1, 0, 5, Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER))
+    seen = run(Plan(2, (stroke,), hands_over=True))
+    assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
+    assert seen.told.count("loads: {'step': 4, 'where': 'disk'}") == 2, seen.told
+
+
 def test_a_machine_is_lost_with_its_memory() -> None:
     """What it had in memory another machine has, too, newer than what is on the disk."""
     seen = run(MACHINES)

@@ -24,6 +24,7 @@ JOBS = [
     Job(Fault(What.RAISE, Phase.FORWARD), Engine.FLAT, Wire.SHARED, 2),
     Job(Fault(What.CAUGHT, Phase.FORWARD), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.CAUGHT, Phase.BACKWARD), Engine.UNITS, Wire.SOCKETS, 2),
+    Job(Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER), Engine.UNITS, Wire.SOCKETS, 2),
     Job(Fault(What.SYS_EXIT, Phase.DATA), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.KILL, Phase.GATHER), Engine.UNITS, Wire.SHARED, 4),
     Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),

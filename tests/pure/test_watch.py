@@ -109,6 +109,26 @@ def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
     assert found(next_step, ended(failed, 2), between).behind == (2,)
 
 
+def test_an_optimizer_that_was_left_in_its_step_is_told_at_once() -> None:
+    why = "an exception, in the step of AdamW"
+    left = statement(1, ("a", "b"), is_open=False, failure=why)._replace(is_torn=True)
+    assert Statement.decoded(left.encoded()) == left
+    waits, between = statement(0, ("a", "b", "a"), waits_s=0.1), statement(2, ("a",), is_open=False)
+    what = found(waits, left, between)
+    assert (what.kind, what.ranks, what.behind) == (Kind.TORN, (1,), (1, 2))
+    assert what.text == (
+        f"rank 1 failed: {why}, so weights are stepped in part there. Go back to a checkpoint"
+    )
+    # All were left: nobody knows whether their weights are alike.
+    assert found(left._replace(rank=0), left, left._replace(rank=2)).ranks == (0, 1, 2)
+    # Ranks also differ in what they run, as the weights say which way to go, or wait for who left.
+    assert found(statement(0, ("a", "c")), left, waits._replace(rank=2)).kind is Kind.TORN
+    gone = {2: Absence(DEAD, True)}
+    assert found(waits, left, absent=gone).kind is Kind.LOST
+    other = left._replace(groups=())  # of another job of training
+    assert found(statement(0, ("a",), is_open=False), other).behind == (1,)
+
+
 def test_a_wait_for_what_all_have_issued_is_not_in_vain() -> None:
     failed = statement(1, ("a", "b"), is_open=False, failure="E", failed_s=0.1)
     others = statement(0, ("a", "b"), waits_s=9.0), statement(2, ("a", "b"), waits_s=9.0)

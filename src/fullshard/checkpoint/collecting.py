@@ -23,6 +23,7 @@ from fullshard.checkpoint.tree import Tree, sharded, some
 from fullshard.checkpoint.values import encode
 from fullshard.engine import Unit
 from fullshard.errors import CheckpointError, UnsupportedError
+from fullshard.frontend.hooks import engine_of
 
 EXTRA_STATE = "_extra_state"
 """The names that modules give to theirs."""
@@ -57,8 +58,14 @@ class Collected:
         self._everyone = Grid((world,), tuple(range(world)))
 
     def add_model(self, model: nn.Module) -> None:
-        """Add parameters, buffers and extra state of a model."""
+        """Add parameters, buffers and extra state of a model.
+
+        Raises:
+            TornStepError: weights are stepped in part, by an exception that was caught.
+        """
         tree = Tree(model, "save")
+        for unit in tree.units:
+            engine_of(unit).check_whole("save")
         self.units, self.device = tree.units, tree.device
         if tree.mesh is not None:
             self._everyone = grid_of(tree.mesh)

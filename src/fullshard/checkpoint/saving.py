@@ -76,6 +76,8 @@ def save(
         ConfigError: something cannot be saved, or there is something at ``path``. Nothing changed.
         CheckpointError: a rank could not write; nothing is left behind.
         LostRankError: a rank ended or hangs; other checkpoints are as they were.
+        TornStepError: an exception was caught that left a step of the optimizer on some rank, so
+            weights are stepped in part; nothing was written.
         ProtocolError: during a forward, a backward or ``unshard_params``.
 
         All ranks raise the same.

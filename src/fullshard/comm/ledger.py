@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from fullshard.comm.protocol import Pending
+from fullshard.errors import TornStepError
 
 KEPT = 32
 """Collectives of each group that a ledger remembers."""
@@ -55,6 +56,11 @@ class Era:
         """Raise the error of the fault, if the era has ended."""
         if self.error is not None:
             raise self.error()
+
+    @property
+    def is_torn(self) -> bool:
+        """True if the fault that ended the era left weights that may differ among ranks."""
+        return self.error is not None and isinstance(self.error(), TornStepError)
 
     def begin_step(self) -> None:
         """Raise the error of the fault before, if the others dropped this step by it."""

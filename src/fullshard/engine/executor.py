@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard import _torch, watch
+from fullshard.comm.ledger import Era
 from fullshard.device import Lanes, make_lanes
 from fullshard.engine.actor import Actor
 from fullshard.engine.autograd import Backward, Use
-from fullshard.engine.steps import watch_steps
+from fullshard.engine.steps import find_left, watch_steps
 from fullshard.engine.unit import Unit, check_lent_alike
 from fullshard.errors import BusyError, PeerError, ProtocolError, TornStepError
 from fullshard.schedule import (
@@ -165,6 +166,29 @@ class Engine(Actor):
         if self.thread == threading.get_ident() or self.shares_params(optimizer):
             self.weights_changed()
 
+    def left_in_part(self, optimizer: Optimizer, era: Era) -> None:
+        """Take note of a step of ``optimizer``, begun in ``era``, that an exception has left.
+
+        A rank that is alone is not told what it caught itself.
+        """
+        if watch.watcher() is not None and self.shares_params(optimizer):
+            self._step.torn = watch.Torn(f"in the step of {type(optimizer).__name__}", era)
+
+    def check_whole(self, what: str) -> None:
+        """Raise ``TornStepError`` if weights are stepped in part, by an exception in a step."""
+        find_left()
+        if self._step.torn is not None:
+            raise TornStepError(
+                f"{what} was called after an exception was caught {self._step.torn.place}: weights "
+                "are stepped in part. Go back to a checkpoint"
+            )
+
+    def loaded(self, unit: Unit) -> None:
+        """Take note that ``unit`` was loaded: with the root, nothing is left of earlier steps."""
+        if unit is self.units[-1]:
+            find_left()
+            self._step.torn = None
+
     def shares_params(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` steps some of our parameters."""
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -291,9 +315,13 @@ class Engine(Actor):
 
     def _begin_step(self) -> None:
         """Begin a step, or another forward of it, once the last one's failure is known to all."""
+        find_left()
+        torn = watch.tear(self._step)
         watch.settle()
         if self._step.was_dropped:
             self._drop_step()
+        if torn is not None:
+            raise torn
         self._step.begin()
 
     def _end_step(

@@ -2,18 +2,28 @@
 
 Version counters do not see the writes of foreach and fused optimizers. If ranks are threads, other
 ranks may be in the middle of a step, and must not gather units that this rank does not gather.
+
+A step that has begun and not ended, and is on no stack, was left by an exception that somebody
+caught: its weights are stepped in part. Nobody sees that exception, so this is looked for when
+weights are used next. Optimizers are held weakly: to hold the frame of a step would keep the
+memory of one that its user drops because memory ran out.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from typing import Protocol
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fullshard import _torch
+from fullshard.comm.ledger import Era, now
 
 
 class Watcher(Protocol):
@@ -22,23 +32,65 @@ class Watcher(Protocol):
     def stepped(self, optimizer: Optimizer) -> None:
         """Take note of a step; called in the thread of the optimizer, perhaps another rank's."""
 
+    def left_in_part(self, optimizer: Optimizer, era: Era) -> None:
+        """Take note of a step, begun in ``era``, that an exception has left."""
+
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_begun: weakref.WeakKeyDictionary[Optimizer, Era] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def watch_steps(watcher: Watcher) -> None:
     """Report all steps to ``watcher`` for as long as it lives."""
+    _listen()
     with _lock:
         _watchers.add(watcher)
+
+
+def find_left(beginning: Optimizer | None = None) -> None:
+    """Report steps that exceptions have left, each once.
+
+    Args:
+        beginning: an optimizer that is about to step, so that it is on the stack once more.
+    """
+    if not _begun:
+        return
+    running = _torch.stepping_optimizers()
+    if id(beginning) in running:
+        running.remove(id(beginning))
+    with _lock:
+        left = {one: era for one, era in _begun.items() if id(one) not in running}
+        for optimizer in left:
+            del _begun[optimizer]
+        watchers = list(_watchers)
+    for optimizer, era in left.items():
+        for watcher in watchers:
+            watcher.left_in_part(optimizer, era)
+
+
+@_torch.never_compiled
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    if optimizer in _begun:  # left, and tried again, or inside of its own step
+        find_left(optimizer)
+    with _lock:
+        _begun[optimizer] = now()
 
 
 @_torch.never_compiled
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     with _lock:
+        _begun.pop(optimizer, None)
         watchers = list(_watchers)
     for watcher in watchers:
         watcher.stepped(optimizer)
 
 
-register_optimizer_step_post_hook(_after_step)
+@functools.cache
+def _listen() -> None:
+    """Hear of all steps, once something is sharded.
+
+    Not before: a step that ``frontend.optimizers`` refuses, by an earlier hook, has not begun.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fullshard import _torch
 from fullshard.optim.groups import Groups, options_of
 
 _AMP = ("grad_scale", "found_inf")
@@ -19,13 +20,9 @@ _MISSING = object()
 def step_quietly(optimizer: Optimizer) -> None:
     """Call ``optimizer.step()`` without global hooks; those run for the user's optimizer."""
     step: Any = type(optimizer).step
-    if step.__code__ is _CALLS_HOOKS:
+    if step.__code__ is _torch.CALLS_STEP_HOOKS:
         step = step.__wrapped__
     step(optimizer)
-
-
-# Code of the wrapper that Optimizer.__init__ puts around the step method of each class.
-_CALLS_HOOKS = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 class Steppable(Protocol):

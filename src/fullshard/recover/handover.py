@@ -109,18 +109,19 @@ class Handover:
         if self._held is not None:
             self._held.reached(step, extra)
 
-    def keep(self, members: Sequence[int], rank: int) -> int | None:
+    def keep(self, members: Sequence[int], rank: int, *, is_whole: bool = True) -> int | None:
         """Keep the tensors of what was held, and hold it no longer.
 
         Args:
             members: those who lived this life, in the order of their ranks.
             rank: this one's.
+            is_whole: False if weights may differ among ranks, whatever step was reached.
 
         Returns:
             The step whose state is kept; None if there is none.
         """
         held, self._held = self._held, None
-        if held is not None:
+        if held is not None and is_whole:
             self._kept = held.kept(members, rank)
         return None if self._kept is None else self._kept.step
 

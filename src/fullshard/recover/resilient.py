@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard import watch
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import now
-from fullshard.errors import ConfigError, LostRankError, PeerError
+from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
 from fullshard.recover.handover import Handover
 from fullshard.recover.life import Life, Restart
 from fullshard.recover.vote import End, Next, Said, Verdict, Voter
@@ -126,7 +126,8 @@ class _Job(Generic[Result]):
             watch.confess(failure)
         is_known = isinstance(failure, PeerError) or era.error is not None
         frame = traceback.extract_tb(failure.__traceback__)[-1]
-        step = self._handover.keep(self._members, rank)
+        is_whole = not isinstance(failure, TornStepError)
+        step = self._handover.keep(self._members, rank, is_whole=is_whole)
         leave(failure)
         kind = type(failure).__name__
         place = f"{kind} {frame.filename}:{frame.lineno}"

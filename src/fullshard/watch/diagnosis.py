@@ -25,7 +25,7 @@ class Kind(enum.Enum):
     FAILED = "failed"
     """A step or the program of a rank was ended by an exception."""
     TORN = "torn"
-    """A rank failed in a step that others had ended by then."""
+    """A rank failed in a step that others had ended by then, or in a step of an optimizer."""
     LOST = "lost"
     """The process of a rank has ended."""
 
@@ -78,6 +78,7 @@ def diagnose(
     waits = list(_waits(said))
     found = (
         _lost(said, absent, waits)
+        or _in_part(said)
         or _apart(said)
         or _torn(said, patience_s)
         or _failed(said, waits, patience_s)
@@ -129,6 +130,19 @@ def _failed(
             return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
+
+
+def _in_part(said: Mapping[int, Statement]) -> Diagnosis | None:
+    """Find ranks whose optimizer was left by an exception in the middle of its step.
+
+    Even if all were, nobody knows whether their weights are stepped alike.
+    """
+    failed = {rank: statement for rank, statement in said.items() if statement.is_torn}
+    if not failed:
+        return None
+    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
+    text += ", so weights are stepped in part there. Go back to a checkpoint"
+    return Diagnosis(Kind.TORN, tuple(failed), text)
 
 
 def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:

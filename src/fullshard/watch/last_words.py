@@ -10,14 +10,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 from fullshard.comm import ledger
-from fullshard.comm.ledger import Entry, Ledger
+from fullshard.comm.ledger import Entry, Ledger, now
 from fullshard.comm.pulse import patience_s
-from fullshard.errors import LostRankError, PeerError
+from fullshard.errors import LostRankError, PeerError, TornStepError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
-from fullshard.watch.step import Failure, described, steps
+from fullshard.watch.step import Failure, Step, described, steps
 from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, watcher
 
-__all__ = ["begin", "confess", "explain", "settle"]
+__all__ = ["begin", "confess", "explain", "settle", "tear"]
 
 _PAUSE_S = 0.02
 
@@ -52,6 +52,25 @@ def settle() -> None:
         return
     ledger.unsettled = False
     _ask_until(watching, lambda: not any(step.failure for step in steps()))
+
+
+def tear(step: Step) -> Exception | None:
+    """Tell all ranks if an exception left weights of ``step`` stepped in part here.
+
+    Returns:
+        What to raise here, as all ranks do; None if there is nothing to tell.
+    """
+    told = step.tear()
+    if told is None:
+        return None
+    torn = step.failure
+    settle()
+    step.failure = None
+    now().forgive()
+    if told.error is not None:
+        return told.error()
+    text = "an exception" if torn is None else torn.text  # nobody is left to judge it
+    return TornStepError(f"this rank failed: {text}. Go back to a checkpoint")
 
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:

@@ -62,6 +62,8 @@ class Statement(NamedTuple):
     """How long ago that was, in seconds."""
     stack: str
     """Where its main thread is, in the user's files."""
+    is_torn: bool = False
+    """True if the exception left a step of an optimizer, so its weights are stepped in part."""
 
     def encoded(self) -> str:
         """Return the statement as JSON."""

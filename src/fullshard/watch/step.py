@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Era, now
 
-__all__ = ["Failure", "Step", "described", "forget_failures", "judging", "steps"]
+__all__ = ["Failure", "Step", "Torn", "described", "forget_failures", "judging", "steps"]
 
 
 class Failure(NamedTuple):
@@ -22,6 +24,17 @@ class Failure(NamedTuple):
     """What it was, and where."""
     at_s: float
     """When, by ``time.monotonic``."""
+    is_torn: bool = False
+    """True if it left a step of an optimizer."""
+
+
+class Torn(NamedTuple):
+    """A step of an optimizer that an exception left, which was caught: weights may differ now."""
+
+    place: str
+    """Such as "in the step of AdamW"."""
+    era: Era
+    """The era in which the step began."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -36,6 +49,8 @@ class Step:
     """Where the last step failed, such as "in the forward of unit blocks.3"."""
     era: Era = field(default_factory=now)
     """The era in which the step began."""
+    torn: Torn | None = None
+    """What was left behind by an optimizer, until all ranks know or weights are loaded."""
 
     def __post_init__(self) -> None:
         with _lock:
@@ -51,14 +66,27 @@ class Step:
         self.place = ""
         if self.is_open:
             return
-        is_free = judging.acquire(timeout=_JUDGED_S)
-        try:
+        with _unjudged():
             self.era, self.failure = now(), None
             self.era.begin_step()
             self.is_open = True
-        finally:
-            if is_free:
-                judging.release()
+
+    def tear(self) -> Era | None:
+        """Say of this rank that its weights are stepped in part, if they are.
+
+        Returns:
+            The era that ends by it; None if there is nothing to say: weights are whole, or all
+            ranks have been told of a torn step since.
+        """
+        torn, self.torn = self.torn, None
+        if torn is None:
+            return None
+        with _unjudged():
+            if torn.era.is_torn:
+                return None
+            self.failure = Failure(f"an exception, {torn.place}", time.monotonic(), is_torn=True)
+            ledger.unsettled = True
+            return now()
 
     def check(self) -> None:
         """Raise the error of the fault that ended this step's era, in the middle of the step."""
@@ -107,6 +135,18 @@ judging = threading.Lock()
 so that all ranks know which step they drop."""
 
 _JUDGED_S = 10.0  # a judgement takes less, unless who keeps the store is gone
+
+
+@contextlib.contextmanager
+def _unjudged() -> Iterator[None]:
+    """Hold ``judging`` in the context, unless it is not to be had."""
+    is_free = judging.acquire(timeout=_JUDGED_S)
+    try:
+        yield
+    finally:
+        if is_free:
+            judging.release()
+
 
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
 _lock = threading.Lock()

@@ -149,7 +149,8 @@ class Watcher:
 
     def _statement(self) -> Statement:
         failures = (self.failure, *(step.failure for step in steps()))
-        failure = next((one for one in failures if one is not None), Failure("", 0.0))
+        known = [one for one in failures if one is not None]
+        failure = max(known, key=lambda one: one.is_torn, default=Failure("", 0.0))
         return Statement(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
@@ -157,6 +158,7 @@ class Watcher:
             failure.text,
             time.monotonic() - failure.at_s,
             self._stack(),
+            failure.is_torn,
         )
 
     def _stack(self) -> str:

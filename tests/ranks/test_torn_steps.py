@@ -1,0 +1,362 @@
+"""An exception that leaves a step of an optimizer and is caught: who is told, and what helps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard import checkpoint, fully_shard
+from fullshard.comm.ledger import now
+from fullshard.engine import steps
+from fullshard.errors import FullshardError, TornStepError
+from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
+from tests.ranks.autograd import engine_of
+from tests.ranks.models import full_parameters, noise
+from tests.ranks.pool import RankPool
+from tests.ranks.test_autograd_failures import Trouble
+from tests.ranks.test_watch import tower, wait_for_the_end_of
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def sharded(model: Any) -> torch.optim.Optimizer:
+    return ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+def owned(model: Any) -> torch.optim.Optimizer:
+    return OwnedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+def muon(model: Any) -> torch.optim.Optimizer:
+    return Muon(model, lr=0.05, ns_dtype=torch.float64)
+
+
+EXCHANGE = (owned, muon)
+"""Those in whose steps ranks wait for each other, so that others would hear of it in the same."""
+
+
+def batch(number: int) -> Tensor:
+    return noise(3, 6, seed=10 * number + dist.get_rank())
+
+
+def compute(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    model(batch(number)).square().sum().backward()
+
+
+def fail(optimizer: torch.optim.Optimizer, *, after: bool) -> None:
+    """Leave a step by an exception, before or ``after`` all weights of this rank have changed."""
+
+    def trouble(*_: Any) -> None:
+        raise Trouble("out of memory, say")
+
+    hook = optimizer.register_step_post_hook if after else optimizer.register_step_pre_hook
+    handle = hook(trouble)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> None:
+    for number in numbers:
+        compute(model, optimizer, number)
+        optimizer.step()
+
+
+def equals(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def torn(
+    path: Path, face: str, make: Make, wire: str, victims: list[int], late: int | None = None
+) -> list[str]:
+    """Leave step 2 by an exception on ``victims``, which catch it; go on from a checkpoint.
+
+    Rank ``late`` begins step 3 once the others have dropped it.
+
+    Returns:
+        What was raised here, in steps 2 to 4.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        dist.barrier()
+        model: Any = tower(face, "rows")
+        optimizer = make(model)
+        trained(model, optimizer, (0, 1))
+        checkpoint.save(path, model, optimizer, step=1)
+        said = []
+        for number in (2, 3, 4):
+            if number == 3 and dist.get_rank() == late:
+                wait_for_the_end_of(now())
+            try:
+                compute(model, optimizer, number)
+                if number == 2 and dist.get_rank() in victims:
+                    fail(optimizer, after=make in EXCHANGE)
+                else:
+                    optimizer.step()
+            except (FullshardError, Trouble) as error:
+                said.append(f"{number} {type(error).__name__}: {error}")
+        checkpoint.load(path, model, optimizer)
+        trained(model, optimizer, (5,))
+        found = full_parameters(model)
+        patch.setenv("FULLSHARD_SHARED_MEMORY", "1")
+        model = tower(face, "rows")
+        optimizer = make(model)
+        trained(model, optimizer, (0, 1, 5))
+        equals(found, full_parameters(model))
+        return said
+
+
+KINDS = [
+    (2, "fully_shard", adamw, "1", [1]),
+    (4, "fully_shard", adamw, "0", [2]),
+    (2, "fully_shard", sharded, "0", [1]),
+    (4, "fully_shard", owned, "1", [1, 2]),
+    (2, "fully_shard", muon, "1", [0]),
+    (2, "flat", adamw, "1", [1]),
+    (4, "flat", sharded, "0", [3]),
+    (2, "fully_shard", adamw, "1", [0, 1]),
+    (4, "fully_shard", adamw, "1", [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("world", "face", "make", "wire", "victims"), KINDS)
+def test_a_step_of_an_optimizer_left_by_an_exception_is_told_once_on_all(
+    pool: RankPool,
+    tmp_path: Path,
+    world: int,
+    face: str,
+    make: Make,
+    wire: str,
+    victims: list[int],
+) -> None:
+    told = pool.run(world, torn, tmp_path / "step-000001", face, make, wire, victims)
+    for rank, said in enumerate(told):
+        assert said[: rank in victims] == ["2 Trouble: out of memory, say"] * (rank in victims)
+        (one,) = said[rank in victims :]  # step 4 runs on all ranks
+        assert one.startswith("3 TornStepError: rank "), said
+        assert one.endswith("so weights are stepped in part there. Go back to a checkpoint"), one
+        named = [r for r in range(world) if f"rank {r} failed: an exception, in the step of" in one]
+        # Who has not come to its next step when the first one tells may not have been named.
+        assert named and set(named) <= set(victims), one
+    assert len({said[-1] for said in told}) == 1
+
+
+def test_who_was_left_too_and_comes_late_is_told_what_the_others_were(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "step-000001"
+    told = pool.run(3, torn, path, "fully_shard", adamw, "1", [0, 1, 2], late=1)
+    for said in told:
+        assert len(said) == 2, said
+        assert said[1].startswith("3 TornStepError: rank "), said
+        assert said[1] == told[0][1]
+
+
+def reloaded(path: Path, make: Make, way: str) -> None:
+    """All ranks catch what leaves their step, and load at once: nobody is told anything."""
+    model: Any = tower("fully_shard", "rows")
+    optimizer = make(model)
+    trained(model, optimizer, (0, 1))
+    checkpoint.save(path, model, optimizer, step=1)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    compute(model, optimizer, 2)
+    with pytest.raises(Trouble):
+        fail(optimizer, after=True)
+    if way == "load":
+        checkpoint.load(path, model, optimizer)
+    else:
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+    trained(model, optimizer, (3,))
+    found = full_parameters(model)
+    model = tower("fully_shard", "rows")
+    optimizer = make(model)
+    trained(model, optimizer, (0, 1, 3))
+    equals(found, full_parameters(model))
+
+
+@pytest.mark.parametrize("way", ["load", "load_state_dict"])
+def test_weights_that_were_loaded_again_are_whole(pool: RankPool, tmp_path: Path, way: str) -> None:
+    pool.run(2, reloaded, tmp_path / "step-000001", adamw, way)
+
+
+def saved(path: Path, victims: list[int]) -> str:
+    """Save after a step that an exception has left on ``victims``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        model: Any = tower("fully_shard", "rows")
+        optimizer = adamw(model)
+        compute(model, optimizer, 0)
+        if dist.get_rank() in victims:
+            with pytest.raises(Trouble):
+                fail(optimizer, after=True)
+        else:
+            optimizer.step()
+        with pytest.raises(FullshardError) as caught:
+            checkpoint.save(path, model, optimizer, step=0)
+        assert isinstance(caught.value, TornStepError), caught.value
+        with pytest.raises(TornStepError, match="in the step of AdamW"):
+            compute(model, optimizer, 1)
+        trained(model, optimizer, (2,))
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("victims", [[1], [0, 1, 2]])
+def test_weights_stepped_in_part_are_not_saved(
+    pool: RankPool, tmp_path: Path, victims: list[int]
+) -> None:
+    (said,) = set(pool.run(3, saved, tmp_path / "step-000000", victims))
+    assert "caught in the step of AdamW: weights are stepped in part" in said
+    assert not (tmp_path / "step-000000").exists()
+
+
+def not_affected() -> None:
+    """What looks like a step that was left, and is none of ours, or none at all."""
+    model: Any = tower("fully_shard", "rows")
+    optimizer = adamw(model)
+    other = nn.Linear(2, 2, dtype=torch.float64)
+    foreign = torch.optim.AdamW(other.parameters(), lr=0.1)
+    other(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    if dist.get_rank() == 1:
+        with pytest.raises(Trouble):
+            fail(foreign, after=False)
+    trained(model, optimizer, (0,))
+    assert not steps._begun  # looked at once
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch(1)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    many = torch.optim.SGD(model.parameters(), lr=0.01)
+    many.step(closure)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in (2, 3):
+        optimizer.zero_grad()
+        loss = model(batch(number)).square().sum() * (float("inf") if number == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0  # the first was skipped
+    trained(model, optimizer, (4,))
+    assert not steps._begun
+
+
+def test_closures_skipped_steps_and_optimizers_of_others_are_not_told_of(pool: RankPool) -> None:
+    pool.run(2, not_affected)
+
+
+def lbfgs() -> None:
+    """A closure runs the model several times inside of one step."""
+    model: Any = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    fully_shard(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss: Tensor = (model(x) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert calls > 2
+    assert not steps._begun
+
+
+def test_the_closure_of_lbfgs_is_inside_of_its_step(pool: RankPool) -> None:
+    pool.run(2, lbfgs)
+
+
+def refused(make: Make) -> None:
+    """A step that is refused before anything is stepped has left nothing in part."""
+    model: Any = tower("fully_shard", "rows")
+    late = torch.optim.Adafactor(model.parameters())
+    compute(model, late, 0)
+    with pytest.raises(FullshardError, match="Nothing was stepped"):
+        late.step()
+    trained(model, make(model), (1,))
+
+
+def test_a_refused_step_has_left_nothing(pool: RankPool) -> None:
+    pool.run(2, refused, adamw)
+
+
+def dropped() -> None:
+    """Nothing of ours keeps an optimizer that was left, nor is asked about it in vain."""
+    model: Any = tower("fully_shard", "rows")
+    optimizer = adamw(model)
+    compute(model, optimizer, 0)
+    with pytest.raises(Trouble):
+        fail(optimizer, after=True)
+    del optimizer
+    gc.collect()
+    assert not steps._begun
+    trained(model, adamw(model), (1,))
+
+
+def test_an_optimizer_that_was_left_is_not_kept(pool: RankPool) -> None:
+    pool.run(2, dropped)
+
+
+def alone() -> None:
+    """With one rank nobody else has to know, and weights cannot differ."""
+    model: Any = tower("fully_shard", "rows")
+    optimizer = adamw(model)
+    compute(model, optimizer, 0)
+    with pytest.raises(Trouble):
+        fail(optimizer, after=True)
+    trained(model, optimizer, (1,))
+    assert engine_of(model)._step.torn is None
+
+
+def test_who_is_alone_knows_what_it_caught(pool: RankPool) -> None:
+    pool.run(1, alone)
+
+
+def tried_again() -> list[str]:
+    """A step that is tried again, and ends, has stepped some weights twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        model: Any = tower("fully_shard", "rows")
+        optimizer = adamw(model)
+        compute(model, optimizer, 0)
+        if dist.get_rank() == 1:
+            with pytest.raises(Trouble):
+                fail(optimizer, after=True)
+        optimizer.step()
+        said = []
+        for number in (1, 2):
+            try:
+                compute(model, optimizer, number)
+            except TornStepError as error:
+                said.append(f"{number} {error}")
+        return said
+
+
+def test_a_step_tried_again_is_told(pool: RankPool) -> None:
+    told = pool.run(2, tried_again)
+    assert told[0] == told[1]
+    assert len(told[0]) == 1 and told[0][0].startswith("1 rank 1 failed: an exception"), told
