@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu import costs, programs, races, wires
+from bench.gpu import costs, features, programs, races, wires
 from bench.gpu.machine import Failed, Machine, Verdict
 from bench.machine import table
 
@@ -53,6 +53,13 @@ PARTS = {
     "speed": Part(costs.speed, 420),
     "graphs": Part(programs.graphs, 300),
     "pair": Part(programs.pair, 180),
+    "codecs": Part(features.codecs, 120),
+    "owners": Part(features.owners, 180),
+    "host-states": Part(features.host_states, 240),
+    "checkpoints": Part(features.checkpoints, 300),
+    "scaling": Part(features.scaling, 120),
+    "plans": Part(features.plans, 240),
+    "trainer": Part(features.trainer, 420),
 }
 """The most important first."""
 

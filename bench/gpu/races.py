@@ -72,6 +72,13 @@ class Acting(Around):
         self._sleep()
         return Done()
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Others send what we do."""
+        self._sleep()
+        output.copy_(source)
+        self._sleep()
+        return Done()
+
     def broadcast(self, values: Tensor, source: int) -> Pending:
         """Ours are as good as any."""
         return Done()
@@ -107,6 +114,8 @@ class Program:
     accumulate: int = 1
     replicas: int = 1
     offload: bool = False
+    wire: str | None = None
+    """Codec of gathers and reductions."""
 
     def __str__(self) -> str:
         kept = [f"{name}={value}" for name, value in vars(self).items() if name != "layout"]
@@ -125,6 +134,8 @@ class Program:
             "reshard_after_forward": self.reshard,
             "mp_policy": low if self.low else fullshard.MixedPrecisionPolicy(),
         }
+        if self.wire:
+            options["wire"] = fullshard.WirePolicy(gather=self.wire, reduce=self.wire)
         if self.offload:
             options["offload_policy"] = fullshard.CPUOffloadPolicy()
         for block in model.blocks:
@@ -146,6 +157,8 @@ def programs(machine: Machine) -> list[Program]:
             here(accumulate=2),
             here(replicas=2),
             here(checkpoint=True, accumulate=2, replicas=2),
+            here(low=False, wire="int8"),
+            here(wire="fp8", replicas=2),
         ]
         if machine.is_real:
             found += [here(offload=True), here(offload=True, low=False, accumulate=2)]
