@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu import costs, features, programs, races, wires
+from bench.gpu import costs, features, programs, races, ranks, wires
 from bench.gpu.machine import Failed, Machine, Verdict
 from bench.machine import table
 
@@ -52,7 +52,8 @@ PARTS = {
     "offload": Part(costs.offload, 300),
     "speed": Part(costs.speed, 420),
     "graphs": Part(programs.graphs, 300),
-    "pair": Part(programs.pair, 180),
+    "ranks": Part(ranks.ranks, 330),
+    "jobs": Part(ranks.jobs, 480),
     "codecs": Part(features.codecs, 120),
     "owners": Part(features.owners, 180),
     "host-states": Part(features.host_states, 240),

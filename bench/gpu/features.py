@@ -1,4 +1,4 @@
-"""What is built on the engine, on a device: codecs, optimizers, checkpoints, plans, traces, trainer."""
+"""What is built on the engine, on a device: codecs, optimizers, checkpoints, plans, trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fullshard
 from bench.contenders import PER_PARAMETER, RAGGED
 from bench.gpu.costs import peak
 from bench.gpu.machine import WORLD, Failed, Machine, Verdict, seconds
-from bench.gpu.model import LARGE, SMALL, TINY, Llama, made, sizes_for, tokens_of, train
+from bench.gpu.model import LARGE, SMALL, TINY, Llama, sizes_for, tokens_of, train
 from fullshard import checkpoint
 from fullshard.comm.codecs import INT4, Blocks
 from fullshard.optim import Muon, OwnedOptimizer, ShardedGradScaler, ShardedOptimizer

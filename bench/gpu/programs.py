@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import threading
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,9 +16,7 @@ from bench.gpu.machine import Failed, Machine, Verdict, same
 from bench.gpu.model import SMALL, Block, Llama, sizes_for, tokens_of
 from fullshard.frontend.ownership import unit_of
 
-__all__ = ["graphs", "pair", "threads", "two_streams"]
-
-PAIR_LIMIT_S = 150
+__all__ = ["graphs", "threads", "two_streams"]
 
 
 class Branches(nn.Module):
@@ -191,46 +185,3 @@ def _captured(machine: Machine) -> list[float]:
     graph.replay()
     machine.synchronize()
     return [*losses, loss.item()]
-
-
-def pair_rank(device: str) -> float:
-    """On each of two ranks: how far training is from the unsharded model's on both batches."""
-    machine = Machine(torch.device(device))
-    sizes = sizes_for(machine, SMALL)
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    plain = Llama(sizes).to(machine.device)
-    worst = 0.0
-    for layout in (fullshard.PerParameter(), fullshard.Ragged()):
-        whole, model = copy.deepcopy(plain), copy.deepcopy(plain)
-        for block in model.blocks:
-            fullshard.fully_shard(block, layout=layout)
-        fullshard.fully_shard(model, layout=layout)
-        stepped = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (whole, model)]
-        for number in range(3):
-            both = [tokens_of(machine, sizes, 32, 2 * number + r) for r in range(2)]
-            expected = torch.stack([whole(tokens) for tokens in both])
-            expected.mean().backward()
-            found = model(both[rank])
-            found.backward()
-            worst = max(worst, (expected[rank] - found).abs().item())
-            for optimizer in stepped:
-                optimizer.step()
-                optimizer.zero_grad()
-    return worst
-
-
-def pair(machine: Machine) -> Verdict:
-    """Two processes on one device, with real collectives between them; NCCL may refuse that."""
-    if not machine.is_real:
-        return Verdict(passed=None, notes=["tests run its ranks by themselves"])
-    env = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "bench.gpu.rank"]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=PAIR_LIMIT_S, check=False
-    )
-    if done.returncode:
-        return Verdict(passed=None, notes=[f"did not run: {done.stderr[-1500:]}"])
-    worst = float(done.stdout.split()[-1])
-    return Verdict(passed=worst < 1e-4, figures={"farthest loss": worst})

@@ -229,11 +229,13 @@ def run(machine: Machine, program: Program, *, steps: int, seed: int | None) -> 
         model.run_block = run_block  # type: ignore[method-assign]
         sharded = program.shard(machine, model)
         optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05)
+        # Not in the loop: the host would wait there until the device has done the step before.
+        batches = [tokens_of(machine, sizes, LENGTH, step) for step in range(steps)]
         losses = []
-        for step in range(steps):
+        for tokens in batches:
             for micro in range(program.accumulate):
                 sharded.set_requires_gradient_sync(micro == program.accumulate - 1)
-                loss = sharded(tokens_of(machine, sizes, LENGTH, step))
+                loss = sharded(tokens)
                 loss.backward()
                 losses.append(loss.detach())
             optimizer.step()

@@ -210,8 +210,13 @@ def is_of_python(group: dist.ProcessGroup) -> bool:
 
 
 def has_peers(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Return whether ``group`` gets data from other processes: no Python group, no fake backend."""
-    return not is_of_python(group) and backend_name(group, device_type) != "fake"
+    """Return whether ``group`` gets data of such devices from other processes.
+
+    Not if it does not serve them, is written in Python, or its backend is a fake.
+    """
+    if is_of_python(group) or device_type not in device_types(group):
+        return False
+    return backend_name(group, device_type) != "fake"
 
 
 def device_types(group: dist.ProcessGroup) -> Iterable[str]:

@@ -17,7 +17,7 @@ from tests.faults import at_random, recovery, table
 from tests.faults.jobs import Result
 from tests.faults.judge import Kind, Verdict
 from tests.faults.kills import Failed, Killer
-from tests.faults.rank import Engine
+from tests.faults.rank import ON_CPUS, Engine, Wire
 
 
 def kill(arguments: Sequence[str]) -> int:
@@ -49,18 +49,20 @@ def tabulate(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults table")
     parser.add_argument("words", nargs="*", help="rows with one of these in their title")
     parser.add_argument("--engine", nargs="*", choices=[one.name.lower() for one in Engine])
+    parser.add_argument("--nccl", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
     parser.add_argument("--show", action="store_true", help="what ranks said that did not do")
     parser.add_argument("--write", action="store_true", help=f"write {table.PAGE.name}")
     options = parser.parse_args(arguments)
     engines = [Engine[one.upper()] for one in options.engine or []] or list(Engine)
+    wires = [Wire.NCCL] if options.nccl else ON_CPUS
 
     def tell(case: table.Case, result: Result, verdict: Verdict) -> None:
         print(f"{case} | {verdict}", flush=True)
         if options.show and verdict.kind is not Kind.NAMED:
             print(said(result), flush=True)
 
-    found = table.run_table(table.Options(options.words, engines, options.at_once, tell))
+    found = table.run_table(table.Options(options.words, engines, wires, options.at_once, tell))
     if options.write:
         seen = {key: table.cell(verdicts) for key, verdicts in found.items()}
         table.PAGE.write_text(table.written(seen))

@@ -14,7 +14,7 @@ from fullshard import checkpoint
 from fullshard.errors import FullshardError
 from tests.faults.jobs import Result
 from tests.faults.judge import Verdict
-from tests.faults.rank import NUM_BLOCKS, Engine, Job, Model, Wire
+from tests.faults.rank import NUM_BLOCKS, ON_CPUS, Engine, Job, Model
 from tests.faults.rows import EXPECTED, Fault, Phase, What
 from tests.faults.strike import Strike
 from tests.faults.table import seen
@@ -35,7 +35,7 @@ def drawn(seed: int, number: int) -> Job:
     return Job(
         fault,
         draw.choice([Engine.UNITS, Engine.UNITS, Engine.FLAT]),
-        draw.choice([*Wire]),
+        draw.choice(ON_CPUS),
         world,
         victim=draw.randrange(world),
         at_step=1 if phase is Phase.BUILD else draw.randint(1, last_step),

@@ -46,10 +46,22 @@ class Engine(enum.Enum):
 
 
 class Wire(enum.Enum):
-    """How ranks of fullshard exchange; the value is that of FULLSHARD_SHARED_MEMORY."""
+    """How ranks exchange; the value is that of FULLSHARD_SHARED_MEMORY, which NCCL does not read.
+
+    With NCCL all ranks use the first GPU, and each says that it is a host of its own, as NCCL
+    refuses two ranks of a host on one GPU.
+    """
 
     SHARED = "1"
     SOCKETS = "0"
+    NCCL = ""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self is Wire.NCCL else torch.device("cpu")
+
+
+ON_CPUS = (Wire.SHARED, Wire.SOCKETS)
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class Model(nn.Module):
 def sharded(job: Job, strike: Strike) -> nn.Module:
     """Return this rank's model, sharded."""
     torch.manual_seed(0)
-    model = Model(strike).double()
+    model = Model(strike).double().to(job.wire.device)
     if strike.fault.phase is Phase.BUILD:
         strike.note()
     if strike.fault.what is What.OTHER_DTYPE:
@@ -122,7 +134,7 @@ def sharded(job: Job, strike: Strike) -> nn.Module:
             model.blocks[number] = FullyShardedDataParallel(block, use_orig_params=True)
         return FullyShardedDataParallel(model, use_orig_params=True)
     shard: Any = fully_shard if job.engine is Engine.UNITS else torch_fsdp.fully_shard
-    mesh = dist.init_device_mesh("cpu", (job.world,))
+    mesh = dist.init_device_mesh(job.wire.device.type, (job.world,))
     for block in model.blocks:
         shard(block, mesh=mesh)
     return shard(model, mesh=mesh)
@@ -161,7 +173,9 @@ def batch(job: Job, rank: int, step: int, strike: Strike) -> Tensor:
     strike.meet(Phase.DATA)
     noise = torch.Generator().manual_seed(step * job.world + rank)
     dtype = torch.float32 if strike.fault.what is What.OTHER_DTYPE else torch.float64
-    return torch.randn(BATCH, WIDTH, generator=noise, dtype=torch.float64).to(dtype)
+    return torch.randn(BATCH, WIDTH, generator=noise, dtype=torch.float64).to(
+        job.wire.device, dtype
+    )
 
 
 def one_step(job: Job, model: nn.Module, optimizer: Any, x: Tensor, strike: Strike) -> None:
@@ -193,7 +207,7 @@ def weights(job: Job, model: nn.Module) -> Tensor:
         parts = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     else:
         parts = list(checkpoint.full_state_dict(model, rank0_only=False).values())
-    return torch.cat([one.detach().flatten() for one in parts])
+    return torch.cat([one.detach().flatten().cpu() for one in parts])
 
 
 class _Copying(logging.Handler):
@@ -229,6 +243,13 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
         "FULLSHARD_PATIENCE_S": str(PATIENCE_S),
         "FULLSHARD_SHARED_MEMORY": job.wire.value,
     }
+    if job.wire is Wire.NCCL:
+        os.environ |= {
+            "NCCL_HOSTID": f"host {rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+        }
+        torch.cuda.set_device(job.wire.device)
     diary = Diary(root, rank)
     logging.getLogger("fullshard").addHandler(_Copying(diary))
     code = 0
@@ -256,7 +277,7 @@ def _join_and_train(job: Job, rank: int, root: Path, port: int, diary: Diary) ->
     """Join the job, train, and leave what came of it in the folder."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(
-        "gloo",
+        "nccl" if job.wire is Wire.NCCL else "gloo",
         store=store,
         rank=rank,
         world_size=job.world,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.faults.jobs import _fault_s, _notes, context
-from tests.faults.rank import NUM_BLOCKS, Wire
+from tests.faults.rank import NUM_BLOCKS, ON_CPUS
 from tests.faults.resilient_rank import Plan, Stroke, undisturbed, work
 from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import diary_of
@@ -152,7 +152,7 @@ def drawn(seed: int, number: int) -> Plan:
         world,
         tuple(strokes),
         tuple(later),
-        dice.choice([*Wire]),
+        dice.choice(ON_CPUS),
         dice.choice(["sync", "async"]),
         copies=dice.choice([None, None, 2, world]),
         hands_over=dice.choice([False, True]),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.faults.jobs import Result, run
 from tests.faults.judge import Kind, Verdict, judge
-from tests.faults.rank import Engine, Job, Wire
+from tests.faults.rank import ON_CPUS, Engine, Job, Wire
 from tests.faults.rows import ON_FLAT, End, Fault, Phase, What, rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -78,12 +78,14 @@ def left_out(job: Job) -> Result:
     return run(job)
 
 
-def cases(engines: Sequence[Engine] = tuple(Engine)) -> Iterator[Case]:
-    """All that the table is made of; PyTorch's engine knows one wire."""
+def cases(
+    engines: Sequence[Engine] = tuple(Engine), wires: Sequence[Wire] = ON_CPUS
+) -> Iterator[Case]:
+    """All that the table is made of; PyTorch's engine has nothing of its own for CPUs."""
     for fault in rows():
         for engine in engines:
             if engine is not Engine.FLAT or fault in ON_FLAT:
-                for wire in Wire if engine is not Engine.TORCH else [Wire.SOCKETS]:
+                for wire in wires if engine is not Engine.TORCH else wires[-1:]:
                     yield from (Case(fault, engine, wire, world) for world in WORLDS)
 
 
@@ -152,6 +154,7 @@ class Options:
 
     words: Sequence[str]
     engines: Sequence[Engine]
+    wires: Sequence[Wire]
     at_once: int
     tell: Callable[[Case, Result, Verdict], None]
 
@@ -160,7 +163,7 @@ def run_table(options: Options) -> dict[tuple[str, Engine], dict[Variant, Verdic
     """Run cases, several at once, and return the verdicts on each cell's variants."""
     chosen = [
         case
-        for case in cases(options.engines)
+        for case in cases(options.engines, options.wires)
         if not options.words or any(word in case.fault.title for word in options.words)
     ]
     found: dict[tuple[str, Engine], dict[Variant, Verdict]] = {}

@@ -9,7 +9,7 @@ import torch
 
 from tests.faults.jobs import Ending, Result
 from tests.faults.judge import Kind, Verdict, judge
-from tests.faults.rank import Engine, Job, Wire
+from tests.faults.rank import ON_CPUS, Engine, Job, Wire
 from tests.faults.rows import Fault, Phase, What
 from tests.faults.table import Variant, cell
 
@@ -105,7 +105,7 @@ def test_who_caught_must_have_the_weights_of_a_run_without_the_step() -> None:
 
 def test_a_cell_has_variants_that_agree_in_one() -> None:
     soon, late, never = Verdict(Kind.NAMED, 1.0), Verdict(Kind.NAMED, 2.0), Verdict(Kind.HANG)
-    one, two, three, four = (Variant(wire, world) for wire in Wire for world in (2, 4))
+    one, two, three, four = (Variant(wire, world) for wire in ON_CPUS for world in (2, 4))
     both = "named in 1.0 to 2.0 s"
     assert cell({one: soon, two: late}) == both
     assert cell({one: soon, two: late, three: soon, four: late}) == both

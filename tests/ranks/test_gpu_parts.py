@@ -14,11 +14,11 @@ import pytest
 
 from bench import gpu
 from bench.gpu import apart as gpu_apart
-from bench.gpu.programs import pair_rank
+from bench.gpu.ranks import check_all
 from tests.ranks.pool import RankPool
 
-STARTED_ELSEWHERE = {"pair"}  # by torchrun; its ranks are tried below
-NOT_JUDGED = {"graphs", "pair"}
+STARTED_ELSEWHERE = {"ranks", "trainer"}  # in processes of their own; the ranks are tried below
+NOT_JUDGED = {"graphs", "jobs"}
 
 
 def judged(name: str) -> dict[str, Any]:
@@ -32,8 +32,10 @@ def test_a_part_runs(pool: RankPool, name: str) -> None:
     json.dumps(found)
 
 
-def test_the_ranks_that_share_a_gpu_train_as_one(pool: RankPool) -> None:
-    assert max(pool.run(2, pair_rank, "cpu")) < 1e-4
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ranks_that_share_a_gpu_train_as_one(pool: RankPool, world: int) -> None:
+    for found in pool.run(world, check_all, "cpu"):
+        assert not found["wrong"], found
 
 
 def apart() -> str:

@@ -192,7 +192,9 @@ class StartedStep(NamedTuple):
 
     step: int
     lr: float
-    started_s: float
+    seconds: float
+    """What it took the host: on a GPU until the gradients were there, so the update of weights
+    counts to the next step."""
     rows: Rows
     """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop, what
     the wire lost in gathers and in reductions."""
@@ -231,7 +233,6 @@ class Trainer:
         self.origin = describe(
             config, architecture.description(), text_key=text.key, num_workers=world.size
         )
-        self._ended_s = 0.0  # end of the previous step, by the host's clock
         if isinstance(self.feed.rows, Packed):
             self._check_kept_apart()
         self.stopping = Stopping()
@@ -263,7 +264,7 @@ class Trainer:
             *(end_wire_check(self.model) if evaluates else (math.nan, math.nan)),
         )
         counts = self.guard.skipped, self.microbatches.repeated
-        return StartedStep(step, lr, started_s, rows, *counts, evaluates)
+        return StartedStep(step, lr, time.perf_counter() - started_s, rows, *counts, evaluates)
 
     def record(self, started: StartedStep) -> StepRecord:
         """Wait for a step and return its record, with an evaluation if one is due."""
@@ -274,20 +275,17 @@ class Trainer:
             one.max().item() if bool(one.isfinite().all()) else None for one in lost
         )
         self.stopping.is_agreed |= bool(asked.any())
-        now_s = time.perf_counter()
-        seconds = now_s - max(started.started_s, self._ended_s)  # it ran after the previous step
-        self._ended_s = now_s
         num_tokens = config.batch * config.seq * config.accumulate * self.world.size
         return StepRecord(
             step=step,
             loss=losses[losses.isfinite()].mean().item(),
-            tokens_per_s=num_tokens / seconds,
+            tokens_per_s=num_tokens / started.seconds,
             lr=started.lr,
             grad_norm=grad_norms[self.world.rank].item(),
-            seconds=seconds,
+            seconds=started.seconds,
             peak_memory_nbytes=int(peaks.max()),
             shard_nbytes=int(shards.max()),
-            waiting=waits_s.mean().item() / seconds,
+            waiting=waits_s.mean().item() / started.seconds,
             eval_bits_per_byte=self.evaluation.bits_per_byte() if started.evaluates else None,
             skipped=started.skipped or None,
             repeated=started.repeated or None,
