@@ -197,6 +197,29 @@ def break_off(group: dist.ProcessGroup) -> None:
 _UNUSED_TAG = (1 << 31) - 1
 
 
+def abort(group: dist.ProcessGroup, device_type: str) -> None:
+    """End all collectives of ``group`` on devices of that type; it is of no use afterwards.
+
+    Only NCCL's and similar backends can; others keep their time-outs.
+    """
+    backend = group._get_backend(torch.device(device_type))
+    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    with suppress(RuntimeError):
+        backend.abort()
+
+
+def mark(device_type: str) -> Any:
+    """Return an event behind what was issued on the current stream; None in a graph's capture."""
+    module = torch.get_device_module(device_type)
+    is_capturing = getattr(module, "is_current_stream_capturing", None)
+    if is_capturing is not None and is_capturing():
+        return None
+    event = module.Event()
+    event.record()
+    return event
+
+
 def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return ``torch.distributed``'s all-gather and reduce-scatter; users may replace them."""
     if hasattr(dist, "all_gather_single"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.comm.c10d import default_transport, ways_of
-from fullshard.comm.ledger import ledger_of
+from fullshard.comm.ledger import Mark, ledger_of
 from fullshard.comm.mesh import collectives_of, collectives_of_group, served_by
 from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, Together
 
@@ -46,9 +47,15 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
             in_order = there.device.type != "cpu"
             return _torch.all_reduce(group, there, op, in_order=in_order) or Done()
 
-        ledger_of(group).issue("sum", "", there.nbytes, start).wait()
+        ledger_of(group).issue("sum", "", there.nbytes, start, _mark(there)).wait()
     if there.data_ptr() != values.data_ptr():
         values.copy_(there.view(values.shape))
+
+
+def _mark(values: Tensor) -> Callable[[], Mark | None] | None:
+    """Return what marks a point behind a collective of ``values``; None on the CPU."""
+    device_type = values.device.type
+    return None if device_type == "cpu" else partial(_torch.mark, device_type)
 
 
 def all_gather_bytes(own: Tensor) -> Tensor:
@@ -88,7 +95,7 @@ def all_to_all(
         return way.exchanges.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
 
     # 0 bytes: ranks send differently many, and their ledgers must be alike.
-    ledger_of(group).issue("exchange", "", 0, start).wait()
+    ledger_of(group).issue("exchange", "", 0, start, _mark(given)).wait()
     return given.to(sent.device)
 
 

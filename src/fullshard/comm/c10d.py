@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.ledger import Entry, Era, ledger_of, now
+from fullshard.comm.ledger import Entry, Era, Mark, ledger_of, now
 from fullshard.comm.levels import Levels
 from fullshard.comm.links import Link
 from fullshard.comm.meeting import meet
@@ -135,8 +136,12 @@ class C10d:
         self._averages = _torch.has_average(group, device_type)
         self._label = Label()
         self._ledger = ledger_of(group)
+        self._mark: Callable[[], Mark | None] | None = None
         if _torch.has_peers(group, "cpu") and _torch.backend_name(group, "cpu") == "gloo":
             self._ledger.breaks = partial(_break_off, self._reference)
+        if device_type != "cpu" and _torch.has_peers(group, device_type):
+            self._mark = partial(_torch.mark, device_type)
+            self._ledger.aborts = partial(_abort, self._reference, device_type)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -176,6 +181,8 @@ class C10d:
         new = copy.copy(self)
         new._reference = weakref.ref(group)
         new._ledger = ledger_of(group)
+        if self._ledger.aborts is not None:
+            new._ledger.aborts = partial(_abort, new._reference, self._device_type)
         return new
 
     def labelled(self, label: Label) -> C10d:
@@ -219,7 +226,7 @@ class C10d:
         return self._issue("broadcast", sent.nbytes, start)
 
     def _issue(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
-        return self._ledger.issue(kind, self._label.text, nbytes, start)
+        return self._ledger.issue(kind, self._label.text, nbytes, start, self._mark)
 
     def _all_gather(
         self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
@@ -257,6 +264,15 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> Non
         waiting[1] in ("broadcast", "sum") or any(isinstance(part(one), Native) for one in ways)
     ):
         _torch.break_off(group)
+
+
+def _abort(reference: weakref.ref[dist.ProcessGroup], device_type: str) -> None:
+    """End the collectives of devices of a group, in a thread: that may take a while."""
+    group = reference()
+    if group is not None:
+        threading.Thread(
+            target=_torch.abort, args=(group, device_type), name="fullshard abort", daemon=True
+        ).start()
 
 
 def default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:

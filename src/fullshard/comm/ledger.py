@@ -6,21 +6,27 @@ When ranks wait for each other in vain, they compare these ledgers to find out w
 An *era* lasts from one fault to the next. All ranks of a job count the collectives of an era alike.
 When a fault was found, every rank ends its era: whatever was issued in it, and is still waited for,
 raises the error of the fault, and later collectives are counted and connected anew.
+
+Collectives of devices cannot be ended one by one, nor connected anew. A fault ends the process
+groups that have any: the backend's communicators are aborted, so that neither a device nor a host
+that waits for it stays behind. What devices have computed from them since is of no use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from fullshard.comm.protocol import Pending
-from fullshard.errors import TornStepError
+from fullshard.errors import ProtocolError, TornStepError
 
 KEPT = 32
 """Collectives of each group that a ledger remembers."""
@@ -30,6 +36,23 @@ Entry = tuple[int, str, str, int]
 """A collective that this process issued: its number among those of the group in this era, from 0,
 its kind, its label (may be empty), and the bytes that this rank contributes. A plain tuple, which
 the garbage collector soon leaves alone."""
+
+
+class Mark(Protocol):
+    """A point in the work of a device, such as an event."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed it; never blocks."""
+
+
+class Wait(NamedTuple):
+    """What this process waits for."""
+
+    entry: Entry
+    since_s: float
+    """Since when, by ``time.monotonic``."""
+    on_device: bool
+    """True if the device does, and the host may have gone on."""
 
 
 class Era:
@@ -102,33 +125,84 @@ class Ledger:
         """How many had been issued when the last step of training ended well."""
         self.entries: deque[Entry] = deque(maxlen=KEPT)
         self.waiting: Entry | None = None
-        """What this process waits for at the moment."""
+        """What the host waits for at the moment."""
         self.waiting_since_s = 0.0
         self.breaks: Callable[[Entry], None] | None = None
         """Makes a wait that sees no era raise a ``RuntimeError``, at the cost of its transport."""
+        self.aborts: Callable[[], None] | None = None
+        """Ends all collectives of devices, and the group with them; None: it has none."""
+        self._underway: deque[tuple[Entry, Mark, float]] = deque(maxlen=KEPT)
+        self._passed_s = 0.0
 
-    def issue(self, kind: str, label: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
+    def issue(
+        self,
+        kind: str,
+        label: str,
+        nbytes: int,
+        start: Callable[[], Pending],
+        mark: Callable[[], Mark | None] | None = None,
+    ) -> Pending:
         """Start a collective and return what waits for it.
+
+        Args:
+            kind, label, nbytes: as in ``Entry``.
+            start: starts it.
+            mark: for collectives of a device: returns a mark behind what was issued there last, or
+                None where there can be none.
 
         Raises:
             PeerError: it cannot end, since another rank failed, and so in ``wait``.
+            ProtocolError: an earlier fault has ended the process group.
         """
         if unsettled and settle is not None:
             settle()
         if self.era is not _era:
             self.era, self.num_issued, self.num_ended = _era, 0, 0
             self.entries.clear()
+            self._underway.clear()
+        if self.aborts is not None:
+            _refuse_ended()
         entry = (self.num_issued, kind, label, nbytes)
         self.num_issued += 1
         self.entries.append(entry)
         try:
-            return _Awaited(start(), entry, self)
+            pending = _Awaited(start(), entry, self)
         except RuntimeError as error:
             raise self.explained(error, entry) from error
+        if mark is not None and (point := mark()) is not None:
+            self._underway.append((entry, point, time.monotonic()))
+        return pending
+
+    def wait(self, least_s: float = 0.0) -> Wait | None:
+        """Return what the host waits for, or else the device; for those who watch.
+
+        Args:
+            least_s: how many seconds ago it must have been issued, if the device waits for it.
+        """
+        waiting = self.waiting
+        if waiting is not None:
+            return Wait(waiting, self.waiting_since_s, on_device=False)
+        with contextlib.suppress(IndexError):  # the host adds and clears meanwhile
+            while True:
+                entry, mark, issued_s = self._underway[0]
+                if time.monotonic() - issued_s < least_s:
+                    return None
+                if not _is_passed(mark):
+                    return Wait(entry, max(issued_s, self._passed_s), on_device=True)
+                self._underway.popleft()
+                self._passed_s = time.monotonic()
+        return None
 
     def explained(self, error: RuntimeError, entry: Entry) -> Exception:
         """Return what to raise for ``error``, which ``entry`` ended by."""
         return error if explain is None else explain(error, self, entry)
+
+
+def _is_passed(mark: Mark) -> bool:
+    try:
+        return mark.query()
+    except RuntimeError:  # the device is broken, which whoever uses it learns
+        return True
 
 
 class _Awaited:
@@ -168,6 +242,12 @@ unsettled = False
 settle: Callable[[], None] | None = None
 """Finds out whether they do, and ends the era then, before anything else is issued; set by who
 watches."""
+
+ended: Callable[[], Exception] | None = None
+"""Makes the error of the fault that ended process groups of this job; None: there was none. Those
+who begin a job forget it."""
+
+_is_told = False  # whether a collective was refused with that error
 
 _era = Era()
 _lock = threading.Lock()
@@ -218,12 +298,44 @@ def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
         error: makes the error.
         is_behind: True if other ranks drop a step that this one has not begun.
     """
-    global _era
+    global _era, ended
     last, new = _era, Era()
     new.owed = error if is_behind else None
     _era = new
+    aborts = [one.aborts for one in ledgers() if one.aborts is not None]
+    if aborts:
+        ended = ended or error  # before any wait ends by it
     last.end(error)
     for ledger in ledgers():
         waiting = ledger.waiting
         if ledger.era is last and waiting is not None and ledger.breaks is not None:
             ledger.breaks(waiting)
+    for abort in aborts:
+        abort()
+
+
+def forget_ended() -> None:
+    """Forget that a fault has ended process groups: they were those of an earlier job."""
+    global ended, _is_told
+    ended, _is_told = None, False
+
+
+def check_ended() -> None:
+    """Raise the error of the fault that ended process groups of this job, if one did."""
+    if ended is not None:
+        raise ended()
+
+
+def _refuse_ended() -> None:
+    """Refuse a collective on a group that a fault has ended.
+
+    The first time by the error of the fault; who catches that and tries again has to know better.
+    """
+    global _is_told
+    was_told, _is_told = _is_told, ended is not None
+    if ended is not None and was_told:
+        raise ProtocolError(
+            f"{ended()}. This fault has ended the process groups of devices, so that no rank waits "
+            "for ever; go on in new ones, as fullshard.resilient does, or end the program"
+        ) from ended()
+    check_ended()

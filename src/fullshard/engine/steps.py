@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import _torch
-from fullshard.comm.ledger import Era, now
+from fullshard.comm.ledger import Era, check_ended, now
 
 
 class Watcher(Protocol):
@@ -73,6 +73,7 @@ def find_left(beginning: Optimizer | None = None) -> None:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     if optimizer in _begun:  # left, and tried again, or inside of its own step
         find_left(optimizer)
+    check_ended()  # gradients may be what devices made of collectives that were ended
     with _lock:
         _begun[optimizer] = now()
 

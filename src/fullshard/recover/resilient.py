@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import watch
+from fullshard.comm import ledger
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import now
 from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
@@ -126,7 +127,8 @@ class _Job(Generic[Result]):
             watch.confess(failure)
         is_known = isinstance(failure, PeerError) or era.error is not None
         frame = traceback.extract_tb(failure.__traceback__)[-1]
-        is_whole = not isinstance(failure, TornStepError)
+        # Devices may have stepped weights by what came of collectives that were ended.
+        is_whole = not isinstance(failure, TornStepError) and ledger.ended is None
         step = self._handover.keep(self._members, rank, is_whole=is_whole)
         leave(failure)
         kind = type(failure).__name__

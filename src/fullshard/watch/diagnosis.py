@@ -161,7 +161,7 @@ def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:
     if not failed:
         return None
     if not any(one.is_open for one in ended.values()):
-        if any(group.waiting is not None for one in ended.values() for group in one.groups):
+        if any(group.blocks for one in ended.values() for group in one.groups):
             return None
         if all(one.failed_s < patience_s for one in failed.values()):
             return UNDECIDED
@@ -267,7 +267,7 @@ def _behind(said: Mapping[int, Statement]) -> Iterator[int]:
     reached = _connected(said, inside)
     for rank in sorted(reached - inside.keys()):
         one = said[rank]
-        waits = any(group.waiting is not None for group in one.groups)
+        waits = any(group.blocks for group in one.groups)
         if not (waits or any(_is_ahead(one, other) for other in inside.values())):
             yield rank
 
@@ -276,7 +276,7 @@ def _between(said: Mapping[int, Statement]) -> Iterator[int]:
     """Find ranks that are in no step, and wait for nothing, in the same job as those who failed."""
     for rank in sorted(_connected(said, [r for r, one in said.items() if one.failure])):
         one = said[rank]
-        if not (one.is_open or any(group.waiting is not None for group in one.groups)):
+        if not (one.is_open or any(group.blocks for group in one.groups)):
             yield rank
 
 

@@ -38,6 +38,13 @@ class Group(NamedTuple):
     waited_s: float
     num_ended: int = 0
     """How many had been issued when the last step of training ended well."""
+    on_device: bool = False
+    """True if the rank's device waits for it, and the rank itself may have gone on."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if the rank itself waits for a collective."""
+        return self.waiting is not None and not self.on_device
 
     @property
     def newest(self) -> Issued | None:

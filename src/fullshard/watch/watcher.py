@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import fullshard.errors
 from fullshard import _torch
-from fullshard.comm.ledger import Ledger, end_era, ledgers, now
+from fullshard.comm.ledger import Ledger, end_era, forget_ended, ledgers, now
 from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
@@ -115,10 +115,10 @@ class Watcher:
 
     def _is_impatient(self) -> bool:
         """Return whether a wait is too long; asks again later and later about the same one."""
-        waits = [one.waiting_since_s for one in ledgers() if one.waiting is not None]
+        waits = [wait for one in ledgers() if (wait := one.wait(patience_s())) is not None]
         if not waits:
             return False
-        since_s, times = min(waits), 0
+        since_s, times = min(wait.since_s for wait in waits), 0
         if self._told[0] == since_s:
             times = self._told[1]
         if time.monotonic() - since_s < patience_s() * 2**times:
@@ -184,15 +184,16 @@ _INNER = tuple(
 
 def _group(ledger: Ledger) -> Group:
     current = ledger.era is now()
-    waiting = ledger.waiting
+    wait = ledger.wait() if current else None
     return Group(
         ledger.name,
         ledger.ranks,
         ledger.num_issued if current else 0,
         tuple(Issued(*entry) for entry in tuple(ledger.entries)) if current else (),
-        None if waiting is None or not current else waiting[0],
-        time.monotonic() - ledger.waiting_since_s if waiting is not None else 0.0,
+        None if wait is None else wait.entry[0],
+        0.0 if wait is None else time.monotonic() - wait.since_s,
         ledger.num_ended if current else 0,
+        wait is not None and wait.on_device,
     )
 
 
@@ -228,6 +229,7 @@ def begin_watching() -> bool:
     for earlier in list(_watchers.values()):  # of groups that something still holds
         earlier.leave(_DESTROYED)
     forget_failures()
+    forget_ended()
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())
     weakref.finalize(group, watching.leave, _DESTROYED).atexit = False
