@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import statistics
 import subprocess
@@ -46,12 +47,14 @@ def codecs(machine: Machine) -> Verdict:
             codec.decode(ours, [one])
             codec.decode(ours.to(machine.device), [other])
             name = f"{dtype} in {kind}"
+            rates = _rates(machine, codec, dtype)
             figures[name] = {
                 "bytes that differ": (ours != its.cpu()).sum().item(),
                 "values that differ": (~one.isclose(other.cpu(), 0, 0, equal_nan=True))
                 .sum()
                 .item(),
-                "GB/s": _rate(machine, codec, dtype),
+                "encoded GB/s": rates[0],
+                "decoded GB/s": rates[1],
             }
     apart = [name for name, one in figures.items() if one["values that differ"]]
     return Verdict(
@@ -59,13 +62,15 @@ def codecs(machine: Machine) -> Verdict:
     )
 
 
-def _rate(machine: Machine, codec: Blocks, dtype: torch.dtype) -> float:
-    """Bytes of values a second that are encoded."""
-    values = torch.randn(WORLD, 1 << (23 if machine.is_real else 10), device=machine.device).to(
-        dtype
-    )
-    times = [seconds(machine, lambda: codec.encode([values]))[1] for _ in range(6)]
-    return values.nbytes / statistics.median(times[2:]) / 1e9
+def _rates(machine: Machine, codec: Blocks, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes of values a second that are encoded, and that come of decoding."""
+    numel = 1 << (23 if machine.is_real else 10)
+    values = torch.randn(WORLD, numel, device=machine.device).to(dtype)
+    sent, output = codec.encode([values]), torch.empty_like(values)
+    both = (lambda: codec.encode([values])), (lambda: codec.decode(sent, [output]))
+    times = [[seconds(machine, run)[1] for _ in range(6)][2:] for run in both]
+    one, other = (values.nbytes / statistics.median(those) / 1e9 for those in times)
+    return one, other
 
 
 def _sharded(machine: Machine, model: Any, **options: Any) -> Any:
@@ -157,6 +162,7 @@ def _hosted(model: nn.Module, fraction: float) -> torch.optim.Optimizer:
 
 
 def _step_of_states(machine: Machine, fraction: float) -> dict[str, float]:
+    gc.collect()  # models are cycles
     sizes = sizes_for(machine, LARGE)
     model = _sharded(machine, Llama(sizes).to(machine.device))
     optimizer = _hosted(model, fraction)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -161,6 +162,13 @@ class Machine:
             "held": stats["allocated_bytes.all.current"],
             "retries": stats["num_alloc_retries"],
         }
+
+    def reserved(self) -> dict[str, str]:
+        """Megabytes that the allocator keeps for each stream, the most first."""
+        kept: Counter[int] = Counter()
+        for segment in torch.cuda.memory_snapshot() if self.is_real else ():
+            kept[segment["stream"]] += segment["total_size"]
+        return {"MB by stream": " + ".join(f"{n / 1e6:.0f}" for _, n in kept.most_common())}
 
     @contextmanager
     def without_syncs(self) -> Iterator[None]:

@@ -49,6 +49,7 @@ def tabulate(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults table")
     parser.add_argument("words", nargs="*", help="rows with one of these in their title")
     parser.add_argument("--engine", nargs="*", choices=[one.name.lower() for one in Engine])
+    parser.add_argument("--worlds", nargs="*", type=int, default=table.WORLDS, metavar="RANKS")
     parser.add_argument("--nccl", action="store_true", help="all ranks on the first GPU")
     parser.add_argument("--at-once", type=int, default=4, help="jobs that run at one time")
     parser.add_argument("--show", action="store_true", help="what ranks said that did not do")
@@ -62,7 +63,8 @@ def tabulate(arguments: Sequence[str]) -> int:
         if options.show and verdict.kind is not Kind.NAMED:
             print(said(result), flush=True)
 
-    found = table.run_table(table.Options(options.words, engines, wires, options.at_once, tell))
+    chosen = table.Options(options.words, engines, wires, options.worlds, options.at_once, tell)
+    found = table.run_table(chosen)
     if options.write:
         seen = {key: table.cell(verdicts) for key, verdicts in found.items()}
         table.PAGE.write_text(table.written(seen))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,14 +80,16 @@ def left_out(job: Job) -> Result:
 
 
 def cases(
-    engines: Sequence[Engine] = tuple(Engine), wires: Sequence[Wire] = ON_CPUS
+    engines: Sequence[Engine] = tuple(Engine),
+    wires: Sequence[Wire] = ON_CPUS,
+    worlds: Sequence[int] = WORLDS,
 ) -> Iterator[Case]:
     """All that the table is made of; PyTorch's engine has nothing of its own for CPUs."""
     for fault in rows():
         for engine in engines:
             if engine is not Engine.FLAT or fault in ON_FLAT:
                 for wire in wires if engine is not Engine.TORCH else wires[-1:]:
-                    yield from (Case(fault, engine, wire, world) for world in WORLDS)
+                    yield from (Case(fault, engine, wire, world) for world in worlds)
 
 
 def cell(verdicts: Mapping[Variant, Verdict]) -> str:
@@ -155,6 +158,7 @@ class Options:
     words: Sequence[str]
     engines: Sequence[Engine]
     wires: Sequence[Wire]
+    worlds: Sequence[int]
     at_once: int
     tell: Callable[[Case, Result, Verdict], None]
 
@@ -163,14 +167,21 @@ def run_table(options: Options) -> dict[tuple[str, Engine], dict[Variant, Verdic
     """Run cases, several at once, and return the verdicts on each cell's variants."""
     chosen = [
         case
-        for case in cases(options.engines, options.wires)
+        for case in cases(options.engines, options.wires, options.worlds)
         if not options.words or any(word in case.fault.title for word in options.words)
     ]
+    lock = threading.Lock()
+
+    def verdict_of(case: Case) -> Verdict:
+        result, verdict = case.seen()
+        with lock:
+            options.tell(case, result, verdict)
+        return verdict
+
     found: dict[tuple[str, Engine], dict[Variant, Verdict]] = {}
     with ThreadPoolExecutor(options.at_once) as threads:
-        for case, (result, verdict) in zip(chosen, threads.map(Case.seen, chosen), strict=True):
+        for case, verdict in zip(chosen, threads.map(verdict_of, chosen), strict=True):
             found.setdefault((case.fault.title, case.engine), {})[case.variant] = verdict
-            options.tell(case, result, verdict)
     return found
 
 
