@@ -33,7 +33,7 @@ __all__ = ["CONTROLS", "controls", "programs", "races"]
 STEPS = 20
 LENGTH = 64
 LONGEST_US = 2000.0
-"""About as long as the host takes for a block: what is shorter is over before anybody could wait."""
+"""As long as the host takes for a block: what is shorter is over before anybody could wait."""
 
 
 @dataclass(frozen=True)
