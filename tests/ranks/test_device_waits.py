@@ -1,0 +1,139 @@
+"""Collectives that a device waits for while the host goes on: who is told what, and what ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard import fully_shard, watch
+from fullshard.comm.ledger import Ledger, forget_ended, ledger_of
+from fullshard.comm.protocol import Done
+from fullshard.errors import PeerError, ProtocolError
+from tests.ranks.models import full_parameters
+from tests.ranks.pool import RankPool
+from tests.ranks.test_autograd_failures import Trouble
+
+PATIENCE_S = 1.0
+
+
+class Point:
+    """A point in the work of a device, which it passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_passed = False
+
+    def query(self) -> bool:
+        return self.is_passed
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def on_device() -> Iterator[tuple[Ledger, threading.Event, Heard]]:
+    """The ledger of all ranks, as if their collectives were a device's; what is aborted, told."""
+    group, heard, aborted = dist.group.WORLD, Heard(), threading.Event()
+    assert group is not None
+    ledger = ledger_of(group)
+    logging.getLogger("fullshard").addHandler(heard)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", str(PATIENCE_S))
+        patch.setattr(ledger, "aborts", aborted.set)
+        watch.begin()
+        dist.barrier()
+        try:
+            yield ledger, aborted, heard
+        finally:
+            logging.getLogger("fullshard").removeHandler(heard)
+            forget_ended()
+            dist.barrier()
+
+
+def until(is_so: object) -> bool:
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        if is_so():  # type: ignore[operator]
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def fails_while_devices_wait() -> list[str]:
+    """Rank 1 does not come, then fails; the devices of the others wait, and no host does."""
+    model = fully_shard(nn.Linear(4, 4, dtype=torch.float64))
+    before = full_parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with on_device() as (ledger, aborted, heard):
+        said = []
+        if dist.get_rank() != 1:
+            done, stuck = Point(), Point()
+            done.is_passed = True
+            for label, point in (("unit a", done), ("unit b", stuck)):
+                ledger.issue("gather", label, 8, Done, lambda point=point: point).wait()
+        else:
+            ledger.issue("gather", "unit a", 8, Done).wait()
+            assert until(lambda: heard.texts)  # the others' devices were noticed
+            watch.confess(Trouble("no"))
+        assert aborted.wait(30)
+        said.append(heard.texts[-1])
+        with pytest.raises(PeerError):  # gradients may be what came of the aborted gather
+            optimizer.step()
+        for _ in range(2):
+            try:
+                ledger.issue("gather", "unit c", 8, Done, Point)
+            except (PeerError, ProtocolError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        assert ("rank 1 has not come to it after the gather of unit a" in heard.texts[0]), heard.texts
+    after = full_parameters(model)
+    assert all(torch.equal(one, after[name]) for name, one in before.items())
+    return said
+
+
+def test_a_rank_that_fails_while_only_devices_wait_is_named_and_the_groups_end(
+    pool: RankPool,
+) -> None:
+    first, *others = pool.run(3, fails_while_devices_wait)
+    assert all(one == first for one in others)
+    told, once, again = first
+    assert told.startswith("rank 1 failed: tests.ranks.test_autograd_failures.Trouble: no")
+    assert "rank 0 waits for the gather of unit b (collective 1 of its group)" in told
+    assert once == f"PeerError: {told}"
+    assert again.startswith(f"ProtocolError: {told}. This fault has ended the process groups")
+
+
+def comes_late() -> list[str]:
+    """Rank 1 comes after the others' patience: they are told, and nothing ends."""
+    with on_device() as (ledger, aborted, heard):
+        if dist.get_rank() != 1:
+            point = Point()
+            ledger.issue("gather", "unit a", 8, Done, lambda: point)
+        assert until(lambda: heard.texts)
+        if dist.get_rank() == 1:
+            point = Point()
+            ledger.issue("gather", "unit a", 8, Done, lambda: point)
+        dist.barrier()
+        point.is_passed = True
+        assert ledger.wait() is None and not aborted.is_set()
+        ledger.issue("gather", "unit b", 8, Done)
+        return heard.texts[:1]
+
+
+def test_a_rank_that_comes_late_to_what_devices_wait_for_is_named(pool: RankPool) -> None:
+    for (told,) in pool.run(2, comes_late):
+        assert told.startswith("rank 1 has not come to it, and is at until"), told
