@@ -99,7 +99,7 @@ def fails_while_devices_wait() -> list[str]:
                 ledger.issue("gather", "unit c", 8, Done, Point)
             except (PeerError, ProtocolError) as error:
                 said.append(f"{type(error).__name__}: {error}")
-        assert ("rank 1 has not come to it after the gather of unit a" in heard.texts[0]), heard.texts
+        assert "rank 1 has not come to it after the gather of unit a" in heard.texts[0], heard.texts
     after = full_parameters(model)
     assert all(torch.equal(one, after[name]) for name, one in before.items())
     return said
