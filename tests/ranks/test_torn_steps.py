@@ -290,20 +290,6 @@ def test_the_closure_of_lbfgs_is_inside_of_its_step(pool: RankPool) -> None:
     pool.run(2, lbfgs)
 
 
-def refused(make: Make) -> None:
-    """A step that is refused before anything is stepped has left nothing in part."""
-    model: Any = tower("fully_shard", "rows")
-    late = torch.optim.Adafactor(model.parameters())
-    compute(model, late, 0)
-    with pytest.raises(FullshardError, match="Nothing was stepped"):
-        late.step()
-    trained(model, make(model), (1,))
-
-
-def test_a_refused_step_has_left_nothing(pool: RankPool) -> None:
-    pool.run(2, refused, adamw)
-
-
 def dropped() -> None:
     """Nothing of ours keeps an optimizer that was left, nor is asked about it in vain."""
     model: Any = tower("fully_shard", "rows")

@@ -6,7 +6,7 @@ wait for each other for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -82,7 +82,12 @@ def _form(value: DTensor) -> str:
 
 
 def check_alike(
-    what: str, mesh: DeviceMesh | None, items: Iterable[Item], failure: Exception | None = None
+    what: str,
+    mesh: DeviceMesh | None,
+    items: Iterable[Item],
+    failure: Exception | None = None,
+    *,
+    told: Callable[[], None] | None = None,
 ) -> None:
     """Check that all ranks of ``mesh`` have the same ``items`` in one order; a collective.
 
@@ -91,6 +96,7 @@ def check_alike(
         mesh: None: this rank is alone.
         items: of this rank.
         failure: why this rank has none.
+        told: called before all ranks raise that they differ, where this rank has items.
 
     Raises:
         ConfigError: on all ranks, with one text, if they differ.
@@ -100,6 +106,8 @@ def check_alike(
     if mesh is not None and not all_same(sha256(repr(own).encode()).digest(), mesh):
         first = broadcast_object_from_first(own, mesh)
         first_failed = bool(first) and not first[0].name
+        if told is not None and failure is None:
+            told()
         said = str(failure) if failure else "" if first_failed else _difference(own, first)
         raise _Disagreement(
             f"{what}: ranks have different optimizer state, beside the first rank of the model: "

@@ -23,7 +23,6 @@ from fullshard.checkpoint.tree import Tree, sharded, some
 from fullshard.checkpoint.values import encode
 from fullshard.engine import Unit
 from fullshard.errors import CheckpointError, UnsupportedError
-from fullshard.frontend.hooks import engine_of
 
 EXTRA_STATE = "_extra_state"
 """The names that modules give to theirs."""
@@ -57,15 +56,16 @@ class Collected:
         self.device = torch.device("cpu")
         self._everyone = Grid((world,), tuple(range(world)))
 
-    def add_model(self, model: nn.Module) -> None:
+    def add_model(self, model: nn.Module, *, whole: bool = True) -> None:
         """Add parameters, buffers and extra state of a model.
 
         Raises:
-            TornStepError: weights are stepped in part, by an exception that was caught.
+            TornStepError: weights are stepped in part, by an exception that was caught, and are to
+                be ``whole``.
         """
         tree = Tree(model, "save")
-        for unit in tree.units:
-            engine_of(unit).check_whole("save")
+        if whole:
+            tree.check_whole("save")
         self.units, self.device = tree.units, tree.device
         if tree.mesh is not None:
             self._everyone = grid_of(tree.mesh)
@@ -169,10 +169,12 @@ class Collected:
         return left
 
 
-def collected(rank: int, world: int, model: nn.Module, optimizer: Optimizer | None) -> Collected:
+def collected(
+    rank: int, world: int, model: nn.Module, optimizer: Optimizer | None, *, whole: bool = True
+) -> Collected:
     """Return what this rank has of a model, and of an optimizer that steps its parameters."""
     found = Collected(rank, world)
-    found.add_model(model)
+    found.add_model(model, whole=whole)
     if optimizer is not None:
         found.add_optimizer(model, optimizer)
     return found

@@ -127,7 +127,7 @@ def _on_all(
         items += items_of(state, stepped.shown)
     except Exception as error:  # the other ranks wait to hear of it
         failure = error
-    check_alike(what, tree.mesh, items, failure)
+    check_alike(what, tree.mesh, items, failure, told=tree.forget_left)
     return stepped, state
 
 

@@ -28,11 +28,17 @@ from fullshard.checkpoint.manifest import (
     digest_of,
 )
 from fullshard.checkpoint.pending import PendingSave, settle
-from fullshard.checkpoint.tree import some
+from fullshard.checkpoint.tree import Tree, some
 from fullshard.checkpoint.values import decode, encode
 from fullshard.checkpoint.writing import CopyMemory, Pace, Writing
 from fullshard.comm.council import Council
-from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigError,
+    TornStepError,
+    UnsupportedError,
+)
 
 _SINGLES = "single values of the optimizer"
 _SHARE = 0.06  # of a processor, for what is written beside the training
@@ -77,7 +83,7 @@ def save(
         CheckpointError: a rank could not write; nothing is left behind.
         LostRankError: a rank ended or hangs; other checkpoints are as they were.
         TornStepError: an exception was caught that left a step of the optimizer on some rank, so
-            weights are stepped in part; nothing was written.
+            weights are stepped in part, and its state does not show it; nothing was written.
         ProtocolError: during a forward, a backward or ``unshard_params``.
 
         All ranks raise the same.
@@ -149,6 +155,10 @@ def begin(
 
     try:
         unfinished = where.path.with_name(council.agree(collect, saving.begin))
+    except TornStepError:
+        pending.let_go()
+        _tell_apart(council, model, optimizer)
+        raise
     except BaseException:
         pending.let_go()
         raise
@@ -324,6 +334,35 @@ def _check_singles(council: Council, keys: Sequence[str]) -> None:
             f"ranks have stepped apart: {some(problems, '; ')}. Step the optimizers of all ranks "
             "alike, or load state into all of them"
         )
+
+
+def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Tell how the ranks' states of the optimizer differ, if they do; no more is to be told then.
+
+    Raises:
+        ConfigError, CheckpointError: on all ranks, what differs.
+    """
+
+    def own() -> list[str] | None:
+        try:
+            found = collected(council.rank, council.world, model, optimizer, whole=False)
+            return [council.share(json.dumps(found.singles)), shared(council, found)]
+        except (ConfigError, UnsupportedError):
+            return None  # of no interest here: nothing is saved
+
+    def compare(said: list[list[str] | None]) -> None:
+        known = [one for one in said if one is not None]
+        if len(known) == len(said):
+            _check_singles(council, [one[0] for one in known])
+            contents, numbers = merged(council, [one[1] for one in known])
+            files = [FileInfo("", rank, 0, "", number) for rank, number in enumerate(numbers)]
+            Manifest(0, 0.0, {}, contents, files, None).check()
+
+    try:
+        council.agree(own, compare)
+    except (ConfigError, CheckpointError):
+        Tree(model, "save").forget_left()
+        raise
 
 
 def shared(council: Council, found: Collected) -> str:

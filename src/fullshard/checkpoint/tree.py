@@ -127,6 +127,16 @@ class Tree:
             if not unit.is_lent:  # else that is told when the loan ends
                 engine_of(unit).rewritten(unit)
 
+    def check_whole(self, what: str) -> None:
+        """Raise ``TornStepError`` if weights are stepped in part, by an exception in a step."""
+        for unit in self.units:
+            engine_of(unit).check_whole(what)
+
+    def forget_left(self) -> None:
+        """Forget steps left in part: all ranks were told how their optimizers have come apart."""
+        for unit in self.units:
+            engine_of(unit).forget_left(unit)
+
 
 def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:
     """Return a sort key: size, number of dims, then whether ranks are in ascending order."""

@@ -183,8 +183,8 @@ class Engine(Actor):
                 "are stepped in part. Go back to a checkpoint"
             )
 
-    def loaded(self, unit: Unit) -> None:
-        """Take note that ``unit`` was loaded: with the root, nothing is left of earlier steps."""
+    def forget_left(self, unit: Unit) -> None:
+        """Forget, with the root, steps left in part: it was loaded, or all ranks were told else."""
         if unit is self.units[-1]:
             find_left()
             self._step.torn = None

@@ -7,6 +7,10 @@ A step that has begun and not ended, and is on no stack, was left by an exceptio
 caught: its weights are stepped in part. Nobody sees that exception, so this is looked for when
 weights are used next. Optimizers are held weakly: to hold the frame of a step would keep the
 memory of one that its user drops because memory ran out.
+
+Optimizers of ours say of a step that they refuse, before anything is stepped, that it has ended:
+what they refuse they refuse on all ranks. Nobody else can say so, not even of an exception that
+comes first in a step, since other ranks may have stepped meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -36,8 +40,16 @@ class Watcher(Protocol):
         """Take note of a step, begun in ``era``, that an exception has left."""
 
 
+class _Begun(NamedTuple):
+    """A step that has begun and not ended."""
+
+    era: Era
+    depth: int
+    """How many calls of ``step`` are within each other: a class may call that of its base."""
+
+
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-_begun: weakref.WeakKeyDictionary[Optimizer, Era] = weakref.WeakKeyDictionary()
+_begun: weakref.WeakKeyDictionary[Optimizer, _Begun] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -60,7 +72,7 @@ def find_left(beginning: Optimizer | None = None) -> None:
     if id(beginning) in running:
         running.remove(id(beginning))
     with _lock:
-        left = {one: era for one, era in _begun.items() if id(one) not in running}
+        left = {one: its.era for one, its in _begun.items() if id(one) not in running}
         for optimizer in left:
             del _begun[optimizer]
         watchers = list(_watchers)
@@ -69,19 +81,33 @@ def find_left(beginning: Optimizer | None = None) -> None:
             watcher.left_in_part(optimizer, era)
 
 
+def refused(optimizer: Optimizer) -> None:
+    """Take note that the step of ``optimizer`` is refused, on all ranks, and has stepped nothing.
+
+    To be called in the step, by an optimizer that raises an error of ours next.
+    """
+    with _lock:
+        _begun.pop(optimizer, None)
+
+
 @_torch.never_compiled
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     if optimizer in _begun:  # left, and tried again, or inside of its own step
         find_left(optimizer)
     check_ended()  # gradients may be what devices made of collectives that were ended
     with _lock:
-        _begun[optimizer] = now()
+        outer = _begun.get(optimizer)
+        _begun[optimizer] = (
+            _Begun(now(), 1) if outer is None else _Begun(outer.era, outer.depth + 1)
+        )
 
 
 @_torch.never_compiled
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     with _lock:
-        _begun.pop(optimizer, None)
+        its = _begun.pop(optimizer, None)
+        if its is not None and its.depth > 1:
+            _begun[optimizer] = _Begun(its.era, its.depth - 1)
         watchers = list(_watchers)
     for watcher in watchers:
         watcher.stepped(optimizer)

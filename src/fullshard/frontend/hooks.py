@@ -170,7 +170,7 @@ class _StateDictHooks:
             # Only record: with assign=True other parameters of the unit may not be loaded yet.
             self.places.take_over(self.unit)
             engine_of(self.unit).weights_changed()
-        engine_of(self.unit).loaded(self.unit)
+        engine_of(self.unit).forget_left(self.unit)
         self._exit()
 
     def _enter(self) -> None:

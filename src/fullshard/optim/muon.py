@@ -14,7 +14,6 @@ from torch.optim import AdamW, Optimizer
 from fullshard.errors import ArgumentTypeError, ConfigError
 from fullshard.optim.groups import label_of, numbered
 from fullshard.optim.hosting import refuse_fraction
-from fullshard.optim.inner import step_quietly
 from fullshard.optim.newton_schulz import COEFFICIENTS, Coefficients
 from fullshard.optim.owned import OwnedOptimizer
 from fullshard.optim.rule import ADAMW, MUON, Answer, Blocks, Choice, Choices, Rule, choose
@@ -132,8 +131,10 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        whole: Optimizer = self
         for part in self._parts.values():
-            step_quietly(part)
+            part.step_within(whole)
+            whole = part  # what the other part refuses comes when matrices were stepped
         return loss
 
     def state_like(self, param: Tensor, key: str, shape: Sequence[int]) -> DTensor | None:

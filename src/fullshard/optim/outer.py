@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fullshard.engine.steps import refused
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.groups import options_of
 from fullshard.optim.hosting import refuse_fraction
@@ -79,14 +80,30 @@ class Outer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        amp = {name: value for name, value in vars(self).items() if name in _AMP}
-        with torch.no_grad():
-            self._step(amp)
-        self._was_loaded = False
+        self.step_within(self)
         return loss
 
+    @torch.no_grad()
+    def step_within(self, whole: Optimizer) -> None:
+        """Do the work of ``step`` in the step of ``whole``, which has stepped nothing before."""
+        try:
+            ready = self._prepare()
+        except (ConfigError, UnsupportedError):
+            refused(whole)
+            raise
+        self._step(ready, {name: value for name, value in vars(self).items() if name in _AMP})
+        self._was_loaded = False
+
     @abstractmethod
-    def _step(self, amp: dict[str, Tensor]) -> None:
+    def _prepare(self) -> Any:
+        """Check everything that may be refused, and return what ``_step`` needs.
+
+        Raises:
+            ConfigError, UnsupportedError: alike on all ranks, for what all ranks know.
+        """
+
+    @abstractmethod
+    def _step(self, ready: Any, amp: dict[str, Tensor]) -> None:
         """Step all parameters that have gradients; ``amp``: see ``Inner.step``."""
 
     def _prepare_group(self, param_group: dict[str, Any]) -> dict[str, Any]:

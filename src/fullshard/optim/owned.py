@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -323,10 +321,11 @@ class OwnedOptimizer(Outer):
 
     # steps
 
-    def _step(self, amp: dict[str, Tensor]) -> None:
+    def _prepare(self) -> dict[int, Tensor | None]:
+        """Return the gradients by ``id`` of their parameters."""
         self._settle()
         self._adopt()
-        params = list(chain.from_iterable(map(itemgetter("params"), self.param_groups)))
+        params = [param for _, param in numbered(self.param_groups)]
         grads = gradients(params)
         for param, grad in zip(params, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
@@ -335,11 +334,12 @@ class OwnedOptimizer(Outer):
                     f"{grad.layout}; expected a dense one"
                 )
         align(params, grads)
-        its_grads = {id(param): grad for param, grad in zip(params, grads, strict=True)}
+        return {id(param): grad for param, grad in zip(params, grads, strict=True)}
+
+    def _step(self, ready: dict[int, Tensor | None], amp: dict[str, Tensor]) -> None:
         if self._was_loaded:
             self._inner.read_again()
         before = [options_of(group) for group in self.param_groups]
-
         failures: list[Exception] = []
 
         def step(one: Round, lent: Lent) -> None:
@@ -353,13 +353,13 @@ class OwnedOptimizer(Outer):
                 failures.append(error)
 
         for family in self._families:
-            family.step(its_grads, step)
-        self._announce(its_grads)
+            family.step(ready, step)
+        self._announce(ready)
         advance(self.param_groups)
         if failures:
             raise failures[0]
         torch.autograd.graph.increment_version(
-            [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+            [param for _, param in numbered(self.param_groups) if ready[id(param)] is not None]
         )
 
     def _step_round(self, one: Round, lent: Lent, amp: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from fullshard.optim.draws import draws_random_numbers
 from fullshard.optim.grain import Recipe
 from fullshard.optim.groups import numbered, options_of
 from fullshard.optim.hosting import FRACTION, checked_fraction, hosted
+from fullshard.optim.lineup import Lineup
 from fullshard.optim.outer import Outer
 from fullshard.optim.states import check_state
 from fullshard.optim.stepper import Stepper
@@ -111,8 +112,12 @@ class ShardedOptimizer(Outer):
     def _state(self) -> Any:
         return vars(self)["state"]
 
-    def _step(self, amp: dict[str, Tensor]) -> None:
-        self._stepper.step(self.param_groups, self._state, amp, was_loaded=self._was_loaded)
+    def _prepare(self) -> Lineup:
+        return self._stepper.line_up(self.param_groups, self._state)
+
+    def _step(self, ready: Lineup, amp: dict[str, Tensor]) -> None:
+        was_loaded = self._was_loaded
+        self._stepper.step(ready, self.param_groups, self._state, amp, was_loaded=was_loaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as to any optimizer, for example when layers are unfrozen.

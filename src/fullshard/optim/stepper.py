@@ -58,28 +58,47 @@ class Stepper:
             chosen = [(n, p) for n, p in chosen if not local_part(p).is_meta]
             self._find_runs(groups, chosen, [None] * len(chosen), state)
 
-    def step(
-        self, groups: Groups, state: State, amp: Mapping[str, Tensor], *, was_loaded: bool
-    ) -> None:
-        """Step on all parameters that have gradients.
+    def line_up(self, groups: Groups, state: State) -> Lineup:
+        """Return the runs of all parameters that have gradients, with memory lent to them.
 
         Args:
             groups: the user's ``param_groups``.
-            state: the user's ``state``; it shows the state of the runs afterwards.
-            amp: see ``Inner.step``.
-            was_loaded: True if an older version of the class may have made the state.
+            state: the user's ``state``.
+
+        Raises:
+            ConfigError, UnsupportedError: some state, or some parameter, cannot be stepped.
         """
         params = list(chain.from_iterable(map(itemgetter("params"), groups)))
         grads = gradients(params)
         lineup = self._lineup
-        if not (
+        if (
             lineup
             and lineup.stands(groups, params, grads)
             and all(run.is_untouched(state) for run in lineup.runs)
             and _lend(lineup, grads)
         ):
-            self._lineup = None
-            lineup = self._new_lineup(groups, grads, state)
+            return lineup
+        self._lineup = None
+        return self._new_lineup(groups, grads, state)
+
+    def step(
+        self,
+        lineup: Lineup,
+        groups: Groups,
+        state: State,
+        amp: Mapping[str, Tensor],
+        *,
+        was_loaded: bool,
+    ) -> None:
+        """Step the runs of ``lineup``, and take back what was lent to them.
+
+        Args:
+            lineup: what ``line_up`` has returned.
+            groups: the user's ``param_groups``.
+            state: the user's ``state``; it shows the state of the runs afterwards.
+            amp: see ``Inner.step``.
+            was_loaded: True if an older version of the class may have made the state.
+        """
         try:
             if was_loaded:
                 self._inner.read_again()
