@@ -111,6 +111,38 @@ def _close(fds: tuple[int, int]) -> None:
         os.close(fd)
 
 
+class _Underway:
+    """Collectives that were issued to a device, which may not have done them."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[Entry, Mark, float]] = deque(maxlen=KEPT)
+        self._passed_s = 0.0  # when the last one was seen to be done
+
+    def add(self, entry: Entry, mark: Mark) -> None:
+        """Add a collective, and the mark behind it."""
+        self._marks.append((entry, mark, time.monotonic()))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._marks.clear()
+
+    def first(self, least_s: float) -> Wait | None:
+        """Return the first that is not done, if it was issued ``least_s`` ago or earlier.
+
+        Devices are asked only about those, as a graph that is being captured bears no question.
+        """
+        with contextlib.suppress(IndexError):  # the host adds and clears meanwhile
+            while True:
+                entry, mark, issued_s = self._marks[0]
+                if time.monotonic() - issued_s < least_s:
+                    return None
+                if not _is_passed(mark):
+                    return Wait(entry, max(issued_s, self._passed_s), on_device=True)
+                self._marks.popleft()
+                self._passed_s = time.monotonic()
+        return None
+
+
 class Ledger:
     """What this process issued on one process group in this era."""
 
@@ -131,8 +163,7 @@ class Ledger:
         """Makes a wait that sees no era raise a ``RuntimeError``, at the cost of its transport."""
         self.aborts: Callable[[], None] | None = None
         """Ends all collectives of devices, and the group with them; None: it has none."""
-        self._underway: deque[tuple[Entry, Mark, float]] = deque(maxlen=KEPT)
-        self._passed_s = 0.0
+        self._underway = _Underway()
 
     def issue(
         self,
@@ -170,7 +201,7 @@ class Ledger:
         except RuntimeError as error:
             raise self.explained(error, entry) from error
         if mark is not None and (point := mark()) is not None:
-            self._underway.append((entry, point, time.monotonic()))
+            self._underway.add(entry, point)
         return pending
 
     def wait(self, least_s: float = 0.0) -> Wait | None:
@@ -182,16 +213,7 @@ class Ledger:
         waiting = self.waiting
         if waiting is not None:
             return Wait(waiting, self.waiting_since_s, on_device=False)
-        with contextlib.suppress(IndexError):  # the host adds and clears meanwhile
-            while True:
-                entry, mark, issued_s = self._underway[0]
-                if time.monotonic() - issued_s < least_s:
-                    return None
-                if not _is_passed(mark):
-                    return Wait(entry, max(issued_s, self._passed_s), on_device=True)
-                self._underway.popleft()
-                self._passed_s = time.monotonic()
-        return None
+        return self._underway.first(least_s)
 
     def explained(self, error: RuntimeError, entry: Entry) -> Exception:
         """Return what to raise for ``error``, which ``entry`` ended by."""

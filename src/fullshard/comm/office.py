@@ -6,7 +6,7 @@ import contextlib
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -48,6 +48,36 @@ class Bell:
         self._outside.close()
 
 
+class _Doors:
+    """The connections to other ranks, and the bell: what a rank waits at."""
+
+    def __init__(self, bell: Bell, doors: Iterable[Line | Link]) -> None:
+        self._bell = bell.fileno()
+        self._of = {door.fileno(): door for door in doors}
+        self._poll = select.poll()
+        for fileno in (self._bell, *self._of):
+            self._poll.register(fileno, select.POLLIN)
+
+    def wait(self, timeout_s: float) -> Iterator[tuple[Line | Link | None, int]]:
+        """Yield each door at which something is to be done, and what; None: the bell rang."""
+        for fileno, events in self._poll.poll(1000 * timeout_s):
+            yield self._of.get(fileno), events
+
+    def watch(self, link: Link) -> None:
+        """Wait for what ``link`` brings, and until it can take more if it has more to send."""
+        events = select.POLLIN | (select.POLLOUT if link.is_sending else 0)
+        self._poll.modify(link.fileno(), events)
+
+    def leave(self, door: Line | Link) -> None:
+        """Wait at ``door`` no longer."""
+        self._poll.unregister(door.fileno())
+
+    def close(self) -> None:
+        """Close all connections."""
+        for door in self._of.values():
+            door.close()
+
+
 class Office:
     """All exchanges in flight of one rank. ``step`` carries them on, in one thread at a time."""
 
@@ -67,12 +97,7 @@ class Office:
         # What came for exchanges that this rank has not started yet.
         self._early: dict[int, list[Callable[[Crossing], None]]] = {}
         self._gone: dict[int, Trouble] = {}
-        self._doors: dict[int, Line | Link] = {}
-        self._doors |= {one.fileno(): one for one in lines.values()}
-        self._doors |= {one.fileno(): one for one in links.values()}
-        self._poll = select.poll()
-        for fileno in (self.bell.fileno(), *self._doors):
-            self._poll.register(fileno, select.POLLIN)
+        self._doors = _Doors(self.bell, [*lines.values(), *links.values()])
 
     @property
     def is_idle(self) -> bool:
@@ -98,12 +123,11 @@ class Office:
         for link in self._links.values():
             if link.is_sending:
                 has_moved |= self._send(link)
-        for fileno, events in self._poll.poll(0 if has_moved else 1000 * timeout_s):
-            if fileno == self.bell.fileno():
+        for door, events in self._doors.wait(0 if has_moved else timeout_s):
+            if door is None:
                 self.bell.silence()
                 continue
             has_moved = True
-            door = self._doors[fileno]
             if isinstance(door, Line):
                 self._hear(door)
                 continue
@@ -137,8 +161,7 @@ class Office:
 
     def close(self) -> None:
         """Close the connections; those to neighbours close when all was sent."""
-        for door in self._doors.values():
-            door.close()
+        self._doors.close()
         self._early.clear()
         self.bell.close()
 
@@ -180,8 +203,7 @@ class Office:
 
     def _send(self, link: Link) -> bool:
         has_moved = link.send()
-        events = select.POLLIN | (select.POLLOUT if link.is_sending else 0)
-        self._poll.modify(link.fileno(), events)
+        self._doors.watch(link)
         return has_moved
 
     def _hear(self, line: Line) -> None:
@@ -241,7 +263,7 @@ class Office:
 
     def _lose(self, door: Line | Link, lost: LostRankError) -> None:
         """Give up a rank that is gone."""
-        self._poll.unregister(door.fileno())
+        self._doors.leave(door)
         trouble = self._gone[door.rank] = Trouble(door.rank, True, str(lost))
         if isinstance(door, Link):
             door.drop()

@@ -110,9 +110,7 @@ class OwnedParam:
         self.wholes = {at: Whole() for at, owner in enumerate(owners) if owner == ranks.own}
         self.is_announced = False
         self._described: list[Described] = [{} for _ in blocks]
-        self._entries: list[_Entry] = []
-        self._locals: dict[str, Tensor] = {}  # by name of the entry: what this rank has of it
-        self._views: dict[tuple[int, str], Tensor] = {}  # by block and key: a part of the above
+        self._views: dict[tuple[int, str], Tensor] = {}  # by block and key: part of what is shown
         self._shown: dict[str, object] = {}
 
     # reading
@@ -250,8 +248,7 @@ class OwnedParam:
     def show(self, inner: Inner, state: MutableMapping[Any, Any]) -> None:
         """Show in ``state`` what is known of the blocks."""
         self._forget_shown()
-        self._entries = self._joined(inner.singles)
-        for entry in self._entries:
+        for entry in self._joined(inner.singles):
             self._show(entry, inner)
         if self._shown or self.param in state:
             own = state.setdefault(self.param, {})
@@ -302,8 +299,8 @@ class OwnedParam:
                 own[key] = value
 
     def _forget_shown(self) -> None:
-        for holder in (self._entries, self._locals, self._views, self._shown):
-            holder.clear()
+        self._views.clear()
+        self._shown.clear()
 
     def _joined(self, singles: Container[str]) -> list[_Entry]:
         """Return the entries that show what is known of the blocks."""
@@ -357,7 +354,6 @@ class OwnedParam:
             self._views[at, entry.key] = view
             if isinstance(value, Tensor):
                 replace(states[at], entry.key, view)
-        self._locals[entry.name] = local
         shown: object
         if not self.ranks.is_alone:
             shown = self._placed(entry, local)
