@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch.distributed as dist
 
-from fullshard.comm.ledger import ledger_of, ledgers
+from fullshard.comm.ledger import Wait, ledger_of, ledgers
+from fullshard.comm.protocol import Done
 
 
 @contextmanager
@@ -30,3 +33,41 @@ def test_a_group_of_an_earlier_job_that_is_still_held_is_not_compared() -> None:
         now = ledger_of(later)
         assert (now.name, now.ranks) == (before.name, before.ranks) and now is not before
         assert ledgers() == [now]
+
+
+class Point:
+    def __init__(self) -> None:
+        self.is_passed = False
+
+    def query(self) -> bool:
+        return self.is_passed
+
+
+def test_a_wait_of_a_device_counts_from_when_it_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may be ahead by any time; while its device goes on, nobody waits."""
+    at_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: at_s[0])
+    points = [Point() for _ in range(3)]
+    with job() as group:
+        ledger = ledger_of(group)
+        for point in points:
+            ledger.issue("gather", "", 8, Done, lambda point=point: point)
+        at_s[0] = 104.0
+        assert ledger.wait(5.0) is None  # too early to ask the device
+        at_s[0] = 110.0
+        assert ledger.wait(5.0) == Wait((0, "gather", "", 8), 110.0, on_device=True)
+        points[0].is_passed = True
+        at_s[0] = 114.0
+        assert ledger.wait(5.0) == Wait((1, "gather", "", 8), 114.0, on_device=True)
+        at_s[0] = 120.0
+        assert ledger.wait(5.0) == Wait((1, "gather", "", 8), 114.0, on_device=True)
+        for point in points:
+            point.is_passed = True
+        assert ledger.wait() is None
+
+
+def test_what_cannot_be_marked_is_not_watched() -> None:
+    with job() as group:
+        ledger = ledger_of(group)
+        ledger.issue("gather", "", 8, Done, lambda: None)  # in the capture of a graph
+        assert ledger.wait() is None

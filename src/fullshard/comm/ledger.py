@@ -116,7 +116,7 @@ class _Underway:
 
     def __init__(self) -> None:
         self._marks: deque[tuple[Entry, Mark, float]] = deque(maxlen=KEPT)
-        self._passed_s = 0.0  # when the last one was seen to be done
+        self._first: tuple[Entry | None, float] = (None, 0.0)  # and since when it was seen to be
 
     def add(self, entry: Entry, mark: Mark) -> None:
         """Add a collective, and the mark behind it."""
@@ -129,17 +129,20 @@ class _Underway:
     def first(self, least_s: float) -> Wait | None:
         """Return the first that is not done, if it was issued ``least_s`` ago or earlier.
 
-        Devices are asked only about those, as a graph that is being captured bears no question.
+        Devices are asked only about those, as a graph that is being captured bears no question. The
+        wait counts from when it was first seen: hosts may be ahead of devices by any time.
         """
         with contextlib.suppress(IndexError):  # the host adds and clears meanwhile
             while True:
                 entry, mark, issued_s = self._marks[0]
                 if time.monotonic() - issued_s < least_s:
                     return None
-                if not _is_passed(mark):
-                    return Wait(entry, max(issued_s, self._passed_s), on_device=True)
-                self._marks.popleft()
-                self._passed_s = time.monotonic()
+                if _is_passed(mark):
+                    self._marks.popleft()
+                    continue
+                if self._first[0] is not entry:
+                    self._first = (entry, time.monotonic())
+                return Wait(entry, self._first[1], on_device=True)
         return None
 
 
