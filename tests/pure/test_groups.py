@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard import _torch
 from fullshard.comm import mesh
+from fullshard.comm.c10d import C10d
+from fullshard.comm.ledger import ledger_of
 
 
 class Options:
@@ -57,3 +60,18 @@ def test_other_backends_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     mesh._new_group([0, 1], like=group_of(backend), device_type="cpu")
     assert asked["pg_options"] is None
+
+
+def test_a_group_that_serves_gpus_alone_can_be_used() -> None:
+    """As torchrun's programs make it by ``init_process_group("nccl")``; the CPU has no backend."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        wire = C10d(group, "cuda")
+        ledger = ledger_of(group)
+        assert ledger.aborts is not None and ledger.breaks is None
+        assert wire.over(group).group is group
+        assert not _torch.has_peers(group, "cpu")
+    finally:
+        dist.destroy_process_group()
