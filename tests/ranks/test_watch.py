@@ -205,11 +205,16 @@ def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
                 assert f"rank {rank} waits for the gather of unit" in one, one
 
 
-def late_for_a_fault(late: list[int]) -> list[str]:
+def late_for_a_fault(late: list[int], leaves: bool) -> list[str]:
     """Rank 1 fails in two steps, which ``late`` ranks begin once the others have dropped them.
 
-    Those are of another replica: the forwards of ranks 0 and 1 need nothing of them.
+    Those are of another replica: the forwards of ranks 0 and 1 need nothing of them. If it
+    ``leaves`` something, rank 1 keeps another model, and an output that nobody needs.
     """
+    kept = (other := tower("fully_shard", "rows"))(noise(3, 6, seed=7)) if leaves else None
+    if leaves and dist.get_rank() != 1:
+        del other, kept
+        gc.collect()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", "3")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
@@ -243,11 +248,11 @@ def wait_for_the_end_of(era: Era) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("late", [[2], [2, 3]])
+@pytest.mark.parametrize(("late", "leaves"), [([2], False), ([2, 3], False), ([2], True)])
 def test_who_comes_late_leaves_out_the_step_that_others_dropped(
-    pool: RankPool, late: list[int]
+    pool: RankPool, late: list[int], leaves: bool
 ) -> None:
-    for rank, said in enumerate(pool.run(4, late_for_a_fault, late)):
+    for rank, said in enumerate(pool.run(4, late_for_a_fault, late, leaves)):
         name = "Trouble" if rank == 1 else "PeerError"
         assert said == [f"2 {name}", f"4 {name}"], rank
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 import traceback
@@ -51,6 +52,10 @@ class Step:
     """The era in which the step began."""
     torn: Torn | None = None
     """What was left behind by an optimizer, until all ranks know or weights are loaded."""
+    number: int = 0
+    """Tells the steps of all engines of this process apart."""
+    beside: frozenset[int] = frozenset()
+    """The steps of other engines that were open when the last one ended with gradients."""
 
     def __post_init__(self) -> None:
         with _lock:
@@ -69,7 +74,7 @@ class Step:
         with _unjudged():
             self.era, self.failure = now(), None
             self.era.begin_step()
-            self.is_open = True
+            self.is_open, self.number = True, next(_numbers)
 
     def tear(self) -> Era | None:
         """Say of this rank that its weights are stepped in part, if they are.
@@ -108,14 +113,25 @@ class Step:
             trained: it ended well, with gradients.
         """
         was_open, self.is_open = self.is_open, False
-        if trained and was_open and not any(step.is_open for step in steps()):
-            ledger.end_step()
+        if trained and was_open:
+            self._end_for_all()
         if failed and not self.was_dropped:
             what = "an exception" if error is None else described(error)
             self.failure = Failure(f"{what}, {self.place}", time.monotonic())
             with _lock:
                 _failed.add(self)
             ledger.unsettled = True
+
+    def _end_for_all(self) -> None:
+        """Take note on the ledgers that a step of training ended, once it has for all its engines.
+
+        What was open when this engine ended the step before, too, is a forward whose output nobody
+        needs: ranks forget such models at different times, and their ledgers must be alike.
+        """
+        others = frozenset(step.number for step in steps() if step.is_open)
+        if others <= self.beside:
+            ledger.end_step()
+        self.beside = others
 
     @property
     def was_dropped(self) -> bool:
@@ -148,6 +164,7 @@ def _unjudged() -> Iterator[None]:
             judging.release()
 
 
+_numbers = itertools.count(1)
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
 _lock = threading.Lock()
 _failed: set[Step] = set()  # holds those whose model is gone: other ranks may still wait for them
