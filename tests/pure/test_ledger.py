@@ -9,8 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm.ledger import Wait, ledger_of, ledgers
+from fullshard import watch
+from fullshard.comm.ledger import Wait, check_ended, end_era, ledger_of, ledgers
 from fullshard.comm.protocol import Done
+from fullshard.errors import PeerError
 
 
 @contextmanager
@@ -64,6 +66,19 @@ def test_a_wait_of_a_device_counts_from_when_it_was_seen(monkeypatch: pytest.Mon
         for point in points:
             point.is_passed = True
         assert ledger.wait() is None
+
+
+def test_a_rank_that_is_left_alone_may_go_on() -> None:
+    """Its new job has no groups that the fault of the last one has ended."""
+    with job() as group:
+        ledger = ledger_of(group)
+        ledger.aborts = lambda: None
+        end_era(lambda: PeerError("rank 1 failed"))
+        with pytest.raises(PeerError, match="rank 1 failed"):
+            check_ended()
+    with job():
+        watch.begin()
+        check_ended()
 
 
 def test_what_cannot_be_marked_is_not_watched() -> None:

@@ -220,16 +220,16 @@ def watcher() -> Watcher | None:
 def begin_watching() -> bool:
     """Have a watcher of this job; return False if there is nobody to watch over."""
     group = dist.group.WORLD
-    if group is None or group.size() == 1:
-        return False
     if group in _watchers:
         return True
+    forget_ended()
+    if group is None or group.size() == 1:
+        return False
     if not _torch.reaches_processes(_torch.default_store()):
         return False
     for earlier in list(_watchers.values()):  # of groups that something still holds
         earlier.leave(_DESTROYED)
     forget_failures()
-    forget_ended()
     begin_pulse()
     watching = _watchers[group] = Watcher(group.rank(), group.size())
     weakref.finalize(group, watching.leave, _DESTROYED).atexit = False
