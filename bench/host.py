@@ -41,7 +41,7 @@ NAMES = ("unsharded", FSDP2, PER_PARAMETER, "per-parameter, ShardedOptimizer", R
 
 
 def _issue_only(
-    _: Ledger, kind: str, label: str, nbytes: int, start: Callable[[], Pending]
+    _: Ledger, kind: str, label: str, nbytes: int, start: Callable[[], Pending], mark: object
 ) -> Pending:
     return start()
 
