@@ -22,6 +22,10 @@ def killed(member: int, life: int, step: int, phase: Phase) -> Stroke:
 PLANS = {
     # The second while the others take up the checkpoint.
     "two after each other": Plan(4, (killed(0, 0, 5, Phase.FORWARD), killed(2, 1, 3, Phase.BUILD))),
+    # The replica of the one that is stopped meets it for the first reduction, and would for ever.
+    "as replicas meet": Plan(
+        4, (Stroke(2, 0, 1, Fault(What.STOP, Phase.FORWARD, 2)),), ((1, 1.4),), replicas=2
+    ),
     "in a save": Plan(3, (killed(1, 0, 4, Phase.SAVE),), wire=Wire.SOCKETS, mode="async"),
 }
 MACHINES = Plan(3, (killed(1, 0, 7, Phase.FORWARD),), copies=2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.ledger import Entry, Era, Mark, ledger_of, now
+from fullshard.comm.ledger import MEETING, Entry, Era, Mark, ledger_of, now
 from fullshard.comm.levels import Levels
 from fullshard.comm.links import Link
 from fullshard.comm.meeting import meet
@@ -25,7 +25,7 @@ from fullshard.comm.neighbours import Line, Neighbour
 from fullshard.comm.protocol import Label, Pending, as_real
 from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
-from fullshard.errors import ProtocolError
+from fullshard.errors import LostRankError, ProtocolError
 
 
 class Transport(enum.Enum):
@@ -103,7 +103,8 @@ def ways_of(
 
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
     """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
-    meeting = meet(group)
+    with ledger_of(group).meeting():
+        meeting = meet(group)
     if meeting.partners is None:
         return _Ways(native, native, native)
     timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
@@ -255,8 +256,16 @@ class C10d:
 
 
 def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> None:
-    """End a wait for gloo's own collectives, after which gloo's group is of no use."""
+    """End a wait for gloo's own collectives, after which gloo's group is of no use.
+
+    Ranks meet by these, too. Who lives comes to a meeting later, so it ends for lost ranks only.
+    """
     group = reference()
+    if group is not None and waiting[1] == MEETING:
+        error = ledger_of(group).era.error
+        if error is not None and isinstance(error(), LostRankError):
+            _torch.break_off(group)
+        return
     found = None if group is None else _ways.get(group)
     ways = [] if found is None else found.ways.values()
     part = operator.attrgetter("exchanges" if waiting[1] == "exchange" else "gathers")

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from fullshard.errors import ProtocolError, TornStepError
 
 KEPT = 32
 """Collectives of each group that a ledger remembers."""
+
+MEETING = "meeting"
+"""The kind of a wait for ranks to connect to."""
 
 
 Entry = tuple[int, str, str, int]
@@ -217,6 +220,17 @@ class Ledger:
         if waiting is not None:
             return Wait(waiting, self.waiting_since_s, on_device=False)
         return self._underway.first(least_s)
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Show that the host waits in the block for ranks of the group, to connect to them."""
+        number = max(0, self.num_issued - 1)  # what they connect for
+        self.waiting_since_s = time.monotonic()
+        self.waiting = (number, MEETING, "", 0)
+        try:
+            yield
+        finally:
+            self.waiting = None
 
     def explained(self, error: RuntimeError, entry: Entry) -> Exception:
         """Return what to raise for ``error``, which ``entry`` ended by."""
