@@ -194,9 +194,7 @@ class Ledger:
         if unsettled and settle is not None:
             settle()
         if self.era is not _era:
-            self.era, self.num_issued, self.num_ended = _era, 0, 0
-            self.entries.clear()
-            self._underway.clear()
+            self._begin_era()
         if self.aborts is not None:
             _refuse_ended()
         entry = (self.num_issued, kind, label, nbytes)
@@ -224,6 +222,8 @@ class Ledger:
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
         """Show that the host waits in the block for ranks of the group, to connect to them."""
+        if self.era is not _era:
+            self._begin_era()
         number = max(0, self.num_issued - 1)  # what they connect for
         self.waiting_since_s = time.monotonic()
         self.waiting = (number, MEETING, "", 0)
@@ -231,6 +231,11 @@ class Ledger:
             yield
         finally:
             self.waiting = None
+
+    def _begin_era(self) -> None:
+        self.era, self.num_issued, self.num_ended = _era, 0, 0
+        self.entries.clear()
+        self._underway.clear()
 
     def explained(self, error: RuntimeError, entry: Entry) -> Exception:
         """Return what to raise for ``error``, which ``entry`` ended by."""
