@@ -23,12 +23,24 @@ def test_a_question_is_answered_by_a_file_and_what_it_defines(file: str, begin: 
     assert re.search(rf"^ *(def|class) {begin}\b", (SOURCE / file).read_text(), re.M)
 
 
-def test_the_rooms_of_the_map_are_those_that_there_are() -> None:
+def test_the_map_names_every_file_of_every_room() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    start = text.index("    src/fullshard/")
-    named = set(re.findall(r"\b(\w+)/", text[start : text.index("    tests/", start)]))
-    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert rooms <= named
+    rooms = text[text.index("## Rooms") : text.index("The way of one parameter")]
+    entries = re.split(r"^- ", rooms, flags=re.M)[1:]
+    named = {
+        room: set(re.findall(r"`(\w+)`", entry))
+        for entry in entries
+        for room in re.findall(r"\*\*`(\w+)/`", entry)
+    }
+    there = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert set(named) == there
+    missing = [
+        f"{room}/{path.stem}"
+        for room in there - {"train", "cli"}  # which use public names only
+        for path in (SOURCE / room).glob("[!_]*.py")
+        if path.stem not in named[room]
+    ]
+    assert missing == []
 
 
 def test_the_ways_through_the_files_name_files() -> None:
