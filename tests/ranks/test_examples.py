@@ -22,6 +22,7 @@ from fullshard import comm
 from fullshard.device import Kind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.pool import RankPool
+from tests.noise import without_noise
 from tests.recording import Recording
 
 ROOT = Path(__file__).parents[2]
@@ -29,12 +30,6 @@ EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 180.0  # a start takes ten seconds, on a loaded machine many more
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 FROM_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-_WHEN_TORCHAO_IS_IMPORTED = re.compile(
-    r"^(Failed to load \S*/torchao/.*|.*torch/utils/_pytree\.py:\d+\].*register_constant.*)\n", re.M
-)
-"""What goes to stderr when ``transformers`` finds torchao, on a machine without a GPU."""
 
 
 def run(folder: Path, *arguments: str) -> str:
@@ -55,7 +50,7 @@ def run(folder: Path, *arguments: str) -> str:
         process.terminate()  # the launcher takes its workers with it
         out, err = process.communicate(timeout=TIMEOUT_S)
         pytest.fail(f"no end after {TIMEOUT_S} s\n{out}\n{err}")
-    err = _WHEN_TORCHAO_IS_IMPORTED.sub("", err)
+    err = without_noise(err)
     if process.returncode and _ABORTED_AT_THE_END in err:
         return out
     assert (process.returncode, err) == (0, ""), out + err
