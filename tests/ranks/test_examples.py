@@ -21,8 +21,8 @@ import fullshard
 from fullshard import comm
 from fullshard.device import Kind
 from fullshard.frontend.ownership import unit_of
-from tests.ranks.pool import RankPool
 from tests.noise import without_noise
+from tests.ranks.pool import RankPool
 from tests.recording import Recording
 
 ROOT = Path(__file__).parents[2]
