@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from fullshard import watch
-from fullshard.comm.ledger import Wait, check_ended, end_era, ledger_of, ledgers
+from fullshard.comm import ledger as ledger_room
+from fullshard.comm.ledger import Wait, check_ended, end_era, ledger_of, ledgers, now
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError
 
@@ -32,9 +33,9 @@ def test_a_group_of_an_earlier_job_that_is_still_held_is_not_compared() -> None:
         assert ledgers() == [before]
     assert ledgers() == []
     with job() as later:
-        now = ledger_of(later)
-        assert (now.name, now.ranks) == (before.name, before.ranks) and now is not before
-        assert ledgers() == [now]
+        after = ledger_of(later)
+        assert (after.name, after.ranks) == (before.name, before.ranks) and after is not before
+        assert ledgers() == [after]
 
 
 class Point:
@@ -86,3 +87,66 @@ def test_what_cannot_be_marked_is_not_watched() -> None:
         ledger = ledger_of(group)
         ledger.issue("gather", "", 8, Done, lambda: None)  # in the capture of a graph
         assert ledger.wait() is None
+
+
+def failed() -> Exception:
+    return PeerError("rank 1 failed")
+
+
+def test_what_a_dropped_step_still_issues_is_not_counted_in_the_next_era(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with job() as group:
+        ledger = ledger_of(group)
+        monkeypatch.setattr(ledger_room, "within", now())
+        ledger.issue("gather", "", 8, Done).wait()
+        end_era(failed)
+        with pytest.raises(PeerError, match="rank 1 failed"):
+            ledger.issue("gather", "", 8, Done)
+        monkeypatch.setattr(ledger_room, "within", None)
+        ledger.issue("gather", "", 8, Done).wait()
+        assert [entry[0] for entry in ledger.entries] == [0]
+
+
+def test_who_is_behind_is_told_once_by_whatever_it_does_next() -> None:
+    with job() as group:
+        ledger = ledger_of(group)
+        end_era(failed, is_behind=True)
+        with pytest.raises(PeerError, match="rank 1 failed"):
+            ledger.issue("sum", "", 8, Done)
+        ledger.issue("gather", "", 8, Done).wait()
+        assert ledger.num_issued == 1
+
+
+def test_a_host_that_waits_to_start_a_collective_is_seen() -> None:
+    seen = []
+
+    def start() -> Done:
+        with ledger.starting("comparison"):
+            wait = ledger.wait()
+            assert wait is not None
+            seen.append(wait.entry[:2])
+        return Done()
+
+    with job() as group:
+        ledger = ledger_of(group)
+        ledger.issue("gather", "", 8, Done).wait()
+        ledger.issue("gather", "", 8, start).wait()
+        assert seen == [(1, "comparison")]
+        assert ledger.wait() is None
+
+
+def test_a_fault_that_comes_before_the_wait_ends_it() -> None:
+    """The era may end between a look at it and the wait; who waits is seen before it looks."""
+    with job() as group:
+        ledger = ledger_of(group)
+        pending = ledger.issue("gather", "", 8, Never)
+        end_era(failed)
+        with pytest.raises(PeerError, match="rank 1 failed"):
+            pending.wait()
+        assert ledger.waiting is None
+
+
+class Never:
+    def wait(self) -> None:
+        pytest.fail("waits for ever")

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
-from fullshard.watch.roll import DEAD, STOPPED
+from fullshard.watch.roll import DEAD, STOPPED, Roll
+from fullshard.watch.rounds import Rounds
 from fullshard.watch.statement import Absence, Group, Issued, Statement
 
 PATIENCE_S = 5.0
@@ -252,3 +254,32 @@ def test_ranks_in_one_order_are_never_at_fault(data: st.DataObject) -> None:
         assert any(len(said[rank].groups[0].recent) == least for rank in what.ranks) or any(
             len(one.groups[0].recent) == least and one.groups[0].waiting is not None for one in said
         )
+
+
+def test_a_rank_that_has_not_begun_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may read data for any time before it shards its model."""
+    monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
+    roll = Roll(dist.HashStore())
+    for _ in range(2):
+        (absence,) = roll.absences([1]).values()
+        assert absence == Absence("has not begun to train yet", is_final=False)
+
+
+def test_ranks_that_all_meet_wait_for_nobody() -> None:
+    """Connecting may take longer than the patience, where it cannot be done."""
+    meeting = Issued(0, "meeting", "", 0)
+    said = {
+        rank: Statement(rank, (Group("0", (0, 1), 1, (meeting,), 0, 9.0),), True, "", 0.0, "")
+        for rank in (0, 1)
+    }
+    assert diagnose(said, {}, patience_s=PATIENCE_S).kind is Kind.NOTHING
+
+
+def test_a_rank_that_dies_while_it_rings_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr("fullshard._torch.own_store", lambda: store)
+    own = Rounds(0, 2)
+    store.add("fullshard/rings", 1)  # and no more
+    assert own.next_begun() is None
+    own.ring(after=own.num_rung)
+    assert [own.next_begun() for _ in range(3)] == [1, 2, None]

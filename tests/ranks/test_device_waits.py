@@ -112,7 +112,7 @@ def test_a_rank_that_fails_while_only_devices_wait_is_named_and_the_groups_end(
     assert all(one == first for one in others)
     told, once, again = first
     assert told.startswith("rank 1 failed: tests.ranks.test_autograd_failures.Trouble: no")
-    assert "rank 0 waits for the gather of unit b (collective 1 of its group)" in told
+    assert "rank 0 waits for the gather of unit b (collective 2 of its group)" in told
     assert once == f"PeerError: {told}"
     assert again.startswith(f"ProtocolError: {told}. This fault has ended the process groups")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shar
 from fullshard import _torch as torch_names
 from fullshard.comm import C10d, Collectives, labels, wrapped
 from fullshard.comm.c10d import Transport
+from fullshard.comm.ledger import ledger_of
+from fullshard.comm.protocol import Label
 from fullshard.errors import ProtocolError
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
@@ -194,3 +198,27 @@ def alone_of_many() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     step(fully_shard(nn.Linear(6, 6)))
     dist.destroy_process_group()
+
+
+def seen_to_compare() -> str:
+    """Rank 1 comes to a label when it knows that rank 0 is seen to wait for it there."""
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    wire = C10d(group, "cpu", Transport.NATIVE).labelled(Label("unit a"))
+    ledger, store = ledger_of(group), torch_names.default_store()
+    out, own = torch.zeros(2), torch.ones(1)
+    if group.rank() == 1:
+        store.wait(["seen to compare"])
+        wire.all_gather([out], [own]).wait()
+        return ""
+    with ThreadPoolExecutor(1) as beside:
+        gathering = beside.submit(lambda: wire.all_gather([out], [own]).wait())
+        while (wait := ledger.wait()) is None:
+            time.sleep(0.001)
+        store.set("seen to compare", "")
+        gathering.result()
+    return wait.entry[1]
+
+
+def test_who_compares_labels_is_seen_to_wait(pool: RankPool) -> None:
+    assert pool.run(2, seen_to_compare) == ["comparison", ""]

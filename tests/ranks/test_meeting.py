@@ -13,8 +13,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard import fully_shard
 from fullshard.comm import C10d, desks, meeting
 from fullshard.comm.c10d import Transport, ways_of
 from fullshard.comm.desks import Desk, NearDesk, Told, address, listen
@@ -69,6 +73,23 @@ def test_if_neighbours_cannot_connect_nobody_shares_memory(pool: RankPool) -> No
 @pytest.mark.parametrize("how", ["no calls to hosts", "encrypted", "no address"])
 def test_if_hosts_cannot_connect_gloo_carries_everything(pool: RankPool, how: str) -> None:
     assert pool.run(3, reach, how) == [(Native.__name__, [])] * 3
+
+
+def first_step_unconnected() -> str:
+    """Train a step on ranks that cannot connect, which they find out after their patience."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(desks, "_TIMEOUT_S", 3.0)
+        patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
+        patch.setenv(meeting.HOST, str(dist.get_rank()))
+        patch.setattr(Desk, "_dialled", _refuse)
+        mesh = DeviceMesh("cpu", range(dist.get_world_size()))
+        model = fully_shard(nn.Linear(6, 6), mesh=mesh)
+        model(torch.ones(2, 6)).sum().backward()
+        return type(ways_of(mesh.get_group(), Transport.SHARED).gathers).__name__
+
+
+def test_a_first_step_outlasts_vain_attempts_to_connect(pool: RankPool) -> None:
+    assert pool.run(3, first_step_unconnected) == [Native.__name__] * 3
 
 
 def test_else_memory_is_shared(pool: RankPool) -> None:

@@ -13,9 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard import FullyShardedDataParallel, PerParameter, Ragged, checkpoint, fully_shard
-from fullshard.comm.ledger import Era, end_era, now
+from fullshard import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    PerParameter,
+    Ragged,
+    checkpoint,
+    fully_shard,
+)
+from fullshard.comm.blocking import all_to_all
+from fullshard.comm.ledger import Era, end_era, ledger_of, now
+from fullshard.comm.mesh import collectives_of_group, collectives_of_twin
+from fullshard.engine.copies import copy_all
 from fullshard.errors import PeerError, ProtocolError, TornStepError
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
@@ -104,8 +115,10 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
         return said
 
 
-def torn(path: Path, layout: str, wire: str, clips: bool) -> list[str]:
+def torn(path: Path, layout: str, wire: str, clips: bool, late: int = -1) -> list[str]:
     """Fail on rank 1 after the last collective of step 2; go on from a checkpoint.
+
+    Rank ``late`` comes to clip when the others know of it already.
 
     Returns:
         What was raised here, in steps 2 and 3.
@@ -123,11 +136,14 @@ def torn(path: Path, layout: str, wire: str, clips: bool) -> list[str]:
         said = []
 
         def one(number: int, *, fails: bool = False) -> None:
+            era = now()
             optimizer.zero_grad()
             x = noise(3, 6, seed=10 * number + dist.get_rank()).requires_grad_()
             if fails:
                 x.register_hook(raises)
             model(1 * x).square().sum().backward()  # the hook runs after all of the model's
+            if number == 2 and dist.get_rank() == late:
+                wait_for_the_end_of(era)
             if clips:
                 clip_grad_norm_(model.parameters(), 1e6)
             optimizer.step()
@@ -175,6 +191,15 @@ def test_who_clips_has_not_ended_the_step(pool: RankPool, tmp_path: Path) -> Non
     assert told[0][0].startswith("2 PeerError: rank 1 failed: an exception, in "), told
     assert told[1] == ["2 Trouble: at the end"]
     assert len(told[0]) == 1
+
+
+def test_who_comes_late_to_clip_leaves_it_out(pool: RankPool, tmp_path: Path) -> None:
+    """What a rank issues after its step was dropped is not counted among what comes next."""
+    told = pool.run(3, torn, tmp_path / "step-000001", "rows", "1", True, 2)
+    for rank in (0, 2):
+        assert len(told[rank]) == 1
+        assert told[rank][0].startswith("2 PeerError: rank 1 failed: an exception, in "), told
+    assert told[1] == ["2 Trouble: at the end"]
 
 
 KINDS = [
@@ -255,6 +280,47 @@ def test_who_comes_late_leaves_out_the_step_that_others_dropped(
     for rank, said in enumerate(pool.run(4, late_for_a_fault, late, leaves)):
         name = "Trouble" if rank == 1 else "PeerError"
         assert said == [f"2 {name}", f"4 {name}"], rank
+
+
+def fault_while_a_shard_is_cast() -> None:
+    """A watch ends the era between the beginning of an action and its collective."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mp_policy=half)
+    x = torch.ones(2, 8)
+    model(x).sum().backward()
+
+    def ends_and_copies(*args: Any) -> None:
+        end_era(lambda: PeerError("rank 1 failed"))
+        copy_all(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.engine.unshard.copy_all", ends_and_copies)
+        with pytest.raises(PeerError, match="rank 1 failed"):
+            model(x)
+    assert dist.group.WORLD is not None
+    ledger = ledger_of(dist.group.WORLD)
+    assert ledger.era is not now() or ledger.num_issued == 0
+    dist.destroy_process_group()
+
+
+def test_a_step_that_is_dropped_issues_nothing_more(pool: RankPool) -> None:
+    pool.run(1, fault_while_a_shard_is_cast, process_group=False)
+
+
+def ends_of_groups() -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    twin = collectives_of_twin(collectives_of_group(world, "cpu"), "cpu").group
+    assert twin is not None and ledger_of(twin).breaks is not None
+    other = dist.new_group()
+    assert isinstance(other, dist.ProcessGroup)
+    all_to_all(torch.zeros(4, dtype=torch.uint8), [2, 2], [2, 2], other)
+    assert ledger_of(other).breaks is not None
+
+
+def test_waits_on_every_group_can_be_ended(pool: RankPool) -> None:
+    pool.run(2, ends_of_groups)
 
 
 def gathered_after(fault: str) -> str:

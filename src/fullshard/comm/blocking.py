@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.comm.c10d import default_transport, ways_of
-from fullshard.comm.ledger import Mark, ledger_of
+from fullshard.comm.c10d import default_transport, ledger_for, ways_of
+from fullshard.comm.ledger import Mark
 from fullshard.comm.mesh import collectives_of, collectives_of_group, served_by
 from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, Together
 
@@ -47,7 +47,8 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
             in_order = there.device.type != "cpu"
             return _torch.all_reduce(group, there, op, in_order=in_order) or Done()
 
-        ledger_of(group).issue("sum", "", there.nbytes, start, _mark(there)).wait()
+        ledger = ledger_for(group, there.device.type)
+        ledger.issue("sum", "", there.nbytes, start, _mark(there)).wait()
     if there.data_ptr() != values.data_ptr():
         values.copy_(there.view(values.shape))
 
@@ -95,7 +96,8 @@ def all_to_all(
         return way.exchanges.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
 
     # 0 bytes: ranks send differently many, and their ledgers must be alike.
-    ledger_of(group).issue("exchange", "", 0, start, _mark(given)).wait()
+    ledger = ledger_for(group, there.type)
+    ledger.issue("exchange", "", 0, start, _mark(given)).wait()
     return given.to(sent.device)
 
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.ledger import MEETING, Entry, Era, Mark, ledger_of, now
+from fullshard.comm.ledger import COMPARISON, MEETING, Entry, Era, Ledger, Mark, ledger_of
 from fullshard.comm.levels import Levels
 from fullshard.comm.links import Link
 from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
 from fullshard.comm.neighbours import Line, Neighbour
-from fullshard.comm.protocol import Label, Pending, as_real
+from fullshard.comm.protocol import Done, Label, Pending, as_real
 from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
@@ -87,9 +87,9 @@ def ways_of(
     averages: bool = False,
 ) -> _Ways:
     """Return the ways of ``group``; the first per choice and era with SHARED is a collective."""
-    found = _ways.get(group)
-    if found is None or found.era is not now():
-        found = _ways[group] = _OfEra(now(), {})
+    found, era = _ways.get(group), ledger_of(group).era
+    if found is None or found.era is not era:
+        found = _ways[group] = _OfEra(era, {})
     ways = found.ways
     choice = (transport, device_type, averages)
     if choice not in ways:
@@ -103,7 +103,7 @@ def ways_of(
 
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
     """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
-    with ledger_of(group).meeting():
+    with ledger_of(group).starting(MEETING):
         meeting = meet(group)
     if meeting.partners is None:
         return _Ways(native, native, native)
@@ -136,13 +136,10 @@ class C10d:
         self._transport = transport or default_transport(group, device_type)
         self._averages = _torch.has_average(group, device_type)
         self._label = Label()
-        self._ledger = ledger_of(group)
+        self._ledger = ledger_for(group, device_type)
         self._mark: Callable[[], Mark | None] | None = None
-        if _torch.has_peers(group, "cpu") and _torch.backend_name(group, "cpu") == "gloo":
-            self._ledger.breaks = partial(_break_off, self._reference)
-        if device_type != "cpu" and _torch.has_peers(group, device_type):
+        if self._ledger.aborts is not None:
             self._mark = partial(_torch.mark, device_type)
-            self._ledger.aborts = partial(_abort, self._reference, device_type)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -167,8 +164,10 @@ class C10d:
         they have met before, in whatever era.
         """
         group = self.group
-        found, choice = _ways.get(group), self._choice
-        ways = None if found is None else found.ways.get(choice)
+        found = _ways.get(group)
+        ways = None if found is None else found.ways.get(self._choice)
+        if ways is None and self._transport is Transport.SHARED:
+            self._ledger.issue(MEETING, "", 0, partial(self._meet, group)).wait()
         return (ways or self._ways(group)).reduces.adds_wide
 
     def by_sums(self) -> C10d:
@@ -181,9 +180,7 @@ class C10d:
         """See ``Collectives.over``."""
         new = copy.copy(self)
         new._reference = weakref.ref(group)
-        new._ledger = ledger_of(group)
-        if self._ledger.aborts is not None:
-            new._ledger.aborts = partial(_abort, new._reference, self._device_type)
+        new._ledger = ledger_for(group, self._device_type)
         return new
 
     def labelled(self, label: Label) -> C10d:
@@ -246,6 +243,10 @@ class C10d:
     def _all_to_all(self, group: dist.ProcessGroup, output: Tensor, source: Tensor) -> Pending:
         return self._ways(group).exchanges.all_to_all(group, output, source, self._label.text)
 
+    def _meet(self, group: dist.ProcessGroup) -> Pending:
+        self._ways(group)
+        return Done()
+
     @property
     def _choice(self) -> _Choice:
         return (self._transport, self._device_type, self._averages)
@@ -255,10 +256,21 @@ class C10d:
         return ways_of(group, transport, device_type=device_type, averages=averages)
 
 
+def ledger_for(group: dist.ProcessGroup, device_type: str) -> Ledger:
+    """Return the ledger of ``group``, able to end its collectives of the CPU and of a device."""
+    ledger, reference = ledger_of(group), weakref.ref(group)
+    if _torch.has_peers(group, "cpu") and _torch.backend_name(group, "cpu") == "gloo":
+        ledger.breaks = partial(_break_off, reference)
+    if device_type != "cpu" and _torch.has_peers(group, device_type):
+        ledger.aborts = partial(_abort, reference, device_type)
+    return ledger
+
+
 def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> None:
     """End a wait for gloo's own collectives, after which gloo's group is of no use.
 
-    Ranks meet by these, too. Who lives comes to a meeting later, so it ends for lost ranks only.
+    Ranks meet by these, too. A rank that lives will still come to the meeting, so only a lost one
+    ends it.
     """
     group = reference()
     if group is not None and waiting[1] == MEETING:
@@ -270,7 +282,8 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> Non
     ways = [] if found is None else found.ways.values()
     part = operator.attrgetter("exchanges" if waiting[1] == "exchange" else "gathers")
     if group is not None and (
-        waiting[1] in ("broadcast", "sum") or any(isinstance(part(one), Native) for one in ways)
+        waiting[1] in ("broadcast", "sum", COMPARISON)
+        or any(isinstance(part(one), Native) for one in ways)
     ):
         _torch.break_off(group)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import _torch
+from fullshard.comm.ledger import COMPARISON, ledger_of
 from fullshard.errors import ProtocolError
 
 _DIGEST_NBYTES = 16
@@ -43,10 +44,14 @@ class Compared:
             heard = said.new_empty(group.size() * _SAID_NBYTES)
         if _torch.is_fake(said):
             return
-        work = _torch.all_gather(group, [heard], [said])
-        if work is not None:
-            work.wait()
-        for rank, row in enumerate(heard.view(group.size(), -1).tolist()):
+        ledger = ledger_of(group)
+        with ledger.starting(COMPARISON):
+            work = _torch.all_gather(group, [heard], [said])
+            if work is not None:
+                work.wait()
+            rows = heard.view(group.size(), -1).tolist()
+        ledger.era.check()  # what an aborted collective leaves behind is no label
+        for rank, row in enumerate(rows):
             if bytes(row) != own:
                 theirs = bytes(row[_DIGEST_NBYTES:]).rstrip(b"\0").decode(errors="replace")
                 raise ProtocolError(

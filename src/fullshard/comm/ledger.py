@@ -32,7 +32,10 @@ KEPT = 32
 """Collectives of each group that a ledger remembers."""
 
 MEETING = "meeting"
-"""The kind of a wait for ranks to connect to."""
+"""The kind of a collective, and of a wait, by which ranks connect to each other."""
+
+COMPARISON = "comparison"
+"""The kind of a wait for ranks to compare labels with."""
 
 
 Entry = tuple[int, str, str, int]
@@ -65,7 +68,7 @@ class Era:
         self.error: Callable[[], Exception] | None = None
         """Makes the error of the fault that ended the era; None while it lasts."""
         self.owed: Callable[[], Exception] | None = None
-        """Makes what the next step raises, if it was dropped before this rank began it."""
+        """Makes what the next step or collective raises: others have dropped it already."""
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None  # made when needed: processes may fork before
 
@@ -88,8 +91,8 @@ class Era:
         """True if the fault that ended the era left weights that may differ among ranks."""
         return self.error is not None and isinstance(self.error(), TornStepError)
 
-    def begin_step(self) -> None:
-        """Raise the error of the fault before, if the others dropped this step by it."""
+    def raise_owed(self) -> None:
+        """Raise the error of the fault before, if it is owed; once."""
         owed, self.owed = self.owed, None
         if owed is not None:
             raise owed()
@@ -193,8 +196,13 @@ class Ledger:
         """
         if unsettled and settle is not None:
             settle()
-        if self.era is not _era:
-            self._begin_era()
+        era = _era
+        if within is not None and within is not era:
+            within.check()
+        if self.era is not era:
+            self._begin_era(era)
+        if era.owed is not None:
+            era.raise_owed()
         if self.aborts is not None:
             _refuse_ended()
         entry = (self.num_issued, kind, label, nbytes)
@@ -220,20 +228,21 @@ class Ledger:
         return self._underway.first(least_s)
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Show that the host waits in the block for ranks of the group, to connect to them."""
-        if self.era is not _era:
-            self._begin_era()
-        number = max(0, self.num_issued - 1)  # what they connect for
+    def starting(self, kind: str) -> Iterator[None]:
+        """Show that the host waits in the block for ranks of the group, to start a collective.
+
+        It is the one that was issued last, and ``kind`` says what the host does for it.
+        """
         self.waiting_since_s = time.monotonic()
-        self.waiting = (number, MEETING, "", 0)
+        self.waiting = (max(0, self.num_issued - 1), kind, "", 0)
         try:
+            self.era.check()
             yield
         finally:
             self.waiting = None
 
-    def _begin_era(self) -> None:
-        self.era, self.num_issued, self.num_ended = _era, 0, 0
+    def _begin_era(self, era: Era) -> None:
+        self.era, self.num_issued, self.num_ended = era, 0, 0
         self.entries.clear()
         self._underway.clear()
 
@@ -263,10 +272,10 @@ class _Awaited:
     def wait(self) -> None:
         """See ``Pending``."""
         ledger = self._ledger
-        self._era.check()
         ledger.waiting_since_s = time.monotonic()
         ledger.waiting = self._entry
         try:
+            self._era.check()  # only now: a fault that comes later ends the wait
             self._pending.wait()
         except RuntimeError as error:
             explained = ledger.explained(error, self._entry)
@@ -290,6 +299,10 @@ watches."""
 ended: Callable[[], Exception] | None = None
 """Makes the error of the fault that ended process groups of this job; None: there was none. Those
 who begin a job forget it."""
+
+within: Era | None = None
+"""The era of the step that issues collectives at the moment, if one does; set by who drives it. If
+a fault has ended it, these must not count as collectives of the next."""
 
 _is_told = False  # whether a collective was refused with that error
 

@@ -37,7 +37,7 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return Wire(ranks, "none", "none", True)
-    kind = mesh.device_type
+    kind, adds_wide = mesh.device_type, wire.adds_wide  # which meets the others first, if need be
     ways = ways_of(
         group,
         default_transport(group, kind),
@@ -46,7 +46,7 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
     )
     backend = _torch.backend_name(group, kind)
     names = {Shared: SHARED_MEMORY, Levels: MESSAGES, Native: f"{backend}'s own"}
-    return Wire(ranks, names[type(ways.gathers)], names[type(ways.reduces)], wire.adds_wide)
+    return Wire(ranks, names[type(ways.gathers)], names[type(ways.reduces)], adds_wide)
 
 
 def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from fullshard import _torch, watch
+from fullshard.comm import ledger
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.acts import (
     BY_ITSELF,
@@ -112,8 +113,17 @@ class Actor(ABC):
             self._do(action.op, unit)
 
     def _do(self, op: Op, unit: Unit) -> None:
-        if op in STARTS:
-            self._step.check()
+        if op not in STARTS:
+            self._carry_out(op, unit)
+            return
+        self._step.check()
+        ledger.within = self._step.era if self._step.is_open else None
+        try:
+            self._carry_out(op, unit)
+        finally:
+            ledger.within = None
+
+    def _carry_out(self, op: Op, unit: Unit) -> None:
         if op is Op.UNSHARD:
             self._unshard(unit)
             return

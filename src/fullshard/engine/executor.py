@@ -15,7 +15,7 @@ from fullshard.comm.ledger import Era
 from fullshard.device import Lanes, make_lanes
 from fullshard.engine.actor import Actor
 from fullshard.engine.autograd import Backward, Use
-from fullshard.engine.steps import find_left, watch_steps
+from fullshard.engine.steps import find_left, hear_steps
 from fullshard.engine.unit import Unit, check_lent_alike
 from fullshard.errors import BusyError, PeerError, ProtocolError, TornStepError
 from fullshard.schedule import (
@@ -60,7 +60,7 @@ class Engine(Actor):
             unit.key = key
             unit.engine = self
         self.scheduler.add(*map(Unit.state, units, policies))
-        watch_steps(self)
+        hear_steps(self)
         watch.begin()
 
     @classmethod

@@ -30,8 +30,8 @@ from fullshard import _torch
 from fullshard.comm.ledger import Era, check_ended, now
 
 
-class Watcher(Protocol):
-    """An observer of optimizer steps: an engine."""
+class Listener(Protocol):
+    """A listener to optimizer steps: an engine."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Take note of a step; called in the thread of the optimizer, perhaps another rank's."""
@@ -48,16 +48,16 @@ class _Begun(NamedTuple):
     """How many calls of ``step`` are within each other: a class may call that of its base."""
 
 
-_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _begun: weakref.WeakKeyDictionary[Optimizer, _Begun] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def watch_steps(watcher: Watcher) -> None:
-    """Report all steps to ``watcher`` for as long as it lives."""
+def hear_steps(listener: Listener) -> None:
+    """Report all steps to ``listener`` for as long as it lives."""
     _listen()
     with _lock:
-        _watchers.add(watcher)
+        _listeners.add(listener)
 
 
 def find_left(beginning: Optimizer | None = None) -> None:
@@ -75,10 +75,10 @@ def find_left(beginning: Optimizer | None = None) -> None:
         left = {one: its.era for one, its in _begun.items() if id(one) not in running}
         for optimizer in left:
             del _begun[optimizer]
-        watchers = list(_watchers)
+        listeners = list(_listeners)
     for optimizer, era in left.items():
-        for watcher in watchers:
-            watcher.left_in_part(optimizer, era)
+        for listener in listeners:
+            listener.left_in_part(optimizer, era)
 
 
 def refused(optimizer: Optimizer) -> None:
@@ -108,9 +108,9 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
         its = _begun.pop(optimizer, None)
         if its is not None and its.depth > 1:
             _begun[optimizer] = _Begun(its.era, its.depth - 1)
-        watchers = list(_watchers)
-    for watcher in watchers:
-        watcher.stepped(optimizer)
+        listeners = list(_listeners)
+    for listener in listeners:
+        listener.stepped(optimizer)
 
 
 @functools.cache

@@ -63,6 +63,8 @@ class Roll:
     def _guessed(self, rank: int, before: Sign | None) -> Absence:
         if last_sign(self._store, rank) != before:
             return Absence("lives, but does not answer", is_final=False)
+        if before is None:  # it may load data for any time; its launcher knows if it ended
+            return Absence("has not begun to train yet", is_final=False)
         return self._silent(rank, "gives no sign of life: it ended, was stopped, or is cut off")
 
     def _silent(self, rank: int, why: str) -> Absence:

@@ -50,7 +50,9 @@ class Rounds:
     def ring(self, *, after: int) -> None:
         """Begin a round, unless this rank has taken part in one later than ``after``."""
         if self._heard <= after:
-            self._store.set(_ring_key(self._store.add(_RINGS, 1)), "")
+            number = self._store.add(_RINGS, 1)
+            for one in range(self._heard + 1, number + 1):  # who added to it may have died since
+                self._store.set(_ring_key(one), "")
 
     def next_begun(self) -> int | None:
         """Return the number of a round to take part in, each once; None if none has begun."""

@@ -73,7 +73,7 @@ class Step:
             return
         with _unjudged():
             self.era, self.failure = now(), None
-            self.era.begin_step()
+            self.era.raise_owed()
             self.is_open, self.number = True, next(_numbers)
 
     def tear(self) -> Era | None:
