@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/save_memory.py
 
 Mixed precision (bf16 for computing, fp32 for weights, gradients and their sums), activation
-checkpoints, gradient accumulation over four microbatches, and gradient clipping. The model learns
+checkpoints, gradient accumulation over two microbatches, and gradient clipping. The model learns
 to sort eight digits. Takes seconds on a CPU.
 """
 

@@ -1,4 +1,4 @@
-"""The table of PyTorch's private names in ``docs/migrating.md``, made from the code.
+"""The table of PyTorch's private names in ``docs/compat.md``, made from the code.
 
 python -m tests.private_names    # writes it anew
 """
@@ -13,7 +13,7 @@ from fullshard.compat import flat_states, states
 from fullshard.compat.names import OURS, SHOWN
 from fullshard.compat.views import View
 
-PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
+PAGE = Path(__file__).parents[1] / "docs" / "compat.md"
 BEGIN, END = "<!-- private names -->\n", "<!-- end of private names -->\n"
 FSDP = "torch.distributed.fsdp."
 VIEWS: tuple[type[View], ...] = (

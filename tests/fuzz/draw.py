@@ -115,7 +115,7 @@ def _fitting(draw: Random, model: Model, sharding: Sharding, world: int) -> Mode
     if sharding.face != "modules":
         ragged = shards > 1 and sharding.strategy != "NO_SHARD"
     if not ragged and draw.random() < 0.95:
-        # docs/limits.md, Parameters: scalars are for the ragged layout
+        # docs/limits.md: scalars are for the ragged layout
         nodes = tuple(replace(n, kind="gain") if n.kind == "scalar" else n for n in nodes)
     if sharding.face == "flat" and draw.random() < 0.95:
         nodes = tuple(replace(node, frozen=()) for node in nodes)  # one parameter, one flag

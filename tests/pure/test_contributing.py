@@ -25,7 +25,7 @@ def test_a_question_is_answered_by_a_file_and_what_it_defines(file: str, begin: 
 
 def test_the_map_names_every_file_of_every_room() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = text[text.index("## Rooms") : text.index("The way of one parameter")]
+    rooms = text[text.index("## Rooms") : text.index("## The scheduler")]
     entries = re.split(r"^- ", rooms, flags=re.M)[1:]
     named = {
         room: set(re.findall(r"`(\w+)`", entry))

@@ -74,7 +74,7 @@ DATA = [
     ("--data a_file", "a_file: holds no text"),
     ("--data no.jsonl", 'no.jsonl, line 2: expected an object with the field "text"'),
     ("--data broken.jsonl", "broken.jsonl, line 1: not JSON"),
-    ("--data rows.parquet", "rows.parquet needs pyarrow: pip install 'fullshard[parquet]'"),
+    ("--data rows.parquet", "rows.parquet needs pyarrow: pip install -e '.[parquet]'"),
     ("--data short.txt", "too little text: 0 sequences of 128 tokens"),
     ("--batch 900 --accumulate 2", "and one step of 2 workers needs 3600: give more --data"),
     ("--replicas 3", "--replicas is 3, it must divide the 2 workers"),
@@ -176,7 +176,7 @@ def test_transformers_that_is_missing_is_named_with_its_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    message = "llama.json needs transformers: pip install 'fullshard[hf]'"
+    message = "llama.json needs transformers: pip install -e '.[hf]'"
     assert_refused(folder, "--model hf:llama.json", message, capfd)
 
 

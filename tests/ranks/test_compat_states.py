@@ -201,7 +201,7 @@ def refusals() -> list[str]:
 def test_what_cannot_be_true_is_refused_with_what_to_use(pool: RankPool) -> None:
     said, other = pool.run(2, refusals)
     assert said == other
-    assert all("use " in one or "docs/migrating.md" in one for one in said)
+    assert all("use " in one or "docs/compat.md" in one for one in said)
     assert "set_modules_to_forward_prefetch" in said[1] and "FSDPModule.unshard" in said[2]
     assert ".to()" in said[-3] and "summon_full_params" in said[-2]
 

@@ -1,6 +1,6 @@
 """The states and handles of our ``FullyShardedDataParallel``, as PyTorch's private files show them.
 
-A wrapper is its own state, in PyTorch too. All attribute names are PyTorch's; docs/migrating.md
+A wrapper is its own state, in PyTorch too. All attribute names are PyTorch's; docs/compat.md
 lists them, and what to use for others.
 """
 

@@ -1,6 +1,6 @@
 """The states of modules that ``fully_shard`` sharded, as PyTorch's private files show them.
 
-All attribute names are PyTorch's. Which there are, and what to use for others: docs/migrating.md.
+All attribute names are PyTorch's. Which there are, and what to use for others: docs/compat.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from fullshard.errors import UnsupportedError
 
-_TABLE = "docs/migrating.md lists what there is under private names"
+_TABLE = "docs/compat.md lists what there is under private names"
 
 
 class _Absent(UnsupportedError, AttributeError):

@@ -21,7 +21,9 @@ def check_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        raise ConfigError("--lora needs peft: pip install 'fullshard[lora]'") from error
+        raise ConfigError(
+            "--lora needs peft: pip install -e '.[lora]' in a clone of fullshard"
+        ) from error
 
 
 def add_adapters(model: Any, rank: int) -> nn.Module:

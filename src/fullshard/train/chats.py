@@ -160,7 +160,9 @@ def _read_tokenizer(folder: Path) -> Any:
         import jinja2  # noqa: F401 - transformers asks for it late, in words of its own
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError("chats need transformers: pip install 'fullshard[hf]'") from error
+        raise ConfigError(
+            "chats need transformers: pip install -e '.[hf]' in a clone of fullshard"
+        ) from error
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError and more

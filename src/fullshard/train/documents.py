@@ -183,7 +183,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ConfigError(
-            f"--data {path} needs pyarrow: pip install 'fullshard[parquet]'"
+            f"--data {path} needs pyarrow: pip install -e '.[parquet]' in a clone of fullshard"
         ) from error
     try:
         with parquet.ParquetFile(path) as file:

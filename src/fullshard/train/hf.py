@@ -91,7 +91,7 @@ def load_hf(path: str) -> HfArchitecture:
         from transformers import AutoConfig
     except ImportError as error:
         raise ConfigError(
-            f"--model hf:{path} needs transformers: pip install 'fullshard[hf]'"
+            f"--model hf:{path} needs transformers: pip install -e '.[hf]' in a clone of fullshard"
         ) from error
     # Otherwise every worker would repeat the same messages.
     logging.getLogger("transformers").setLevel(logging.ERROR)

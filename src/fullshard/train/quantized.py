@@ -19,7 +19,7 @@ def check_bitsandbytes() -> None:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "--quantize needs bitsandbytes: pip install 'fullshard[qlora]'"
+            "--quantize needs bitsandbytes: pip install -e '.[qlora]' in a clone of fullshard"
         ) from error
 
 
