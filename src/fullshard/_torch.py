@@ -48,6 +48,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.checkpoint import _StopRecomputationError
 
 
 class OwnDispatch(DTensor):
@@ -516,6 +517,11 @@ def apply(function: type[torch.autograd.Function], *args: object) -> Any:
 def current_task() -> int:
     """Return the number of the backward call that this thread is in, -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def ends_recomputation(error: BaseException | None) -> bool:
+    """Return whether ``error`` is how a checkpoint leaves a forward that it needs no more of."""
+    return isinstance(error, _StopRecomputationError)
 
 
 def queue_end_of_task(callback: Callable[[], None]) -> None:

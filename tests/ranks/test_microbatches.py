@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import FullyShardedDataParallel, Microbatches, PerParameter, Ragged, fully_shard
 from fullshard.comm import Around, Pending
+from fullshard.comm.ledger import end_era, ledger_of, now
 from fullshard.comm.mesh import wrapped
-from fullshard.errors import ConfigError, PeerError
+from fullshard.errors import ConfigError, LostRankError, PeerError
 from fullshard.tensors.names import clean_name
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
@@ -315,6 +319,40 @@ def adds() -> None:
 
 def test_gradients_of_before_are_added_to(pool: RankPool) -> None:
     pool.run(2, adds)
+
+
+def loses(comes: bool) -> None:
+    """Rank 1 is lost after a good step, before or while rank 0 agrees with it on the next."""
+    model, group = tower("rows"), dist.group.WORLD
+    microbatches, batch = Microbatches(model), batch_of(0, dist.get_rank(), [4])
+    microbatches.backward(lambda part: loss_of(model, part), batch)
+    assert group is not None
+    ledger, era = ledger_of(group), now()
+    lost = partial(LostRankError, "rank 1 ended")
+
+    def end() -> None:
+        while ledger.waiting is None:
+            time.sleep(0.01)
+        end_era(lost)
+
+    def compute(part: Batch) -> Tensor:
+        if not comes:
+            end_era(lost)  # as it is found out meanwhile, by the others
+        return torch.zeros((), requires_grad=True) * part.scale
+
+    if dist.get_rank() == 1:
+        end_era(lost)
+        return
+    if comes:
+        threading.Thread(target=end).start()
+    with pytest.raises(LostRankError, match="rank 1 ended"):
+        microbatches.backward(compute, batch)
+    assert era.error is not None and ledger.era is era  # nothing was issued later
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_is_lost_is_raised_and_not_met_again(pool: RankPool, comes: bool) -> None:
+    pool.run(2, loses, comes, timeout_s=20)
 
 
 def without_rows() -> str:

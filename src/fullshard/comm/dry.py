@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -103,6 +104,9 @@ def played_by(device_type: str) -> str:
     return _device_type.get() or device_type
 
 
+world_lock = threading.RLock()
+"""Held in ``dry_world``, and by threads for as long as they need the process groups that exist."""
+
 _device_type: ContextVar[str | None] = ContextVar("fullshard_dry", default=None)
 
 
@@ -118,8 +122,8 @@ def dry_world(
     """Be rank ``rank`` of ``size`` ranks in the block, whose collectives ``carry`` is told of.
 
     Process groups that exist are back afterwards; no other thread may use ``torch.distributed``
-    meanwhile. ``adds_wide`` is what the wires say of themselves; the meshes of this world have
-    CPUs, which stand for devices of ``device_type``.
+    meanwhile, unless it holds ``world_lock``. ``adds_wide`` is what the wires say of themselves;
+    the meshes of this world have CPUs, which stand for devices of ``device_type``.
     """
 
     def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
@@ -127,7 +131,7 @@ def dry_world(
 
     token = _device_type.set(device_type)
     try:
-        with _torch.other_world(size, rank):
+        with world_lock, _torch.other_world(size, rank):
             before = choose_wire(wire)
             try:
                 yield

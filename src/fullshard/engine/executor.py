@@ -307,7 +307,7 @@ class Engine(Actor):
 
     def _exit(self, unit: Unit, member: int, follows: Follows, *, failed: bool) -> None:
         task = _torch.current_task()
-        if failed:
+        if failed and not _torch.ends_recomputation(sys.exception()):
             self._step.left(f"in the forward of {_named(unit)}")
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
         if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:

@@ -18,7 +18,7 @@ from fullshard.comm import collectives_of_group, served_by
 from fullshard.comm.ledger import now
 from fullshard.comm.protocol import Label
 from fullshard.device import empty_cache
-from fullshard.errors import ArgumentTypeError, ConfigError, PeerError
+from fullshard.errors import ArgumentTypeError, ConfigError, LostRankError, PeerError
 from fullshard.tensors import find_tensors, map_tensors
 
 __all__ = ["Microbatches"]
@@ -140,6 +140,7 @@ class Microbatches:
         Raises:
             ConfigError: this rank's ``batch`` has no rows, or tensors of differently many.
             PeerError: another rank failed, or ran out of memory with one row a part.
+            LostRankError: another rank was lost.
             Exception: what ``compute`` raised, out of memory included, with one row a part.
         """
         kept = [(param, param.grad) for param in self.model.parameters() if param.grad is not None]
@@ -168,7 +169,11 @@ class Microbatches:
         try:
             self._step.begin()
             rows = _num_rows(batch)
-            return _Attempt(rows, _Outcome.DONE, self._compute(compute, batch, rows), None)
+            loss = self._compute(compute, batch, rows)
+            self._step.check()
+            return _Attempt(rows, _Outcome.DONE, loss, None)
+        except LostRankError:  # all raise it, as whom they lost would come to no agreement
+            raise
         except PeerError as error:
             return _Attempt(rows, _Outcome.DROPPED, None, error)
         except Exception as error:
@@ -249,6 +254,8 @@ class Microbatches:
             values[group.rank()] = torch.tensor([float(outcome), float(rows)])
             try:
                 wire.all_reduce_mean(values.view(-1)).wait()
+            except LostRankError:
+                raise
             except PeerError:  # a rank failed that had not come here
                 outcome = max(outcome, _Outcome.DROPPED)
                 continue

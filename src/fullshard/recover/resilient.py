@@ -92,6 +92,8 @@ class _Job(Generic[Result]):
             while True:
                 result, error, said = self._live()
                 verdict = self._voter.vote(self._life.number, self._members, said)
+                if verdict.next is not Next.AGAIN:
+                    self._handover.forget()
                 if verdict.next is Next.OVER:
                     assert result is not None
                     return result[0]
@@ -146,6 +148,7 @@ class _Job(Generic[Result]):
         why = "; ".join(filter(None, [lost, verdict.why]))
         refusal = self._refusal(len(verdict.members))
         if refusal is not None:
+            self._handover.forget()
             kind = type(error) if isinstance(error, LostRankError) else PeerError
             raise kind(f"the job does not go on, as {refusal}: {why}") from error
         is_first = self._member == verdict.members[0]

@@ -47,7 +47,8 @@ class Step:
     failure: Failure | None = None
     """What ended the last step, until all ranks know or the next step begins."""
     place: str = ""
-    """Where the last step failed, such as "in the forward of unit blocks.3"."""
+    """Where an exception left the last step, such as "in the forward of unit blocks.3"; empty once
+    this step ends well or any begins, as the exception was caught then."""
     era: Era = field(default_factory=now)
     """The era in which the step began."""
     torn: Torn | None = None
@@ -68,7 +69,8 @@ class Step:
             PeerError, ProtocolError, LostRankError, TornStepError: the other ranks have dropped
                 this step.
         """
-        self.place = ""
+        for step in steps():
+            step.place = ""
         if self.is_open:
             return
         with _unjudged():
@@ -113,6 +115,8 @@ class Step:
             trained: it ended well, with gradients.
         """
         was_open, self.is_open = self.is_open, False
+        if was_open and not failed:
+            self.place = ""
         if trained and was_open:
             self._end_for_all()
         if failed and not self.was_dropped:

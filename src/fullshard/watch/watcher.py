@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import fullshard.errors
 from fullshard import _torch
+from fullshard.comm.dry import world_lock
 from fullshard.comm.ledger import Ledger, end_era, forget_ended, ledgers, now
 from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
@@ -86,21 +87,28 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            while not self.is_over and watcher() is self:
+            while self._looks():
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
-                asks, self._asks = self._asks, []
-                if asks or self._is_impatient():
-                    self._ask_all()
-                self._answer_all()
-                for done in asks:
-                    done.set()
         except RuntimeError as error:  # of the store: who keeps it is gone
             log.debug("the watch is over: %s", error)
         finally:
             self._rounds.is_over = True
             for done in self._asks:
                 done.set()
+
+    def _looks(self) -> bool:
+        """Ask and answer what there is; return False if there is nothing to watch any more."""
+        with world_lock:  # in a dry run there is another default group
+            if self.is_over or watcher() is not self:
+                return False
+            asks, self._asks = self._asks, []
+            if asks or self._is_impatient():
+                self._ask_all()
+            self._answer_all()
+        for done in asks:
+            done.set()
+        return True
 
     def _ask_all(self) -> None:
         """Have a round that begins from now on; what was said before may be out of date."""
