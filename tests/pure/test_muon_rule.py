@@ -240,6 +240,22 @@ def test_unfrozen_parameters_are_added_by_the_rule() -> None:
         optimizer.add_param_group({"params": [], "algorithm": "sgd"})
 
 
+def test_groups_are_added_all_or_none() -> None:
+    model = fill(Model())
+    weights = [param for param in model.layers.parameters() if param.ndim == 2]
+    for weight in weights:
+        weight.requires_grad_(False)
+    optimizer = Muon(model)
+    before = len(optimizer.param_groups)
+    for weight in weights:
+        weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match="has a group already"):
+        optimizer.add_param_group({"params": model.layers.parameters()})
+    assert len(optimizer.param_groups) == before
+    optimizer.add_param_group({"params": weights})
+    assert len(optimizer.param_groups) == before + 1
+
+
 def test_hooks_run_once_and_closures_once() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 

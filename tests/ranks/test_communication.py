@@ -304,3 +304,34 @@ def test_the_custom_wire_without_a_group_is_not_asked() -> None:
     custom.all_gather([output], [source]).wait()
     assert torch.equal(output, source)
     assert gather.called == 0
+
+
+class Kept(Gather):
+    """Receives into the same memory each time."""
+
+    def __init__(self) -> None:
+        super().__init__(asynchronous=True)
+        self.memory = torch.zeros(1 << 20)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert dtype == torch.float32
+        return self.memory[: size[0]]
+
+
+def gathers_into_one_memory() -> int:
+    """Gather two tensors at once, as units do with large parameters."""
+    group = dist.group.WORLD
+    assert group is not None
+    gather = Kept()
+    custom = comm.Custom(comm.C10d(group, "cpu"), gather=gather)
+    sources = [torch.full((number + 2,), float(10 * dist.get_rank() + number)) for number in (0, 1)]
+    outputs = [source.new_zeros(2 * source.numel()) for source in sources]
+    custom.all_gather(outputs, sources).wait()
+    for number, output in enumerate(outputs):
+        expected = [float(10 * rank + number) for rank in (0, 1) for _ in range(number + 2)]
+        assert output.tolist() == expected
+    return gather.called
+
+
+def test_a_custom_gather_may_keep_its_memory(pool: RankPool) -> None:
+    assert pool.run(2, gathers_into_one_memory) == [1, 1]

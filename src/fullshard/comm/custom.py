@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Around, Pending, Together
+from fullshard.comm.protocol import Around, Done, Pending
 
 
 class Comm(ABC):
@@ -19,7 +19,11 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory to send from or receive into; every call may return the same memory."""
+        """Return memory to send from or receive into.
+
+        It may be the same again once the collective before has ended; a reduction holds two at a
+        time, what it sends and what it receives.
+        """
 
 
 class AllGather(Comm):
@@ -71,12 +75,19 @@ class Custom(Around):
         group = self.group
         if self.gather is None or group is None:
             return super().all_gather(outputs, sources)
-        gathers = []
-        for output, source in zip(outputs, sources, strict=True):
-            flat = _allocated(self.gather, output)
-            work = self.gather(flat, source, group, async_op=_is_async(source))
-            gathers.append(_Gathered(work, output, flat))
-        return Together(gathers)
+        alike: dict[torch.dtype, list[int]] = {}
+        for number, source in enumerate(sources):
+            alike.setdefault(source.dtype, []).append(number)
+        started: _Gathered | Done = Done()
+        for numbers in alike.values():
+            started.wait()  # the next one may come into the same memory
+            given = [sources[number].reshape(-1) for number in numbers]
+            sent = given[0] if len(given) == 1 else torch.cat(given)
+            size = (sent.numel() * self.world,)
+            flat = self.gather.allocate(size, dtype=sent.dtype, device=sent.device)
+            work = self.gather(flat, sent, group, async_op=_is_async(sent))
+            started = _Gathered(work, [outputs[number] for number in numbers], flat, sent)
+        return started
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
@@ -102,13 +113,19 @@ def _allocated(comm: Comm, like: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class _Gathered:
     work: dist.Work | None
-    output: Tensor
+    outputs: Sequence[Tensor]
     flat: Tensor
+    sent: Tensor  # kept alive until the transfer is over
 
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
-        self.output.copy_(self.flat)
+        world = self.flat.numel() // self.sent.numel() if self.sent.numel() else 1
+        parts = self.flat.view(world, -1).split(
+            [output.numel() // world for output in self.outputs], dim=1
+        )
+        for output, part in zip(self.outputs, parts, strict=True):
+            output.view(world, -1).copy_(part)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard import _torch
-from fullshard.optim.groups import Groups, options_of
+from fullshard.optim.groups import Groups, Kept, options_of
 
 _AMP = ("grad_scale", "found_inf")
 _MISSING = object()
+_ONCE = (nullcontext(),)
 
 
 def step_quietly(optimizer: Optimizer) -> None:
@@ -101,7 +102,7 @@ class Inner:
         self,
         groups: Groups,
         amp: Mapping[str, Tensor],
-        turns: Iterable[AbstractContextManager[None]] = (nullcontext(),),
+        turns: Iterable[AbstractContextManager[None]] = _ONCE,
     ) -> None:
         """Step once with the options of ``groups``, and write changed options back to them.
 
@@ -115,9 +116,14 @@ class Inner:
             vars(self._optimizer).pop(name, None)
         vars(self._optimizer).update(amp)
         changed: list[dict[str, Any]] = [{} for _ in groups]
+        kept = None if turns is _ONCE else Kept(groups)
         for turn in turns:
+            if kept is not None:
+                kept.restore()
             with turn:
                 for mine, group in zip(self._optimizer.param_groups, groups, strict=True):
+                    for key in mine.keys() - group.keys() - self._optimizer.defaults.keys():
+                        del mine[key]  # the class made it in an earlier turn
                     mine.update(options_of(group))
                 step_quietly(self._optimizer)
             for mine, group, its in zip(self._optimizer.param_groups, groups, changed, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +167,7 @@ class Muon(Optimizer):
                 f"Muon.add_param_group: parameters of shapes {unknown[:4]} were not in the model "
                 'when the optimizer was built; say {"algorithm": "muon"} or "adamw" in the group'
             )
+        self._check_new(params)
         options = {key: value for key, value in param_group.items() if key != "params"}
         for group in _groups_of([(param, self._chosen[param]) for param in params]):
             self._add({**group, **options})
@@ -176,12 +177,7 @@ class Muon(Optimizer):
         algorithm = group["algorithm"]
         if algorithm not in (MUON, ADAMW):
             raise ConfigError(f"Muon: algorithm is {algorithm!r}, expected 'muon' or 'adamw'")
-        known = {id(param) for _, param in numbered(self.param_groups)}
-        for one in group["params"]:
-            param = one[1] if isinstance(one, tuple) else one
-            if id(param) in known:
-                label = label_of(self.param_groups, param)
-                raise ConfigError(f"Muon: {label} has a group already; give it once")
+        self._check_new(one[1] if isinstance(one, tuple) else one for one in group["params"])
         if algorithm == MUON:
             check_options({"stacked": 0, **self._options, **group})
         part = self._parts.get(algorithm)
@@ -191,6 +187,13 @@ class Muon(Optimizer):
             part = self._parts[algorithm] = self._part(algorithm, group)
         self.param_groups.append(part.param_groups[-1])
         self._share_state()
+
+    def _check_new(self, params: Iterable[Tensor]) -> None:
+        known = {id(param) for _, param in numbered(self.param_groups)}
+        for param in params:
+            if id(param) in known:
+                label = label_of(self.param_groups, param)
+                raise ConfigError(f"Muon: {label} has a group already; give it once")
 
     def _part(self, algorithm: str, group: dict[str, Any]) -> Part:
         if algorithm == ADAMW:

@@ -18,7 +18,7 @@ from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.draws import SEED, advance, check_draws
 from fullshard.optim.grain import Recipe, Shape, Units, sample, units_of
-from fullshard.optim.groups import label_of, numbered, options_of
+from fullshard.optim.groups import Kept, label_of, numbered, options_of
 from fullshard.optim.lineup import align, gradients
 from fullshard.optim.outer import Outer
 from fullshard.optim.owned_state import OwnedParam
@@ -339,14 +339,13 @@ class OwnedOptimizer(Outer):
     def _step(self, ready: dict[int, Tensor | None], amp: dict[str, Tensor]) -> None:
         if self._was_loaded:
             self._inner.read_again()
-        before = [options_of(group) for group in self.param_groups]
+        before = Kept(self.param_groups)
         failures: list[Exception] = []
 
         def step(one: Round, lent: Lent) -> None:
             if failures:
                 return
-            for group, options in zip(self.param_groups, before, strict=True):
-                group.update(options)  # those of the first round count once
+            before.restore()
             try:
                 self._step_round(one, lent, amp)
             except Exception as error:  # others wait for what this rank sends

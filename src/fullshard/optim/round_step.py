@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fullshard.optim.draws import SEED, seeded
 from fullshard.optim.grain import First, widened
-from fullshard.optim.groups import Groups, numbered, options_of
+from fullshard.optim.groups import Groups, Kept, numbered
 from fullshard.optim.inner import Inner
 from fullshard.optim.owned_state import Whole
 from fullshard.optim.rounds import Round
@@ -33,14 +33,13 @@ def step_round(
         if wholes or counts:
             _step(inner, groups, one, wholes, amp)
         return
-    before = [options_of(group) for group in groups]
+    before = Kept(groups)
     together = {at: whole for at, whole in wholes.items() if at not in alone}
     if together:
         _step(inner, groups, one, together, amp)
     number_of = {id(param): at for at, (_, param) in enumerate(numbered(groups))}
     for at in alone:
-        for group, options in zip(groups, before, strict=True):
-            group.update(options)  # what the class counts, it counts once
+        before.restore()
         owned, number = one.members[at]
         seed, device = groups[owned.group][SEED], owned.param.device
         with seeded(seed, number_of[id(owned.param)], number, device):

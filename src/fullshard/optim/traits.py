@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.groups import options_of
+from fullshard.optim.groups import Kept
 from fullshard.optim.inner import step_quietly
 from fullshard.optim.trial import kind_of, tame, unseen, values_like
 
@@ -96,7 +96,7 @@ def _try(
         optimizer_class([{"params": params, **options}], **kwargs)
         for params in (*([param] for param in alone), both)
     ]
-    options_before = options_of(optimizers[-1].param_groups[0])
+    counters = Kept(optimizers[-1].param_groups)
     shapes: list[dict[str, Any]] = []
     for step in range(_STEPS):
         for seed, (one, other) in enumerate(zip(alone, both, strict=True)):
@@ -108,9 +108,8 @@ def _try(
         shapes.append({key: getattr(value, "shape", None) for key, value in kept.items()})
     _check_kinds(optimizer_class, kept)
     numbers = {key: type(one) for key, one in kept.items() if isinstance(one, (int, float))}
-    counts = options_before != options_of(optimizers[-1].param_groups[0])
     gaps = [(a - b).abs().max().item() for a, b in zip(alone, both, strict=True)]
-    return Traits(numbers, shapes[0] != shapes[-1], counts), max(gaps)
+    return Traits(numbers, shapes[0] != shapes[-1], counters.has_changed()), max(gaps)
 
 
 def _check_kinds(optimizer_class: type[Optimizer], kept: Mapping[str, Any]) -> None:

@@ -1,0 +1,80 @@
+"""What a class counts in its groups counts once a step, in however many parts it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard.optim import OwnedOptimizer, ShardedOptimizer
+from tests.pure.buffers import neighbours, parameters
+
+
+class Averaged(Optimizer):
+    """Corrects a mean by how often it stepped, as Adam does."""
+
+    def count(self, group: dict[str, Any]) -> float:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            count = self.count(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                    mean.lerp_(param.grad, 0.1)
+                    param.add_(mean, alpha=-0.1 / (1 - 0.9**count))
+
+
+class Lazy(Averaged):
+    """Makes its counter in the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def count(self, group: dict[str, Any]) -> float:
+        group["step"] = group.get("step", 0) + 1
+        return float(group["step"])
+
+
+class InPlace(Averaged):
+    """Counts in a tensor, as classes do whose step can be captured in a graph."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"step": torch.zeros(())})
+
+    def count(self, group: dict[str, Any]) -> float:
+        group["step"] += 1
+        return float(group["step"])
+
+
+WAYS: dict[str, Callable[[list[nn.Parameter], type[Optimizer]], Optimizer]] = {
+    "plain": ShardedOptimizer,
+    "turns": lambda params, cls: ShardedOptimizer(params, cls, host_fraction=0.5),
+    "one round": OwnedOptimizer,
+    "rounds": lambda params, cls: OwnedOptimizer(params, cls, round_nbytes=1),
+    "one by one": lambda params, cls: OwnedOptimizer([{"params": params, "seed": 3}], cls),
+}
+
+
+@pytest.mark.parametrize("cls", [Lazy, InPlace])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_counter_counts_steps(way: str, cls: Callable[[list[Tensor]], Optimizer]) -> None:
+    buffers = [neighbours(seed) for seed in range(4)]
+    mine = [param for tensors in buffers for param in parameters(tensors)]
+    its = [nn.Parameter(param.detach().clone()) for param in mine]
+    optimizer, expected = WAYS[way](mine, cls), cls(its)
+    for step in range(3):
+        for number, (param, other) in enumerate(zip(mine, its, strict=True)):
+            grad = torch.full_like(param, 0.1 * (number + 1) * (step + 1))
+            param.grad, other.grad = grad, grad.clone()
+        optimizer.step()
+        expected.step()
+    assert float(optimizer.param_groups[0]["step"]) == 3
+    for param, other in zip(mine, its, strict=True):
+        assert torch.equal(param, other)
