@@ -385,3 +385,32 @@ def test_batches_without_rows_are_refused(batch: list[Tensor]) -> None:
 def test_numbers_of_parts_that_make_no_sense_are_refused(parts: Any) -> None:
     with pytest.raises(ConfigError, match="Microbatches"):
         Microbatches(nn.Linear(2, 2), parts=parts)
+
+
+def late_for_its_forward() -> tuple[int, int]:
+    """Rank 0 has begun the step, not its forward, when the others drop the step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "1")
+        dist.barrier()
+        model = tower("rows")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        microbatches = Microbatches(model)
+        for number in range(3):
+            model.limit, model.at = (2, "before") if dist.get_rank() == 1 and number else (100, "")
+            waits = [now()] if dist.get_rank() == 0 and number == 1 else []
+
+            def loss_when_others_know(part: Batch, waits: list[Any] = waits) -> Tensor:
+                while waits and waits[0].error is None:
+                    time.sleep(0.01)
+                return loss_of(model, part)
+
+            optimizer.zero_grad()
+            microbatches.backward(loss_when_others_know, batch_of(number, dist.get_rank(), [4]))
+            optimizer.step()
+        model.limit = 100
+        check_weights(model, 3, [4])
+        return microbatches.parts, microbatches.repeated
+
+
+def test_a_rank_that_comes_late_to_its_forward_begins_again_too(pool: RankPool) -> None:
+    assert pool.run(3, late_for_its_forward) == [(2, 1)] * 3

@@ -301,8 +301,8 @@ ended: Callable[[], Exception] | None = None
 who begin a job forget it."""
 
 within: Era | None = None
-"""The era of the step that issues collectives at the moment, if one does; set by who drives it. If
-a fault has ended it, these must not count as collectives of the next."""
+"""The era of the step that runs or issues something at the moment, if one does; set by who drives
+it. If a fault has ended it, what begins or is issued now must not count in the next."""
 
 _is_told = False  # whether a collective was refused with that error
 

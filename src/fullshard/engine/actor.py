@@ -117,11 +117,13 @@ class Actor(ABC):
             self._carry_out(op, unit)
             return
         self._step.check()
-        ledger.within = self._step.era if self._step.is_open else None
+        before = ledger.within
+        if before is None and self._step.is_open:
+            ledger.within = self._step.era
         try:
             self._carry_out(op, unit)
         finally:
-            ledger.within = None
+            ledger.within = before
 
     def _carry_out(self, op: Op, unit: Unit) -> None:
         if op is Op.UNSHARD:

@@ -169,7 +169,8 @@ class Microbatches:
         try:
             self._step.begin()
             rows = _num_rows(batch)
-            loss = self._compute(compute, batch, rows)
+            with self._step.around():
+                loss = self._compute(compute, batch, rows)
             self._step.check()
             return _Attempt(rows, _Outcome.DONE, loss, None)
         except LostRankError:  # all raise it, as whom they lost would come to no agreement

@@ -74,9 +74,20 @@ class Step:
         if self.is_open:
             return
         with _unjudged():
+            if ledger.within is not None:
+                ledger.within.check()
             self.era, self.failure = now(), None
             self.era.raise_owed()
             self.is_open, self.number = True, next(_numbers)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Make what begins and is issued in the block part of this step, which others may drop."""
+        before, ledger.within = ledger.within, self.era
+        try:
+            yield
+        finally:
+            ledger.within = before
 
     def tear(self) -> Era | None:
         """Say of this rank that its weights are stepped in part, if they are.
