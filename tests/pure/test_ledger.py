@@ -9,11 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from fullshard import watch
 from fullshard.comm import ledger as ledger_room
 from fullshard.comm.ledger import Wait, check_ended, end_era, ledger_of, ledgers, now
 from fullshard.comm.protocol import Done
-from fullshard.errors import PeerError
+from fullshard.errors import PeerError, ProtocolError
 
 
 @contextmanager
@@ -69,17 +68,26 @@ def test_a_wait_of_a_device_counts_from_when_it_was_seen(monkeypatch: pytest.Mon
         assert ledger.wait() is None
 
 
-def test_a_rank_that_is_left_alone_may_go_on() -> None:
-    """Its new job has no groups that the fault of the last one has ended."""
+def test_who_goes_on_alone_or_in_another_job_is_not_refused() -> None:
+    """It has none of the groups that the fault has ended."""
     with job() as group:
         ledger = ledger_of(group)
         ledger.aborts = lambda: None
-        end_era(lambda: PeerError("rank 1 failed"))
+        end_era(failed)
+        for kind in (PeerError, ProtocolError):
+            with pytest.raises(kind, match="rank 1 failed"):
+                ledger.issue("gather", "", 8, Done)
         with pytest.raises(PeerError, match="rank 1 failed"):
             check_ended()
-    with job():
-        watch.begin()
+    check_ended()
+    with job() as group:
         check_ended()
+        ledger = ledger_of(group)
+        ledger.aborts = lambda: None
+        ledger.issue("gather", "", 8, Done)
+        end_era(failed)
+        with pytest.raises(PeerError, match="rank 1 failed"):
+            ledger.issue("gather", "", 8, Done)
 
 
 def test_what_cannot_be_marked_is_not_watched() -> None:

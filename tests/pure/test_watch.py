@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -283,3 +284,56 @@ def test_a_rank_that_dies_while_it_rings_silences_nobody(monkeypatch: pytest.Mon
     assert own.next_begun() is None
     own.ring(after=own.num_rung)
     assert [own.next_begun() for _ in range(3)] == [1, 2, None]
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.inner, self.num_asked = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_asked += 1
+        return getattr(self.inner, name)
+
+
+def ranks_of(world: int, patch: pytest.MonkeyPatch) -> tuple[Counting, list[Rounds]]:
+    store = Counting()
+    patch.setattr("fullshard._torch.own_store", lambda: store)
+    return store, [Rounds(rank, world) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_what_was_said_in_earlier_rounds_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    store, ranks = ranks_of(world, monkeypatch)
+    sizes = []
+    for number, units in enumerate([("a",), ("a", "b"), ("a", "b", "c")], 1):
+        ranks[0].ring(after=ranks[0].num_rung)
+        for rank, one in enumerate(ranks):
+            assert one.next_begun() == number
+            failure = "E: no" if rank == 1 else ""
+            waits_s = None if failure else 0.1
+            own = statement(
+                rank, units[: len(units) - rank % 2], world=world, failure=failure, waits_s=waits_s
+            )
+            one.say(number, own)
+        found = {one.judgement(number).text for one in ranks}
+        assert len(found) == 1 and f"the gather of unit {units[-1]}" in found.pop()
+        sizes.append(store.inner.num_keys())
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 5  # not by the number of ranks
+
+
+def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of many ranks would ask the store for all others, in each round."""
+    store, ranks = ranks_of(64, monkeypatch)
+    ranks[3].leave("ended its program")
+    asked = {}
+    for rank, one in enumerate(ranks):
+        before = store.num_asked
+        if rank != 3:
+            one.say(1, statement(rank, ("a",), world=64))
+        asked[rank] = store.num_asked - before
+    assert sum(number > 10 for number in asked.values()) < 10
+    assert store.inner.check(["fullshard/judged/1"])  # by the last, as it knows who ended

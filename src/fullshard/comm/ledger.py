@@ -296,14 +296,12 @@ settle: Callable[[], None] | None = None
 """Finds out whether they do, and ends the era then, before anything else is issued; set by who
 watches."""
 
-ended: Callable[[], Exception] | None = None
-"""Makes the error of the fault that ended process groups of this job; None: there was none. Those
-who begin a job forget it."""
-
 within: Era | None = None
 """The era of the step that runs or issues something at the moment, if one does; set by who drives
 it. If a fault has ended it, what begins or is issued now must not count in the next."""
 
+# The last job of which a fault has ended process groups, and what makes the error of that fault.
+_ended: tuple[weakref.ref[dist.ProcessGroup] | None, Callable[[], Exception]] | None = None
 _is_told = False  # whether a collective was refused with that error
 
 _era = Era()
@@ -355,13 +353,13 @@ def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
         error: makes the error.
         is_behind: True if other ranks drop a step that this one has not begun.
     """
-    global _era, ended
+    global _era, _ended, _is_told
     last, new = _era, Era()
     new.owed = error if is_behind else None
     _era = new
     aborts = [one.aborts for one in ledgers() if one.aborts is not None]
-    if aborts:
-        ended = ended or error  # before any wait ends by it
+    if aborts and ended_by() is None:
+        _ended, _is_told = (_job(), error), False  # before any wait ends by it
     last.end(error)
     for ledger in ledgers():
         waiting = ledger.waiting
@@ -371,16 +369,19 @@ def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
         abort()
 
 
-def forget_ended() -> None:
-    """Forget that a fault has ended process groups: they were those of an earlier job."""
-    global ended, _is_told
-    ended, _is_told = None, False
+def ended_by() -> Callable[[], Exception] | None:
+    """Return what makes the error of the fault that ended process groups of this job, if one did.
+
+    Those of an earlier job are no concern of this one, nor of a process that goes on alone.
+    """
+    return _ended[1] if _ended is not None and _ended[0] == _job() else None
 
 
 def check_ended() -> None:
     """Raise the error of the fault that ended process groups of this job, if one did."""
-    if ended is not None:
-        raise ended()
+    error = ended_by()
+    if error is not None:
+        raise error()
 
 
 def _refuse_ended() -> None:
@@ -389,10 +390,13 @@ def _refuse_ended() -> None:
     The first time by the error of the fault; who catches that and tries again has to know better.
     """
     global _is_told
-    was_told, _is_told = _is_told, ended is not None
-    if ended is not None and was_told:
-        raise ProtocolError(
-            f"{ended()}. This fault has ended the process groups of devices, so that no rank waits "
-            "for ever; go on in new ones, as fullshard.resilient does, or end the program"
-        ) from ended()
-    check_ended()
+    error = ended_by()
+    if error is None:
+        return
+    was_told, _is_told = _is_told, True
+    if not was_told:
+        raise error()
+    raise ProtocolError(
+        f"{error()}. This fault has ended the process groups of devices, so that no rank waits "
+        "for ever; go on in new ones, as fullshard.resilient does, or end the program"
+    ) from error()

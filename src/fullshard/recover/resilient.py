@@ -130,7 +130,7 @@ class _Job(Generic[Result]):
         is_known = isinstance(failure, PeerError) or era.error is not None
         frame = traceback.extract_tb(failure.__traceback__)[-1]
         # Devices may have stepped weights by what came of collectives that were ended.
-        is_whole = not isinstance(failure, TornStepError) and ledger.ended is None
+        is_whole = not isinstance(failure, TornStepError) and ledger.ended_by() is None
         step = self._handover.keep(self._members, rank, is_whole=is_whole)
         leave(failure)
         kind = type(failure).__name__

@@ -2,8 +2,8 @@
 
 A rank rings: it adds 1 to a counter, which every watcher reads a few times a second. Then all say
 where they are, the last one to do so, or the first to lose patience, judges by what was said, and
-all take note of the same judgement. Answers and judgements are kept by the number of the ring, so
-that none of an earlier job can be mistaken for one.
+all take note of the same judgement. Answers and judgements bear the number of the ring, so that
+none of an earlier round or job can be mistaken for one; each answer takes the place of the last.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ ANSWER_S = 2.0
 JUDGE_S = 2 * PULSE_S + 1.0
 """How long a judge may take."""
 _POLL_S = 0.005
+_FEW = 8
 _RINGS = "fullshard/rings"
 
 
@@ -64,9 +65,10 @@ class Rounds:
 
     def say(self, number: int, own: Statement) -> None:
         """Say where this rank is; judge, if it is the last one to say so."""
-        self._store.set(_said_key(number, self._rank), own.encoded())
-        said = self._store.add(f"fullshard/said/{number}", 1)
-        if said >= self._world - len(self._dead(number)):
+        self._store.set(_answer_key(self._rank), f"{number} {own.encoded()}")
+        missing = self._world - self._store.add(f"fullshard/said/{number}", 1)
+        # Not all ranks look for all others: where many are dead, patience ends the round.
+        if missing == 0 or (missing <= _FEW and missing <= len(self._dead(number))):
             self._judge(number, 0)
 
     def judgement(self, number: int) -> Diagnosis:
@@ -92,23 +94,30 @@ class Rounds:
         return [
             rank
             for rank in range(self._world)
-            if rank != self._rank
-            and not self._store.check([_said_key(number, rank)])
-            and self._roll.is_dead(rank)
+            if rank != self._rank and self._roll.is_dead(rank) and not self._said(number, rank)
         ]
+
+    def _said(self, number: int, rank: int) -> str:
+        """Return what ``rank`` has said in round ``number``, encoded; empty if nothing yet."""
+        if not self._store.check([_answer_key(rank)]):
+            return ""
+        its, text = self._store.get(_answer_key(rank)).decode().split(" ", 1)
+        return text if int(its) == number else ""
 
     def _judge(self, number: int, attempt: int) -> None:
         """Judge by what was said in round ``number``, unless another rank does.
 
         A judge may end before it has judged; then there is another ``attempt``.
         """
-        if self.is_over or self._store.add(f"fullshard/judges/{number}/{attempt}", 1) > 1:
+        if self.is_over or self._store.check([_judged_key(number)]):
+            return  # who is late may be the last one to speak of what all others know
+        if self._store.add(f"fullshard/judges/{number}/{attempt}", 1) > 1:
             return
         said, silent = {}, []
         for rank in range(self._world):
-            key = _said_key(number, rank)
-            if self._store.check([key]):
-                said[rank] = Statement.decoded(self._store.get(key).decode())
+            text = self._said(number, rank)
+            if text:
+                said[rank] = Statement.decoded(text)
             else:
                 silent.append(rank)
         found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
@@ -122,8 +131,8 @@ def _ring_key(number: int) -> str:
     return f"fullshard/ring/{number}"
 
 
-def _said_key(number: int, rank: int) -> str:
-    return f"fullshard/said/{number}/{rank}"
+def _answer_key(rank: int) -> str:
+    return f"fullshard/answer/{rank}"
 
 
 def _judged_key(number: int) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.dry import world_lock
-from fullshard.comm.ledger import Ledger, end_era, forget_ended, ledgers, now
+from fullshard.comm.ledger import Ledger, end_era, ledgers, now
 from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
@@ -230,7 +230,6 @@ def begin_watching() -> bool:
     group = dist.group.WORLD
     if group in _watchers:
         return True
-    forget_ended()
     if group is None or group.size() == 1:
         return False
     if not _torch.reaches_processes(_torch.default_store()):
