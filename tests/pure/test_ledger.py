@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from fullshard.comm import ledger as ledger_room
 from fullshard.comm.ledger import Wait, check_ended, end_era, ledger_of, ledgers, now
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
+from fullshard.watch import Step
 
 
 @contextmanager
@@ -106,14 +108,39 @@ def test_what_a_dropped_step_still_issues_is_not_counted_in_the_next_era(
 ) -> None:
     with job() as group:
         ledger = ledger_of(group)
-        monkeypatch.setattr(ledger_room, "within", now())
+        monkeypatch.setattr(ledger_room.within, "era", now())
         ledger.issue("gather", "", 8, Done).wait()
         end_era(failed)
         with pytest.raises(PeerError, match="rank 1 failed"):
             ledger.issue("gather", "", 8, Done)
-        monkeypatch.setattr(ledger_room, "within", None)
+        monkeypatch.setattr(ledger_room.within, "era", None)
         ledger.issue("gather", "", 8, Done).wait()
         assert [entry[0] for entry in ledger.entries] == [0]
+
+
+def test_ranks_that_are_threads_leave_no_step_behind() -> None:
+    """One enters its step first and leaves it first, the other second."""
+    barrier = threading.Barrier(2)
+    left: list[object] = []
+
+    def run(*, first: bool) -> None:
+        step = Step()
+        if not first:
+            barrier.wait(9.0)
+        with step.around():
+            for _ in range(2):
+                barrier.wait(9.0)
+        if first:
+            barrier.wait(9.0)
+        left.append(ledger_room.within.era)
+
+    threads = [threading.Thread(target=run, kwargs={"first": first}) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left == [None, None]
+    assert ledger_room.within.era is None
 
 
 def test_who_is_behind_is_told_once_by_whatever_it_does_next() -> None:

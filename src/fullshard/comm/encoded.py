@@ -31,8 +31,11 @@ class Encoded(Around):
 
     @property
     def adds_wide(self) -> bool:
-        """True: sums are in fp32, whatever ``inner`` does."""
-        return True
+        """True: sums are in fp32, whatever ``inner`` does.
+
+        It is read there too: this may meet the other ranks, who may have another policy.
+        """
+        return self.inner.adds_wide or True
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``; sources may have other dtypes than the outputs."""

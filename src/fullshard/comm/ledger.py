@@ -196,9 +196,9 @@ class Ledger:
         """
         if unsettled and settle is not None:
             settle()
-        era = _era
-        if within is not None and within is not era:
-            within.check()
+        era, inside = _era, within.era
+        if inside is not None and inside is not era:
+            inside.check()
         if self.era is not era:
             self._begin_era(era)
         if era.owed is not None:
@@ -296,9 +296,15 @@ settle: Callable[[], None] | None = None
 """Finds out whether they do, and ends the era then, before anything else is issued; set by who
 watches."""
 
-within: Era | None = None
-"""The era of the step that runs or issues something at the moment, if one does; set by who drives
-it. If a fault has ended it, what begins or is issued now must not count in the next."""
+
+class _Within(threading.local):
+    era: Era | None = None
+
+
+within = _Within()
+"""Its ``era`` is that of the step which runs or issues something in this thread at the moment, if
+one does; set by who drives it. If a fault has ended it, what begins or is issued now must not count
+in the next. Ranks that are threads would leave each other's behind in one variable."""
 
 # The last job of which a fault has ended process groups, and what makes the error of that fault.
 _ended: tuple[weakref.ref[dist.ProcessGroup] | None, Callable[[], Exception]] | None = None

@@ -117,13 +117,13 @@ class Actor(ABC):
             self._carry_out(op, unit)
             return
         self._step.check()
-        before = ledger.within
+        before = ledger.within.era
         if before is None and self._step.is_open:
-            ledger.within = self._step.era
+            ledger.within.era = self._step.era
         try:
             self._carry_out(op, unit)
         finally:
-            ledger.within = before
+            ledger.within.era = before
 
     def _carry_out(self, op: Op, unit: Unit) -> None:
         if op is Op.UNSHARD:

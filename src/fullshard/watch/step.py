@@ -74,8 +74,9 @@ class Step:
         if self.is_open:
             return
         with _unjudged():
-            if ledger.within is not None:
-                ledger.within.check()
+            inside = ledger.within.era
+            if inside is not None:
+                inside.check()
             self.era, self.failure = now(), None
             self.era.raise_owed()
             self.is_open, self.number = True, next(_numbers)
@@ -83,11 +84,11 @@ class Step:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Make what begins and is issued in the block part of this step, which others may drop."""
-        before, ledger.within = ledger.within, self.era
+        before, ledger.within.era = ledger.within.era, self.era
         try:
             yield
         finally:
-            ledger.within = before
+            ledger.within.era = before
 
     def tear(self) -> Era | None:
         """Say of this rank that its weights are stepped in part, if they are.
