@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import pickle
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -522,3 +524,21 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
     target = tmp_path / "one"
     subprocess.run([sys.executable, "-c", PROGRAM, str(target)], check=True, timeout=120)
     checkpoint.verify(target)
+
+
+def pickled_after(path: Path) -> None:
+    model = plain(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with slow_disk() as written:
+        pending = checkpoint.save(path, model, optimizer, step=1, mode="async")
+        twin = copy.deepcopy(model)
+        written.set()
+        while not pending.is_done:
+            time.sleep(0.01)
+    for one in (model, twin):
+        loaded = pickle.loads(pickle.dumps(one))
+        loaded.load_state_dict(one.state_dict())  # waits for nothing
+
+
+def test_a_model_that_is_or_was_saved_can_be_copied(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(1, pickled_after, tmp_path / "one")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,36 @@ def test_what_is_left_is_enough(
     assert all(pool.run(len(after), loads, loaded, folders(tmp_path, after), whole, 2))
 
 
+def spoil(file: Path) -> None:
+    """Change a byte of a file, and not its size."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_file_of_the_own_machine_is_read_from_another(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    roots = folders(tmp_path, "01")
+    pool.run(2, saves, "rows", roots, 2)
+    for machine, rank in enumerate((0, 1)):
+        spoil(tmp_path / f"machine-{machine}" / NAME.format(2) / f"rank-{rank:05d}.safetensors")
+    whole = tmp_path / "whole.pt"
+    assert all(pool.run(2, loads, "ragged", roots, whole, 2))
+    assert [files(root, 2) for root in roots] == [[1], [0]]
+    assert all(pool.run(2, loads, "rows", roots, whole, 2))
+
+
+def test_a_file_that_is_damaged_everywhere_is_not_removed(pool: RankPool, tmp_path: Path) -> None:
+    roots = folders(tmp_path, "01")
+    pool.run(2, saves, "rows", roots, 2)
+    for root in roots:
+        spoil(root / NAME.format(2) / "rank-00000.safetensors")
+    (said,) = {*pool.run(2, finds_nothing, roots)}
+    assert "rank-00000.safetensors" in said
+    assert [files(root, 2) for root in roots] == [[0, 1], [0, 1]]
+
+
 def finds_nothing(roots: Sequence[Path]) -> str:
     model, optimizer = built("rows", 5)
     before = everything(model, optimizer)
@@ -189,7 +220,9 @@ def fails(roots: Sequence[Path], where: str) -> str:
         if dist.get_rank() == 3 and where == "copying":
             patch.setattr(machines, "copy", raises_full)
         if dist.get_rank() == 2 and where == "renaming":
-            patch.setattr("fullshard.checkpoint.saving.commit", raises_full)
+            patch.setattr("fullshard.checkpoint.saving.publish", raises_full)
+        if dist.get_rank() == 2 and where == "describing":
+            patch.setattr("fullshard.checkpoint.saving.complete", raises_full)
         if dist.get_rank() == 2 and where == "serving":
             patch.setattr(machines, "Server", raises_full)
         if dist.get_rank() == 2 and where == "sending":
@@ -274,6 +307,18 @@ def server(tmp_path: Path) -> Any:
     (tmp_path / "secret").write_bytes(b"secret")
     with peers.Server(tmp_path, ["a"]) as one:
         yield one
+
+
+def test_who_reads_a_file_may_pause(server: peers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that read a checkpoint wait for each other between its parts."""
+    monkeypatch.setattr(peers, "_STALL_S", 0.2)
+    file = peers.PeerFile(server.address, 0, "a", 100)
+    into = bytearray(10)
+    for offset in (0, 10):
+        file.read(offset, memoryview(into))
+        assert bytes(into) == bytes(range(offset, offset + 10))
+        time.sleep(0.6)
+    file.close()
 
 
 def asked(server: peers.Server, key: str, *request: int) -> bytes:

@@ -233,3 +233,29 @@ def mixed_dtypes() -> None:
 
 def test_dtypes_may_be_mixed_in_any_order(pool: RankPool) -> None:
     pool.run(2, mixed_dtypes)
+
+
+def experts_without_gradients() -> None:
+    """Ranks that hold different experts need not have gradients of the same ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    is_second = mesh["experts"].get_local_rank() == 1
+
+    def expert(seed: int) -> nn.Parameter:
+        return param_with(distribute_tensor(noise(4, 4, seed=seed), mesh, [Shard(1), Shard(0)]))
+
+    dense = param_with(distribute_tensor(noise(4, 4, seed=7), mesh["data"], [Shard(0)]))
+    for lacking in ((0,), (0, 1), (1,), ()):
+        experts = [expert(0), expert(1)]
+        want = dense.grad.full_tensor().square().sum()  # type: ignore[union-attr]
+        for number, one in enumerate(experts):
+            whole = one.grad.full_tensor()  # type: ignore[union-attr]
+            want = want + (whole[:2] if number in lacking else whole).square().sum()
+            if is_second and number in lacking:
+                one.grad = None
+        for norm_type in (2.0, float("inf")):
+            got = grad_norm([experts[0], dense, experts[1]], norm_type)
+            assert norm_type != 2.0 or torch.allclose(got, want.sqrt(), rtol=1e-12)
+
+
+def test_ranks_of_other_experts_may_lack_gradients(pool: RankPool) -> None:
+    pool.run(4, experts_without_gradients)

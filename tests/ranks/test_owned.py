@@ -705,3 +705,25 @@ def test_who_waits_in_an_exchange_is_told_who_failed(pool: RankPool) -> None:
     said, _ = pool.run(2, fails_before_the_exchange)
     assert said.startswith("rank 1 failed: ValueError: before its step"), said
     assert "rank 0 waits for the exchange" in said, said
+
+
+def refuses_to_load() -> None:
+    """Not on the owners alone, and before anything is loaded."""
+    model = sharded(Net(), "ragged")
+    optimizer = OwnedOptimizer(named(model), torch.optim.Adafactor, lr=0.05)
+    give(model, grads_of(0, Net()))
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    odd = copy.deepcopy(before)
+    odd["param_groups"][0]["lr"] = 7.0
+    odd["state"][0] = {"left.0": torch.ones(4, 4)}
+    with pytest.raises(ConfigError, match=r"left\.0"):
+        optimizer.load_state_dict(odd)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    for number, own in optimizer.state_dict()["state"].items():
+        for key, value in own.items():
+            torch.testing.assert_close(value, before["state"][number][key], rtol=0, atol=0)
+
+
+def test_state_that_the_class_does_not_make_is_refused_on_all_ranks(pool: RankPool) -> None:
+    pool.run(2, refuses_to_load)

@@ -197,14 +197,18 @@ def load_newest(
     for its, path, machines, is_shared in sorted(found, reverse=True):
         council = Council(f"load {path}")
         load = partial(load_from, council, path=path, model=model, strict=strict)
-        try:
-            if is_shared:
-                return load(in_folder(path), optimizer=optimizer)
-            with lent(council, machines, path, its.digest) as (manifest, opened):
-                return load(opened, optimizer=optimizer, manifest=manifest)
-        except CheckpointError as error:
-            log.warning("%s", error)
-            failure = error
+        for is_last in (is_shared, True):
+            try:
+                if is_shared:
+                    return load(in_folder(path), optimizer=optimizer)
+                with lent(council, machines, path, its.digest) as (manifest, opened):
+                    return load(opened, optimizer=optimizer, manifest=manifest)
+            except CheckpointError as error:
+                log.warning("%s", error)
+                failure = error
+            # The files of one's own machine may be damaged, and those of another one intact.
+            if is_last or _Folders(council, machines, path.parent).problem(path):
+                break
     if failure is not None:
         raise failure
     return None
@@ -255,16 +259,35 @@ class _Folders:
         return [its[1] for its, ranks in sorted(found.items()) if len(ranks) == its[3]]
 
     def problem(self, path: Path) -> str:
-        """Return why a checkpoint cannot be loaded, or ""; each rank reads some of its files."""
+        """Return why a checkpoint cannot be loaded, or ""; each rank reads some of its files.
 
-        def decide(said: list[Any]) -> str:
+        If it can be, damaged files are removed, as what is read is that of one's own machine first.
+        """
+
+        def decide(said: list[Any]) -> list[str]:
             looked = [Looked(*one) for one in said]
             intact: dict[tuple[str, int], set[int]] = {}
             for one in looked:
                 intact.setdefault((one.digest, one.total), set()).update(one.intact)
-            if any(digest and len(those) == total for (digest, total), those in intact.items()):
-                return ""
-            return next((one.problem for one in looked if one.problem), "it is incomplete")
+            for (digest, total), those in intact.items():
+                if digest and len(those) == total:
+                    return ["", digest]
+            return [next((one.problem for one in looked if one.problem), "it is incomplete"), ""]
 
         first, every = self._machines.share
-        return str(self._council.agree(lambda: look(path, first=first, every=every), decide))
+        own: list[Looked] = []
+
+        def look_here() -> Looked:
+            own.append(look(path, first=first, every=every))
+            return own[0]
+
+        def remove_damaged() -> None:
+            for name in own[0].damaged if own[0].digest == digest else ():
+                if (path / name).exists():
+                    log.warning("%s is damaged; it is read from another machine", path / name)
+                    (path / name).unlink()
+
+        problem, digest = self._council.agree(look_here, decide)
+        if not problem and self._machines.total > 1:
+            self._council.agree(remove_damaged)
+        return str(problem)

@@ -199,12 +199,14 @@ class Looked(NamedTuple):
         digest: of the manifest; empty if it cannot be read.
         total: number of the data files.
         intact: the ranks of those that were read and are intact.
+        damaged: the names of those that are not, or are missing.
         problem: what was wrong first; empty if nothing was.
     """
 
     digest: str
     total: int
     intact: list[int]
+    damaged: list[str]
     problem: str
 
 
@@ -219,15 +221,18 @@ def look(path: Path, *, first: int, every: int) -> Looked:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return Looked("", 0, [], str(error))
+        return Looked("", 0, [], [], str(error))
     expected = _expected(manifest)
-    intact, problem = [], ""
+    intact, damaged, problem = [], [], ""
     for info in manifest.files[first::every]:
         wrong = next(_wrong(path, info, expected), "")
         problem = problem or wrong
-        if not wrong:
+        if wrong:
+            damaged.append(info.name)
+        else:
             intact.append(info.rank)
-    return Looked(digest_in((path / MANIFEST).read_bytes()), len(manifest.files), intact, problem)
+    digest = digest_in((path / MANIFEST).read_bytes())
+    return Looked(digest, len(manifest.files), intact, damaged, problem)
 
 
 def _expected(manifest: Manifest) -> dict[str, dict[str, Part]]:
@@ -367,8 +372,18 @@ def refuse_name(path: Path) -> None:
 
 def commit(unfinished: Path, path: Path, manifest: bytes) -> None:
     """Make a checkpoint of the flushed data files in ``unfinished``; it appears at once or not."""
+    complete(unfinished, manifest)
+    publish(unfinished, path)
+
+
+def complete(unfinished: Path, manifest: bytes) -> None:
+    """Make a checkpoint of the flushed data files in ``unfinished``, which still has to appear."""
     write_flushed(unfinished / MANIFEST, manifest)
     flush_folder(unfinished)
+
+
+def publish(unfinished: Path, path: Path) -> None:
+    """Have the checkpoint in ``unfinished`` appear at ``path``, at once or not at all."""
     unfinished.rename(path)
     flush_folder(path.parent)
     pointer = path.parent / LATEST

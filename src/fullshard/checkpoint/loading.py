@@ -152,10 +152,10 @@ class Target:
             )
 
     def put(self, optimizer: Optimizer | None) -> None:
-        """Copy everything into the model and the optimizer."""
-        load_sharded_state_dict(self._model, self._model_state, strict=False)
+        """Copy everything into the optimizer, which may refuse it, and the model."""
         if optimizer is not None and self._has_optimizer_state:
             optimizer.load_state_dict(self._to_load)
+        load_sharded_state_dict(self._model, self._model_state, strict=False)
 
     def _add_model(self) -> None:
         values = [contents.values for contents in self._manifest.contents]

@@ -95,12 +95,14 @@ def copy_files(
     """Give copies of the ``files`` in ``folder`` of each machine to the next ones.
 
     Args:
-        council: of all ranks; two decisions.
+        council: of all ranks; two decisions, or none if there is nothing to copy.
         machines: of the ranks.
         copies: how many machines are to have each file, its own included.
         folder: of this machine's ranks' files, and of what comes.
         files: of all ranks, in their order.
     """
+    if min(copies, machines.total) < 2:
+        return
     names = [files[rank].name for rank in machines.ranks(machines.own)]
     with _serving(council, machines, folder, names if machines.is_first else []) as addresses:
         first, every = machines.share

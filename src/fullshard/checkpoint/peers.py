@@ -26,7 +26,7 @@ from fullshard.errors import CheckpointError
 
 _KEY_NBYTES = 32
 _REQUEST = struct.Struct(f"={_KEY_NBYTES}s3q")  # key, number of the file, offset, bytes
-_STALL_S = 60.0  # without a byte
+_STALL_S = 60.0  # without a byte of a request or an answer
 
 
 class Server:
@@ -77,8 +77,11 @@ class Server:
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
-            connection.settimeout(_STALL_S)
             while True:
+                connection.settimeout(None)  # who reads may wait for other ranks in between
+                if not connection.recv(1, socket.MSG_PEEK):
+                    break
+                connection.settimeout(_STALL_S)
                 request = bytearray(_REQUEST.size)
                 if not _receive(connection, memoryview(request)):
                     break

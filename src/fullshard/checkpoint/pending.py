@@ -18,6 +18,20 @@ from fullshard.errors import UnsupportedError
 log = logging.getLogger(__name__)
 
 
+class _Wait:
+    """A hook that waits for copies; copied or pickled along with a model, it waits for nothing."""
+
+    def __init__(self, writing: Writing | None = None) -> None:
+        self._writing = writing
+
+    def __call__(self, *_: object) -> None:
+        if self._writing is not None:
+            self._writing.wait_until_copied()
+
+    def __reduce__(self) -> tuple[type[_Wait], tuple[()]]:
+        return _Wait, ()
+
+
 class PendingSave:
     """A save that was begun; at most one of a process goes on at any time.
 
@@ -77,11 +91,7 @@ class PendingSave:
         Raises:
             UnsupportedError: the optimizer takes no hooks.
         """
-        self._writing = writing
-
-        def wait(*_: object) -> None:
-            writing.wait_until_copied()
-
+        self._writing, wait = writing, _Wait(writing)
         for unit in units:
             unit.readers.append(wait)
             self._undo.append(partial(unit.readers.remove, wait))

@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 
 from fullshard._version import __version__
 from fullshard.checkpoint.collecting import Collected, collected
-from fullshard.checkpoint.folders import UNFINISHED, commit, make_folder, refuse_name
+from fullshard.checkpoint.folders import (
+    UNFINISHED,
+    commit,
+    complete,
+    make_folder,
+    publish,
+    refuse_name,
+)
 from fullshard.checkpoint.machines import Machines, copy_files
 from fullshard.checkpoint.manifest import (
     Contents,
@@ -278,12 +285,9 @@ class _Saving:
         manifest = told.encode()
         files = Manifest.from_json(manifest).files
         copy_files(council, machines, copies, unfinished, files)
-
-        def end() -> None:
-            if machines.is_first:
-                commit(unfinished, path, manifest)
-
-        council.agree(end, undo=undo)
+        first = machines.is_first
+        council.agree(lambda: complete(unfinished, manifest) if first else None, undo=undo)
+        council.agree(lambda: publish(unfinished, path) if first else None, undo=undo)
 
     def _write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
         if self._where.machines.own:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,8 @@ def grad_norm(
     Args:
         parameters: one or several parameters: sharded or replicated DTensors on any meshes, those
             of ``FullyShardedDataParallel``, and other plain tensors, which must be the same on all
-            ranks. Replicas count once; parameters without a gradient do not count.
+            ranks. Replicas count once; parameters without a gradient do not count. Ranks of other
+            experts may lack other gradients.
         norm_type: any p, ``inf`` included.
         error_if_nonfinite: raise if the norm is not finite; the check waits for the device.
         foreach: False computes the norm of one tensor at a time.
@@ -111,30 +112,47 @@ def _by_device(grads: Iterable[Tensor], scale: Tensor) -> Iterator[tuple[Tensor,
 
 
 def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
+    """Return the local gradients, in an order that does not depend on which of them there are.
+
+    Ranks need not have the same gradients, as those that hold different experts, and must reduce
+    over the same groups all the same. So what a parameter lacks counts as a gradient of no element.
+    """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     pairs = zip(params, map(attrgetter("grad"), params), strict=True)
-    grads = [(param, grad) for param, grad in pairs if grad is not None]
-    cut = [grad for _, grad in grads if isinstance(grad, DTensor)]
-    like: dict[tuple[int, tuple[type, ...]], list[DTensor]] = {}
-    for grad, (mesh, placements) in zip(cut, map(_where, cut), strict=True):
-        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(grad)
+    grads = [
+        (param, param if grad is None else grad)
+        for param, grad in pairs
+        if grad is not None or param.requires_grad
+    ]
+    cut = [(param, grad) for param, grad in grads if isinstance(grad, DTensor)]
+    like: dict[tuple[int, tuple[type, ...]], list[tuple[Tensor, DTensor]]] = {}
+    for pair, (mesh, placements) in zip(cut, map(_where, map(itemgetter(1), cut)), strict=True):
+        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(pair)
     found: dict[Spread, _Alike] = {}
     for those in like.values():
-        spread = spread_of(those[0].device_mesh, those[0].placements)
-        found.setdefault(spread, _Alike(spread)).locals.extend(map(_torch.local_of, those))
+        _, first = those[0]
+        spread = spread_of(first.device_mesh, first.placements)
+        locals_ = [_local(grad, is_absent=grad is param) for param, grad in those]
+        found.setdefault(spread, _Alike(spread)).locals.extend(locals_)
     known: dict[tuple[int, tuple[type, ...]], Spread] = {}
     for param, grad in grads:
         if isinstance(grad, DTensor):
             continue
         parts = placed_pieces_of(param)
-        if not parts:
+        if not parts and grad is not param:
             found.setdefault(_PLAIN, _Alike(_PLAIN)).locals.append(grad)
         for (mesh, placements), start, numel, _ in parts:
             key = (id(mesh), tuple(map(type, placements)))
             spread = known[key] = known.get(key) or spread_of(mesh, placements)
-            local = grad if len(parts) == 1 else grad.narrow(0, start, numel)
+            local = _local(grad, is_absent=grad is param)
+            local = local if len(parts) == 1 or grad is param else local.narrow(0, start, numel)
             found.setdefault(spread, _Alike(spread)).locals.append(local)
     return list(found.values())
+
+
+def _local(grad: Tensor, *, is_absent: bool) -> Tensor:
+    local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
+    return local.new_empty(0) if is_absent else local
 
 
 _where = attrgetter("device_mesh", "placements")

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from fullshard import _torch
 from fullshard.optim.groups import Groups, Kept, options_of
 
-_AMP = ("grad_scale", "found_inf")
+AMP = ("grad_scale", "found_inf")
+"""Attributes that GradScaler sets for a step."""
 _MISSING = object()
 _ONCE = (nullcontext(),)
 
@@ -112,7 +113,7 @@ class Inner:
             turns: contexts in each of which some of the runs step; what the class counts in its
                 groups it counts once all the same.
         """
-        for name in _AMP:
+        for name in AMP:
             vars(self._optimizer).pop(name, None)
         vars(self._optimizer).update(amp)
         changed: list[dict[str, Any]] = [{} for _ in groups]

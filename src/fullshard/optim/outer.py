@@ -14,10 +14,8 @@ from fullshard.engine.steps import refused
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.groups import options_of
 from fullshard.optim.hosting import refuse_fraction
-from fullshard.optim.inner import Inner
+from fullshard.optim.inner import AMP, Inner
 from fullshard.optim.trial import single_keys
-
-_AMP = ("grad_scale", "found_inf")  # attributes that GradScaler sets for a step
 
 
 class Outer(Optimizer, ABC):
@@ -91,7 +89,7 @@ class Outer(Optimizer, ABC):
         except (ConfigError, UnsupportedError):
             refused(whole)
             raise
-        self._step(ready, {name: value for name, value in vars(self).items() if name in _AMP})
+        self._step(ready, {name: value for name, value in vars(self).items() if name in AMP})
         self._was_loaded = False
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class OwnedOptimizer(Outer):
         self._round_nbytes = round_nbytes
         self._seed = seed
         self._is_vouched_for = independent is True
-        self._traits = Traits({}, is_late=False, counts=False)
+        self._traits = Traits({}, is_late=False, counts=False, makes_state=False)
         super().__init__(params, optimizer_class, kwargs)
 
     def _start(self) -> None:
@@ -337,8 +337,6 @@ class OwnedOptimizer(Outer):
         return {id(param): grad for param, grad in zip(params, grads, strict=True)}
 
     def _step(self, ready: dict[int, Tensor | None], amp: dict[str, Tensor]) -> None:
-        if self._was_loaded:
-            self._inner.read_again()
         before = Kept(self.param_groups)
         failures: list[Exception] = []
 
@@ -370,9 +368,17 @@ class OwnedOptimizer(Outer):
 
     def _adopt(self) -> None:
         """Read state that was set by hand."""
-        for owned in self._owned.values():
-            if not owned.is_untouched(self.state):
-                self._read(owned)
+        touched = [one for one in self._owned.values() if not one.is_untouched(self.state)]
+        self._refuse((one.param, self.state.get(one.param, {})) for one in touched)
+        for owned in touched:
+            self._read(owned)
+
+    def _refuse(self, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
+        """Refuse state of parameters that the class does not make, before any is read."""
+        for param, its in states:
+            owned = self._owned.get(id(param))
+            if owned is not None:
+                owned.refuse(its, self._inner.singles, self._sample)
 
     def _read(self, owned: OwnedParam) -> None:
         its = self.state.get(owned.param, {})
@@ -392,7 +398,9 @@ class OwnedOptimizer(Outer):
                     for number in range(len(fresh))
                 ]
             for owned, described in zip(fresh, said, strict=True):
-                owned.announce(described, self._inner, self.state)
+                owned.announce(
+                    described, self._inner, self.state, makes_state=self._traits.makes_state
+                )
             if family.ranks.is_alone:
                 for owned in stepped:
                     owned.write_numbers(self.state)
@@ -406,9 +414,17 @@ class OwnedOptimizer(Outer):
             last.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy; also called at the end of ``load_state_dict``."""
+        """Restore a copy; also called at the end of ``load_state_dict``.
+
+        Raises:
+            ConfigError: the state is not what the class makes; nothing was loaded.
+        """
+        is_copy = "_inner" not in vars(self)
         self._revive(state)
         self._learn(map(options_of, state["param_groups"]))
+        if not is_copy:
+            self._settle()
+            self._refuse((p, its) for p, its in state["state"].items() if isinstance(p, Tensor))
         self._take_state(state)
         self._settle()
         with torch.no_grad():
@@ -416,4 +432,3 @@ class OwnedOptimizer(Outer):
                 owned = self._owned[id(param)]
                 if not local_part(param).is_meta or param in self.state:
                     self._read(owned)
-        self._was_loaded = True

@@ -29,7 +29,15 @@ from fullshard.optim.inner import Inner
 from fullshard.optim.owners import Block
 from fullshard.optim.spread_param import Ranks, SpreadParam
 from fullshard.optim.states import is_cut
-from fullshard.optim.wrapped import loaded, replace, unwrapped, wrapped
+from fullshard.optim.wrapped import (
+    loaded,
+    plain,
+    replace,
+    tensors_for_numbers,
+    unheld,
+    unwrapped,
+    wrapped,
+)
 from fullshard.tensors import RaggedShard, RaggedTensor, taken_by
 
 Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
@@ -78,6 +86,10 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     members: tuple[tuple[int, torch.Size], ...]
     is_shared: bool = False
+
+    def keys(self) -> list[tuple[int, str]]:
+        """Return the number of each block with the name that the class gives its state."""
+        return [(at, self.key) for at, _ in self.members]
 
 
 class OwnedParam:
@@ -145,15 +157,13 @@ class OwnedParam:
         """Give the blocks copies of the state ``own``, as loaded or as set by hand.
 
         Args:
-            own: by name.
+            own: by name; ``refuse`` has found nothing wrong with it.
             inner: the optimizer that steps the blocks.
             numbers: names of state that is a Python number there, with its type.
             sample: returns state that the class makes for a tensor of a shape, see ``grain``.
-
-        Raises:
-            ConfigError: it is not what the class makes.
         """
         own = loaded(own, self.param, lambda: self._sample(0, sample))
+        own = tensors_for_numbers(own, numbers, lambda: self._sample(0, sample))
         values: dict[int, dict[str, Any]] = {at: {} for at in self.wholes}
         self._described = [{} for _ in self.blocks]
         for name, value in own.items():
@@ -176,24 +186,43 @@ class OwnedParam:
                 values[at][entry.key] = _for_the_class(view, kind)
         for at, whole in self.wholes.items():
             if values[at]:
-                inner.set_state(whole, self._wrapped(at, values[at], sample))
+                shape = torch.Size(self.blocks[at].shape)
+                has_inner = any("." in key for key in values[at])
+                made = self._sample(at, sample) if has_inner else {}
+                inner.set_state(whole, wrapped(values[at], made, shape))
             else:
                 inner.forget(whole)
         self.is_announced = any(self._described)
         self._forget_shown()
 
-    def _wrapped(self, at: int, values: dict[str, Any], sample: Sample) -> dict[str, Any]:
-        if not any("." in key for key in values):
-            return values
-        found = wrapped(values, self._sample(at, sample), torch.Size(self.blocks[at].shape))
-        odd = [key for key in found if "." in key]
-        if odd:
-            raise ConfigError(
-                f"OwnedOptimizer: state {odd} of a parameter of shape {self.spread.shape} is of a "
-                "class that keeps it so; this one does not. Load what the same class has saved, or "
-                "leave out the state"
-            )
-        return found
+    def refuse(self, own: Mapping[str, Any], singles: Container[str], sample: Sample) -> None:
+        """Refuse state that the class does not make, on all ranks alike, before it is read.
+
+        Args:
+            own: as for ``read``; only names and shapes matter.
+            singles: see ``is_cut``.
+            sample: as for ``read``.
+
+        Raises:
+            ConfigError: it is not what the class makes.
+        """
+        names: list[list[str]] = [[] for _ in self.blocks]
+        for name, value in unwrapped(plain(own)).items():
+            is_tensor = isinstance(value, Tensor)
+            entry = self._entry_of(name, value.shape, singles) if is_tensor else None
+            everywhere = [(at, name) for at in range(len(names))]
+            for at, key in everywhere if entry is None else entry.keys():
+                names[at].append(key)
+        for at, its in enumerate(names):
+            if not any("." in key for key in its):
+                continue
+            odd = [key for key in unheld(its, self._sample(at, sample)) if "." in key]
+            if odd:
+                raise ConfigError(
+                    f"OwnedOptimizer: state {odd} of a parameter of shape {self.spread.shape} is "
+                    "of a class that keeps it so; this one does not. Load what the same class has "
+                    "saved, or leave out the state"
+                )
 
     def _sample(self, at: int, sample: Sample) -> Mapping[str, Any]:
         piece = self.piece(at)
@@ -236,11 +265,19 @@ class OwnedParam:
         return {at: _described(inner.state_of(whole)) for at, whole in self.wholes.items()}
 
     def announce(
-        self, described: Mapping[int, Described], inner: Inner, state: MutableMapping[Any, Any]
+        self,
+        described: Mapping[int, Described],
+        inner: Inner,
+        state: MutableMapping[Any, Any],
+        *,
+        makes_state: bool,
     ) -> None:
-        """Show state in ``state``, given what owners say of blocks."""
+        """Show state in ``state``, given what owners say of blocks.
+
+        Where the class ``makes_state`` and a block has none, its step has failed, and is to come.
+        """
         news = [described.get(at, known) for at, known in enumerate(self._described)]
-        self.is_announced = True
+        self.is_announced = all(news) or not makes_state
         if news != self._described or not self.is_untouched(state):
             self._described = news
             self.show(inner, state)

@@ -27,16 +27,19 @@ class Traits(NamedTuple):
         numbers: names of state that is a Python number, with its type.
         is_late: the class makes state, or gives it another shape, after the first step.
         counts: the class changes options of its groups when it steps.
+        makes_state: it makes state.
     """
 
     numbers: dict[str, type]
     is_late: bool
     counts: bool
+    makes_state: bool
 
     def joined(self, other: Traits) -> Traits:
         """Return what is true of groups of one kind or of the other."""
         numbers = {**self.numbers, **other.numbers}
-        return Traits(numbers, self.is_late or other.is_late, self.counts or other.counts)
+        both = zip(self[1:], other[1:], strict=True)
+        return Traits(numbers, *(one or its for one, its in both))
 
 
 def traits_of(
@@ -67,7 +70,7 @@ def traits_of(
             raise
         except Exception as error:
             if is_vouched_for:
-                return Traits({}, is_late=True, counts=True)
+                return Traits({}, is_late=True, counts=True, makes_state=True)
             raise _refusal(
                 optimizer_class, f"its step failed: {type(error).__name__}: {error}"
             ) from error
@@ -109,7 +112,8 @@ def _try(
     _check_kinds(optimizer_class, kept)
     numbers = {key: type(one) for key, one in kept.items() if isinstance(one, (int, float))}
     gaps = [(a - b).abs().max().item() for a, b in zip(alone, both, strict=True)]
-    return Traits(numbers, shapes[0] != shapes[-1], counters.has_changed()), max(gaps)
+    is_late = shapes[0] != shapes[-1]
+    return Traits(numbers, is_late, counters.has_changed(), bool(kept)), max(gaps)
 
 
 def _check_kinds(optimizer_class: type[Optimizer], kept: Mapping[str, Any]) -> None:

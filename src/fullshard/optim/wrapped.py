@@ -8,7 +8,7 @@ tensors it holds, and is made of such tensors by ``__tensor_unflatten__``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -65,12 +65,26 @@ def wrapped(
         shape: of the tensor whose state it is.
     """
     found = dict(values)
+    for key, like, inner in _wrappers(values, sample):
+        held = {name: found.pop(full) for name, full in inner.items()}
+        found[key] = rebuilt(like, held, shape)
+    return found
+
+
+def unheld(names: Collection[str], sample: Mapping[str, Any]) -> list[str]:
+    """Return those of ``names``, as ``wrapped`` takes them, that no wrapper in ``sample`` holds."""
+    held = {full for _, _, inner in _wrappers(names, sample) for full in inner.values()}
+    return [name for name in names if name not in held]
+
+
+def _wrappers(
+    names: Container[str], sample: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor, dict[str, str]]]:
+    """Yield the wrappers in ``sample`` of which all tensors are in ``names``, and these names."""
     for key, like in sample.items():
         inner = {name: f"{key}.{name}" for name in held_by(like)}
-        if inner and all(name in found for name in inner.values()):
-            held = {name: found.pop(full) for name, full in inner.items()}
-            found[key] = rebuilt(like, held, shape)
-    return found
+        if inner and all(name in names for name in inner.values()):
+            yield key, like, inner
 
 
 class Unchanged:
@@ -93,6 +107,11 @@ def keep_unchanged(optimizer: object, state_dict: Mapping[str, Any]) -> dict[str
     return {**state_dict, "state": state}
 
 
+def plain(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of which some may be ``Unchanged`` as they are."""
+    return {key: one.value if isinstance(one, Unchanged) else one for key, one in own.items()}
+
+
 def loaded(
     own: Mapping[str, Any], param: Tensor, sample: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -106,7 +125,7 @@ def loaded(
         param: whose state it is.
         sample: returns state that the class makes.
     """
-    found = unwrapped({key: getattr(one, "value", one) for key, one in own.items()})
+    found = unwrapped(plain(own))
     cast = [key for key, one in own.items() if isinstance(one, Unchanged) and key != "step"]
     keys = [key for key in found if key in cast or key.rpartition(".")[0] in cast]
     tensors = [found[key] for key in keys]
@@ -116,6 +135,26 @@ def loaded(
         one, like = found[key], made.get(key, made.get(key.rpartition(".")[0]))
         dtype = param.dtype if like is None and one.is_floating_point() else one.dtype
         found[key] = one.to(param.device, like.dtype if isinstance(like, Tensor) else dtype)
+    return found
+
+
+def tensors_for_numbers(
+    own: Mapping[str, Any], numbers: Container[str], sample: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return state with tensors for the numbers that older versions of a class have kept.
+
+    Args:
+        own: as ``loaded`` returns it.
+        numbers: names of state that is a number there now.
+        sample: returns state that the class makes.
+    """
+    found = dict(own)
+    old = [key for key, one in own.items() if isinstance(one, (int, float)) and key not in numbers]
+    made = sample() if old else {}
+    for key in old:
+        like = made.get(key)
+        if isinstance(like, Tensor):
+            found[key] = torch.full(like.shape, own[key], dtype=like.dtype, device="cpu")
     return found
 
 
