@@ -222,7 +222,7 @@ def fails(roots: Sequence[Path], where: str) -> str:
         if dist.get_rank() == 2 and where == "renaming":
             patch.setattr("fullshard.checkpoint.saving.publish", raises_full)
         if dist.get_rank() == 2 and where == "describing":
-            patch.setattr("fullshard.checkpoint.saving.complete", raises_full)
+            patch.setattr("fullshard.checkpoint.saving.seal", raises_full)
         if dist.get_rank() == 2 and where == "serving":
             patch.setattr(machines, "Server", raises_full)
         if dist.get_rank() == 2 and where == "sending":

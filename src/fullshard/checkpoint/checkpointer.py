@@ -167,7 +167,7 @@ class Checkpointer:
     def _verify(self, folders: _Folders, path: Path) -> bool:
         """Return whether a checkpoint can be loaded; each rank reads some of its files."""
         if path not in self._is_intact:
-            problem = folders.problem(path)
+            problem = folders.mend(path)
             if problem:
                 log.warning("%s is damaged: %s", path, problem)
             self._is_intact[path] = not problem
@@ -197,21 +197,36 @@ def load_newest(
     for its, path, machines, is_shared in sorted(found, reverse=True):
         council = Council(f"load {path}")
         load = partial(load_from, council, path=path, model=model, strict=strict)
-        for is_last in (is_shared, True):
-            try:
-                if is_shared:
-                    return load(in_folder(path), optimizer=optimizer)
-                with lent(council, machines, path, its.digest) as (manifest, opened):
-                    return load(opened, optimizer=optimizer, manifest=manifest)
-            except CheckpointError as error:
-                log.warning("%s", error)
-                failure = error
-            # The files of one's own machine may be damaged, and those of another one intact.
-            if is_last or _Folders(council, machines, path.parent).problem(path):
-                break
+        try:
+            if is_shared:
+                return load(in_folder(path), optimizer=optimizer)
+            load_there = partial(load, optimizer=optimizer)
+            return _load_lent(council, machines, path, its.digest, load_there)
+        except CheckpointError as error:
+            log.warning("%s", error)
+            failure = error
     if failure is not None:
         raise failure
     return None
+
+
+def _load_lent(
+    council: Council,
+    machines: Machines,
+    path: Path,
+    digest: str,
+    load: Callable[..., CheckpointInfo],
+) -> CheckpointInfo:
+    """Load what machines have; if that fails, once more without the files that are damaged."""
+    is_mended = False
+    while True:
+        try:
+            with lent(council, machines, path, digest) as (manifest, opened):
+                return load(opened, manifest=manifest)
+        except CheckpointError:
+            if is_mended or _Folders(council, machines, path.parent).mend(path):
+                raise
+            is_mended = True
 
 
 class _Folders:
@@ -258,36 +273,31 @@ class _Folders:
                 found.setdefault(tuple(its), set()).update(ranks)
         return [its[1] for its, ranks in sorted(found.items()) if len(ranks) == its[3]]
 
-    def problem(self, path: Path) -> str:
+    def mend(self, path: Path) -> str:
         """Return why a checkpoint cannot be loaded, or ""; each rank reads some of its files.
 
-        If it can be, damaged files are removed, as what is read is that of one's own machine first.
+        If it can be, damaged files are removed: machines would read their own ones before others'.
         """
 
-        def decide(said: list[Any]) -> list[str]:
+        def decide(said: list[Any]) -> list[Any]:
             looked = [Looked(*one) for one in said]
             intact: dict[tuple[str, int], set[int]] = {}
             for one in looked:
                 intact.setdefault((one.digest, one.total), set()).update(one.intact)
             for (digest, total), those in intact.items():
                 if digest and len(those) == total:
-                    return ["", digest]
-            return [next((one.problem for one in looked if one.problem), "it is incomplete"), ""]
+                    return ["", [one.damaged if one.digest == digest else [] for one in looked]]
+            return [next((one.problem for one in looked if one.problem), "it is incomplete"), []]
 
         first, every = self._machines.share
-        own: list[Looked] = []
-
-        def look_here() -> Looked:
-            own.append(look(path, first=first, every=every))
-            return own[0]
+        look_here = partial(look, path, first=first, every=every)
+        problem, damaged = self._council.agree(look_here, decide)
 
         def remove_damaged() -> None:
-            for name in own[0].damaged if own[0].digest == digest else ():
-                if (path / name).exists():
-                    log.warning("%s is damaged; it is read from another machine", path / name)
-                    (path / name).unlink()
+            for name in damaged[self._council.rank]:
+                log.warning("%s is damaged; it is read from another machine", path / name)
+                (path / name).unlink()
 
-        problem, digest = self._council.agree(look_here, decide)
-        if not problem and self._machines.total > 1:
+        if any(damaged):
             self._council.agree(remove_damaged)
         return str(problem)

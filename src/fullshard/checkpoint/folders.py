@@ -199,7 +199,7 @@ class Looked(NamedTuple):
         digest: of the manifest; empty if it cannot be read.
         total: number of the data files.
         intact: the ranks of those that were read and are intact.
-        damaged: the names of those that are not, or are missing.
+        damaged: the names of those that are there and are not.
         problem: what was wrong first; empty if nothing was.
     """
 
@@ -227,10 +227,10 @@ def look(path: Path, *, first: int, every: int) -> Looked:
     for info in manifest.files[first::every]:
         wrong = next(_wrong(path, info, expected), "")
         problem = problem or wrong
-        if wrong:
-            damaged.append(info.name)
-        else:
+        if not wrong:
             intact.append(info.rank)
+        elif (path / info.name).exists():
+            damaged.append(info.name)
     digest = digest_in((path / MANIFEST).read_bytes())
     return Looked(digest, len(manifest.files), intact, damaged, problem)
 
@@ -372,11 +372,11 @@ def refuse_name(path: Path) -> None:
 
 def commit(unfinished: Path, path: Path, manifest: bytes) -> None:
     """Make a checkpoint of the flushed data files in ``unfinished``; it appears at once or not."""
-    complete(unfinished, manifest)
+    seal(unfinished, manifest)
     publish(unfinished, path)
 
 
-def complete(unfinished: Path, manifest: bytes) -> None:
+def seal(unfinished: Path, manifest: bytes) -> None:
     """Make a checkpoint of the flushed data files in ``unfinished``, which still has to appear."""
     write_flushed(unfinished / MANIFEST, manifest)
     flush_folder(unfinished)

@@ -20,10 +20,10 @@ from fullshard.checkpoint.collecting import Collected, collected
 from fullshard.checkpoint.folders import (
     UNFINISHED,
     commit,
-    complete,
     make_folder,
     publish,
     refuse_name,
+    seal,
 )
 from fullshard.checkpoint.machines import Machines, copy_files
 from fullshard.checkpoint.manifest import (
@@ -286,7 +286,7 @@ class _Saving:
         files = Manifest.from_json(manifest).files
         copy_files(council, machines, copies, unfinished, files)
         first = machines.is_first
-        council.agree(lambda: complete(unfinished, manifest) if first else None, undo=undo)
+        council.agree(lambda: seal(unfinished, manifest) if first else None, undo=undo)
         council.agree(lambda: publish(unfinished, path) if first else None, undo=undo)
 
     def _write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:

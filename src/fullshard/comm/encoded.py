@@ -31,10 +31,8 @@ class Encoded(Around):
 
     @property
     def adds_wide(self) -> bool:
-        """True: sums are in fp32, whatever ``inner`` does.
-
-        It is read there too: this may meet the other ranks, who may have another policy.
-        """
+        """True: sums are in fp32, whatever ``inner`` does."""
+        # Read all the same, which may meet the other ranks: they may have another policy.
         return self.inner.adds_wide or True
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,44 +116,43 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
     """Return the local gradients, in an order that does not depend on which of them there are.
 
     Ranks need not have the same gradients, as those that hold different experts, and must reduce
-    over the same groups all the same. So what a parameter lacks counts as a gradient of no element.
+    over the same groups all the same.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     pairs = zip(params, map(attrgetter("grad"), params), strict=True)
-    grads = [
-        (param, param if grad is None else grad)
+    grads: list[tuple[Tensor, Any]] = [
+        (param, _none_of(param) if grad is None else grad)
         for param, grad in pairs
-        if grad is not None or param.requires_grad
+        if grad is not None or (param.requires_grad and not param.is_meta)
     ]
-    cut = [(param, grad) for param, grad in grads if isinstance(grad, DTensor)]
-    like: dict[tuple[int, tuple[type, ...]], list[tuple[Tensor, DTensor]]] = {}
-    for pair, (mesh, placements) in zip(cut, map(_where, map(itemgetter(1), cut)), strict=True):
-        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(pair)
+    cut = [grad for _, grad in grads if isinstance(grad, DTensor)]
+    like: dict[tuple[int, tuple[type, ...]], list[DTensor]] = {}
+    for grad, (mesh, placements) in zip(cut, map(_where, cut), strict=True):
+        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(grad)
     found: dict[Spread, _Alike] = {}
     for those in like.values():
-        _, first = those[0]
-        spread = spread_of(first.device_mesh, first.placements)
-        locals_ = [_local(grad, is_absent=grad is param) for param, grad in those]
-        found.setdefault(spread, _Alike(spread)).locals.extend(locals_)
+        spread = spread_of(those[0].device_mesh, those[0].placements)
+        found.setdefault(spread, _Alike(spread)).locals.extend(map(_torch.local_of, those))
     known: dict[tuple[int, tuple[type, ...]], Spread] = {}
     for param, grad in grads:
         if isinstance(grad, DTensor):
             continue
         parts = placed_pieces_of(param)
-        if not parts and grad is not param:
+        if not parts:
             found.setdefault(_PLAIN, _Alike(_PLAIN)).locals.append(grad)
         for (mesh, placements), start, numel, _ in parts:
             key = (id(mesh), tuple(map(type, placements)))
             spread = known[key] = known.get(key) or spread_of(mesh, placements)
-            local = _local(grad, is_absent=grad is param)
-            local = local if len(parts) == 1 or grad is param else local.narrow(0, start, numel)
+            local = grad if len(parts) == 1 else grad[start : start + numel]
             found.setdefault(spread, _Alike(spread)).locals.append(local)
     return list(found.values())
 
 
-def _local(grad: Tensor, *, is_absent: bool) -> Tensor:
-    local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
-    return local.new_empty(0) if is_absent else local
+def _none_of(param: Tensor) -> Tensor:
+    """Return a gradient of no elements that lies where ``param`` does."""
+    if not isinstance(param, DTensor):
+        return param.new_empty(0)
+    return _torch.dtensor_like(param, _torch.local_of(param).new_empty(0))
 
 
 _where = attrgetter("device_mesh", "placements")

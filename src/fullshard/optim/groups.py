@@ -51,6 +51,14 @@ def numbered(groups: Groups) -> Iterator[tuple[int, Tensor]]:
             yield number, param
 
 
+def named(groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield the group number of each parameter, its name or "", and the parameter."""
+    for number, group in enumerate(groups):
+        names = group.get("param_names") or [""] * len(group["params"])
+        for name, param in zip(names, group["params"], strict=True):
+            yield number, name, param
+
+
 def label_of(groups: Groups, param: Tensor) -> str:
     """Return a label for error messages: the name of ``param`` if given, else index or shape."""
     for number, group in enumerate(groups):

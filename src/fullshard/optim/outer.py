@@ -146,11 +146,13 @@ class Outer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._mine}}
 
-    def _revive(self, state: dict[str, Any]) -> None:
-        """Make what a copy lacks."""
-        if "_inner" not in vars(self):
+    def _revive(self, state: dict[str, Any]) -> bool:
+        """Make what a copy lacks; return whether this is one."""
+        is_copy = "_inner" not in vars(self)
+        if is_copy:
             vars(self).update({name: state[name] for name in self._mine})
             self._start()
+        return is_copy
 
     def _take_state(self, state: dict[str, Any]) -> None:
         """Take loaded groups and state; state dicts of older versions lack some options."""

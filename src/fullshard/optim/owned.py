@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.draws import SEED, advance, check_draws
 from fullshard.optim.grain import Recipe, Shape, Units, sample, units_of
-from fullshard.optim.groups import Kept, label_of, numbered, options_of
+from fullshard.optim.groups import Kept, label_of, named, numbered, options_of
 from fullshard.optim.lineup import align, gradients
 from fullshard.optim.outer import Outer
 from fullshard.optim.owned_state import OwnedParam
@@ -34,7 +34,7 @@ from fullshard.optim.owners import (
 )
 from fullshard.optim.round_step import step_round
 from fullshard.optim.rounds import Family, Lent, Round
-from fullshard.optim.spread_param import Ranks, SpreadParam, pieces_on, spread_param_of
+from fullshard.optim.spread_param import Ranks, SpreadParam, pieces_on, spread_or_plain
 from fullshard.optim.traits import Traits, check_shapes, traits_of
 from fullshard.optim.wrapped import keep_unchanged
 from fullshard.tensors import local_part
@@ -207,7 +207,7 @@ class OwnedOptimizer(Outer):
         for index, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else ("", item)
             label = f"{self._label}: " + (f"parameter {name!r}" if name else f"parameter {index}")
-            spread, _ = self._spread(param, label)
+            spread, _ = spread_or_plain(param, label)
             grain = grain_of(name, spread.shape, self._blocks)
             is_cut = grain > 0 and torch.Size(spread.shape).numel() > grain
             check_draws(self._recipe(options), param.dtype, self._seed, label, is_cut=is_cut)
@@ -217,35 +217,22 @@ class OwnedOptimizer(Outer):
                 matrices[label.partition(": ")[2]] = (block.shape, param.dtype)
         check_shapes(self._optimizer_class, self._kwargs, options, matrices)
 
-    @staticmethod
-    def _spread(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh | None]:
-        if param.layout is not torch.strided:
-            raise UnsupportedError(f"{label} is {param.layout}; expected a dense tensor")
-        found = spread_param_of(param, label)
-        return (SpreadParam(tuple(param.shape), ()), None) if found is None else found
-
     # owners
 
     def _settle(self) -> None:
         """Give owners to parameters that have none."""
         new: dict[DeviceMesh | None, list[tuple[int, str, Tensor, SpreadParam]]] = {}
-        for group, name, param in self._named():
+        for group, name, param in named(self.param_groups):
             known = self._owned.get(id(param))
             if known is not None and known.param is param:
                 known.group = group
                 continue
-            spread, mesh = self._spread(param, label_of(self.param_groups, param))
+            spread, mesh = spread_or_plain(param, label_of(self.param_groups, param))
             new.setdefault(mesh, []).append((group, name, param, spread))
         largest_first = sorted(new.items(), key=lambda one: -(one[0].size() if one[0] else 0))
         for mesh, params in largest_first:
             self._add_family(Ranks(mesh), params)
         self._tell()
-
-    def _named(self) -> Iterator[tuple[int, str, Tensor]]:
-        for number, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [""] * len(group["params"])
-            for name, param in zip(names, group["params"], strict=True):
-                yield number, name, param
 
     def _add_family(
         self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, SpreadParam]]
@@ -284,13 +271,10 @@ class OwnedOptimizer(Outer):
             own = [next(owners) for _ in blocks[number]]
             owned[id(param)] = OwnedParam(param, group, spread, blocks[number], own, ranks)
         self._owned |= owned
-        self._families.append(Family(ranks, owned, self._round_nbytes))
+        family = Family(ranks, owned, self._round_nbytes)
+        self._families.append(family)
         if not ranks.is_alone:
-            loads = dict.fromkeys(ranks.numbers, 0.0)
-            for one in owned.values():
-                for block, owner in zip(one.blocks, one.owners, strict=True):
-                    loads[ranks.numbers[owner]] += float(self._cost(block.shape))
-            self._loads.append((members, loads))
+            self._loads.append((members, family.loads(self._cost)))
 
     def _units(self, param: Tensor, shape: Shape, grain: int, options: dict[str, Any]) -> Units:
         vouched = self._is_vouched_for
@@ -369,16 +353,15 @@ class OwnedOptimizer(Outer):
     def _adopt(self) -> None:
         """Read state that was set by hand."""
         touched = [one for one in self._owned.values() if not one.is_untouched(self.state)]
-        self._refuse((one.param, self.state.get(one.param, {})) for one in touched)
+        if touched:
+            self._refuse(self.state)
         for owned in touched:
             self._read(owned)
 
-    def _refuse(self, states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> None:
-        """Refuse state of parameters that the class does not make, before any is read."""
-        for param, its in states:
-            owned = self._owned.get(id(param))
-            if owned is not None:
-                owned.refuse(its, self._inner.singles, self._sample)
+    def _refuse(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Refuse state that the class does not make, before any is read."""
+        for owned in self._owned.values():
+            owned.refuse(state.get(owned.param, {}), self._inner.singles, self._sample)
 
     def _read(self, owned: OwnedParam) -> None:
         its = self.state.get(owned.param, {})
@@ -419,12 +402,11 @@ class OwnedOptimizer(Outer):
         Raises:
             ConfigError: the state is not what the class makes; nothing was loaded.
         """
-        is_copy = "_inner" not in vars(self)
-        self._revive(state)
+        is_copy = self._revive(state)
         self._learn(map(options_of, state["param_groups"]))
         if not is_copy:
             self._settle()
-            self._refuse((p, its) for p, its in state["state"].items() if isinstance(p, Tensor))
+            self._refuse(state["state"])
         self._take_state(state)
         self._settle()
         with torch.no_grad():

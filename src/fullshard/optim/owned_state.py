@@ -15,8 +15,7 @@ parts end to end, and what is equal in all pieces once, see ``grain``.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.optim.entries import Described, Entries, Entry
 from fullshard.optim.grain import Piece, Units, padded_numel
 from fullshard.optim.inner import Inner
 from fullshard.optim.owners import Block
 from fullshard.optim.spread_param import Ranks, SpreadParam
-from fullshard.optim.states import is_cut
 from fullshard.optim.wrapped import (
     loaded,
     plain,
@@ -42,9 +41,6 @@ from fullshard.tensors import RaggedShard, RaggedTensor, taken_by
 
 Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
 """State that the class makes for a parameter of a group (number), shape and dtype."""
-
-Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of the state of a block, by the name that the class gives it."""
 
 _EMPTY = torch.empty(0, device="cpu")
 
@@ -68,28 +64,6 @@ class Whole:
         """Take memory and gradient away from the tensor."""
         self.tensor.grad = None
         self.tensor.data = _EMPTY
-
-
-class _Entry(NamedTuple):
-    """State as it is shown: of some blocks, joined.
-
-    Attributes:
-        name: under which it is shown.
-        key: the name that the class gives it.
-        shape: of the joined tensor.
-        members: number of each block, and the shape of its state.
-        is_shared: all blocks have all of it; it is shown as that of the first.
-    """
-
-    name: str
-    key: str
-    shape: tuple[int, ...]
-    members: tuple[tuple[int, torch.Size], ...]
-    is_shared: bool = False
-
-    def keys(self) -> list[tuple[int, str]]:
-        """Return the number of each block with the name that the class gives its state."""
-        return [(at, self.key) for at, _ in self.members]
 
 
 class OwnedParam:
@@ -121,6 +95,7 @@ class OwnedParam:
         self.blocks, self.owners, self.ranks, self.units = blocks, owners, ranks, units
         self.wholes = {at: Whole() for at, owner in enumerate(owners) if owner == ranks.own}
         self.is_announced = False
+        self._entries = Entries(spread.shape, blocks, units)
         self._described: list[Described] = [{} for _ in blocks]
         self._views: dict[tuple[int, str], Tensor] = {}  # by block and key: part of what is shown
         self._shown: dict[str, object] = {}
@@ -141,7 +116,7 @@ class OwnedParam:
 
     def like(self, name: str, shape: Sequence[int], singles: Container[str]) -> DTensor | None:
         """Return an empty tensor cut as state under this name is; None: equal on all ranks."""
-        entry = self._entry_of(name, torch.Size(shape), singles)
+        entry = self._entries.of(name, torch.Size(shape), singles)
         if entry is None or self.ranks.is_alone:
             return None
         if entry.is_shared:
@@ -168,7 +143,7 @@ class OwnedParam:
         self._described = [{} for _ in self.blocks]
         for name, value in own.items():
             shape = value.shape if isinstance(value, Tensor) else None
-            entry = None if shape is None else self._entry_of(name, shape, inner.singles)
+            entry = None if shape is None else self._entries.of(name, shape, inner.singles)
             if entry is None:
                 for described in self._described:
                     described |= _described({name: value})
@@ -206,17 +181,17 @@ class OwnedParam:
         Raises:
             ConfigError: it is not what the class makes.
         """
-        names: list[list[str]] = [[] for _ in self.blocks]
+        held: dict[int, list[str]] = {}  # by block: names of what should be in wrappers
         for name, value in unwrapped(plain(own)).items():
-            is_tensor = isinstance(value, Tensor)
-            entry = self._entry_of(name, value.shape, singles) if is_tensor else None
-            everywhere = [(at, name) for at in range(len(names))]
-            for at, key in everywhere if entry is None else entry.keys():
-                names[at].append(key)
-        for at, its in enumerate(names):
-            if not any("." in key for key in its):
+            if "." not in name or not isinstance(value, Tensor):
                 continue
-            odd = [key for key in unheld(its, self._sample(at, sample)) if "." in key]
+            entry = self._entries.of(name, value.shape, singles)
+            key = name if entry is None else entry.key
+            members = range(len(self.blocks)) if entry is None else (at for at, _ in entry.members)
+            for at in members if "." in key else ():
+                held.setdefault(at, []).append(key)
+        for at, names in held.items():
+            odd = unheld(names, self._sample(at, sample))
             if odd:
                 raise ConfigError(
                     f"OwnedOptimizer: state {odd} of a parameter of shape {self.spread.shape} is "
@@ -229,34 +204,6 @@ class OwnedParam:
         is_cut = self.units is not None
         shape = (padded_numel(0, piece.whole, piece.grain),) if is_cut else self.blocks[at].shape
         return sample(self.group, shape, self.param.dtype)
-
-    def _entry_of(self, name: str, shape: torch.Size, singles: Container[str]) -> _Entry | None:
-        """Return the entry that state of this name and shape makes; None: one value for all."""
-        count = len(self.blocks)
-        if self.units is not None:
-            return self._entry_of_pieces(name, shape, self.units.get(name))
-        if is_cut(name, shape, torch.Size(self.spread.shape), singles):
-            members = [(at, torch.Size(block.shape)) for at, block in enumerate(self.blocks)]
-            return _Entry(name, name, tuple(shape), tuple(members))
-        if count == 1:
-            return _Entry(name, name, tuple(shape), ((0, shape),))
-        key, _, number = name.rpartition(".")
-        if key and number.isdigit() and int(number) < count:
-            return _Entry(name, key, tuple(shape), ((int(number), shape),))
-        if shape and shape[0] == count:
-            return _Entry(name, name, tuple(shape), tuple((at, shape[1:]) for at in range(count)))
-        return None
-
-    def _entry_of_pieces(self, name: str, shape: torch.Size, unit: int | None) -> _Entry:
-        if not unit:
-            members = tuple((at, shape) for at in range(len(self.blocks)))
-            return _Entry(name, name, tuple(shape), members, is_shared=True)
-        numel = torch.Size(self.spread.shape).numel()
-        rows, rest = (numel, ()) if shape == self.spread.shape else (shape[0], tuple(shape[1:]))
-        starts = [block.start // block.grain * unit for block in self.blocks]
-        lengths = [stop - start for start, stop in pairwise((*starts, rows))]
-        members = tuple((at, torch.Size((length, *rest))) for at, length in enumerate(lengths))
-        return _Entry(name, name, tuple(shape), members)
 
     # showing
 
@@ -274,7 +221,8 @@ class OwnedParam:
     ) -> None:
         """Show state in ``state``, given what owners say of blocks.
 
-        Where the class ``makes_state`` and a block has none, its step has failed, and is to come.
+        If the class ``makes_state`` and a block has none, its first step has failed, and all ranks
+        still have to learn the shapes.
         """
         news = [described.get(at, known) for at, known in enumerate(self._described)]
         self.is_announced = all(news) or not makes_state
@@ -285,7 +233,7 @@ class OwnedParam:
     def show(self, inner: Inner, state: MutableMapping[Any, Any]) -> None:
         """Show in ``state`` what is known of the blocks."""
         self._forget_shown()
-        for entry in self._joined(inner.singles):
+        for entry in self._entries.joined(self._described, inner.singles):
             self._show(entry, inner)
         if self._shown or self.param in state:
             own = state.setdefault(self.param, {})
@@ -339,43 +287,7 @@ class OwnedParam:
         self._views.clear()
         self._shown.clear()
 
-    def _joined(self, singles: Container[str]) -> list[_Entry]:
-        """Return the entries that show what is known of the blocks."""
-        if not all(self._described):
-            return []
-        found: list[_Entry] = []
-        for key in self._described[0]:
-            if not all(key in one for one in self._described):
-                continue
-            shapes = [torch.Size(one[key][0]) for one in self._described]
-            members = tuple(enumerate(shapes))
-            if self.units is not None:
-                found.append(self._joined_pieces(key, shapes, self.units.get(key)))
-                continue
-            pairs = zip(shapes, self.blocks, strict=True)
-            cut = (is_cut(key, own, torch.Size(block.shape), singles) for own, block in pairs)
-            if all(cut):
-                found.append(_Entry(key, key, self.spread.shape, members))
-            elif len(members) == 1:
-                found.append(_Entry(key, key, tuple(shapes[0]), members))
-            elif len(set(shapes)) == 1:
-                found.append(_Entry(key, key, (len(members), *shapes[0]), members))
-            else:
-                found += [
-                    _Entry(f"{key}.{at}", key, tuple(shape), ((at, shape),))
-                    for at, shape in members
-                ]
-        return found
-
-    def _joined_pieces(self, key: str, shapes: Sequence[torch.Size], unit: int | None) -> _Entry:
-        if not unit:
-            return _Entry(key, key, tuple(shapes[0]), ((0, shapes[0]),))
-        rows, rest = sum(shape[0] for shape in shapes), tuple(shapes[0][1:])
-        is_like = rows == torch.Size(self.spread.shape).numel() and not rest
-        shape = self.spread.shape if is_like else (rows, *rest)
-        return _Entry(key, key, shape, tuple(enumerate(shapes)))
-
-    def _show(self, entry: _Entry, inner: Inner) -> None:
+    def _show(self, entry: Entry, inner: Inner) -> None:
         mine = [at for at, _ in entry.members if at in self.wholes]
         states = {at: inner.state_of(self.wholes[at]) or {} for at in mine}
         _, dtype = self._described[entry.members[0][0]][entry.key]
@@ -403,7 +315,7 @@ class OwnedParam:
                 replace(states[0], entry.key, shown)
         self._shown[entry.name] = shown
 
-    def _cut(self, entry: _Entry, local: Tensor) -> dict[int, Tensor]:
+    def _cut(self, entry: Entry, local: Tensor) -> dict[int, Tensor]:
         """Return this rank's blocks' parts of ``local``, 1-D, in the shapes of their state."""
         views, start = {}, 0
         for at, shape in entry.members:
@@ -412,10 +324,10 @@ class OwnedParam:
                 start += 0 if entry.is_shared else shape.numel()
         return views
 
-    def _numel(self, entry: _Entry, index: int) -> int:
+    def _numel(self, entry: Entry, index: int) -> int:
         return sum(shape.numel() for at, shape in entry.members if self.owners[at] == index)
 
-    def _placed(self, entry: _Entry, local: Tensor) -> DTensor:
+    def _placed(self, entry: Entry, local: Tensor) -> DTensor:
         lengths = [0] * len(self.ranks.numbers)
         for at, shape in entry.members:
             lengths[self.owners[at]] += shape.numel()

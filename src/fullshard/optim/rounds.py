@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fullshard.optim.exchange import Part, Peers, parts_of, to_holders, to_owners
 from fullshard.optim.owned_state import OwnedParam, Whole
-from fullshard.optim.owners import rounds_of
+from fullshard.optim.owners import Cost, rounds_of
 from fullshard.optim.spread_param import Ranks
 from fullshard.tensors import local_part
 
@@ -72,6 +72,14 @@ class Family:
         self.ranks, self.members = ranks, members
         self._budget_nbytes = budget_nbytes
         self._rounds: dict[object, list[Round]] = {}
+
+    def loads(self, cost: Cost) -> dict[int, float]:
+        """Return the cost of what each rank owns."""
+        found = dict.fromkeys(self.ranks.numbers, 0.0)
+        for one in self.members.values():
+            for block, owner in zip(one.blocks, one.owners, strict=True):
+                found[self.ranks.numbers[owner]] += float(cost(block.shape))
+        return found
 
     def step(self, grads: Mapping[int, Tensor | None], step: Step) -> None:
         """Bring each parameter with a gradient up to date; ``step`` steps what this rank owns."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -24,6 +25,16 @@ class SpreadParam(NamedTuple):
 
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
+
+
+def spread_or_plain(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh | None]:
+    """Return where ``param`` lies; on no mesh, whole, if it is a plain tensor.
+
+    Args and errors are those of ``spread_param_of``.
+    """
+    if param.layout is not torch.strided:
+        raise UnsupportedError(f"{label} is {param.layout}; expected a dense tensor")
+    return spread_param_of(param, label) or (SpreadParam(tuple(param.shape), ()), None)
 
 
 def spread_param_of(param: Tensor, label: str) -> tuple[SpreadParam, DeviceMesh] | None:
