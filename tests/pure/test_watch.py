@@ -75,11 +75,28 @@ def test_who_failed_while_others_wait_is_told() -> None:
 
 def test_who_failed_is_waited_for_until_others_wait_or_fail_likewise() -> None:
     failed = statement(1, ("a",), is_open=False, failure="E", failed_s=0.1)
-    alike = statement(0, ("a",), is_open=False, failure="E"), statement(2, ("a",), is_open=False)
+    alike = failed._replace(rank=0), failed._replace(rank=2)
     assert found(failed, statement(0, ("a",)), statement(2, ("a",))).kind is Kind.UNDECIDED
     assert found(failed, *alike).kind is Kind.NOTHING
     late = failed._replace(failed_s=PATIENCE_S + 1)
     assert found(late, statement(0, ("a",)), statement(2, ("a",))).kind is Kind.FAILED
+    assert found(late, *(one._replace(failed_s=PATIENCE_S + 1) for one in alike)).kind is (
+        Kind.NOTHING
+    )
+
+
+def test_who_failed_before_others_began_is_waited_for_then_they_leave_the_step_out() -> None:
+    failed = statement(1, ("a",), is_open=False, failure="E", failed_s=0.1)
+    idle = statement(0, ("a",), is_open=False), statement(2, ("a",), is_open=False)
+    assert found(failed, *idle).kind is Kind.UNDECIDED
+    assert found(failed, failed._replace(rank=0), idle[1]).kind is Kind.UNDECIDED
+    what = found(failed._replace(failed_s=PATIENCE_S + 1), *idle)
+    assert (what.kind, what.ranks, what.behind) == (Kind.FAILED, (1,), (0, 2))
+    # Whoever ends its program leaves word.
+    last = failed._replace(ends_program=True)
+    assert found(last, *idle).kind is Kind.NOTHING
+    assert found(last, statement(0, ("a",)), idle[1]).kind is Kind.UNDECIDED
+    assert found(last, failed._replace(rank=0), idle[1]).kind is Kind.UNDECIDED
 
 
 def ended(one: Statement, num_ended: int) -> Statement:

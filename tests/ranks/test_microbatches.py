@@ -210,13 +210,16 @@ class Short(Around):
         return self.inner.all_reduce_mean(values)
 
 
-def short_at(face: str, at: int) -> int:
-    """Have no memory for collective ``at`` on rank 1; return how many there were."""
+def short_at(face: str, at: int, late_s: float = 0.0, patience: str = "3") -> int:
+    """Have no memory for collective ``at`` on rank 1; return how many there were.
+
+    The other ranks begin each step ``late_s`` later.
+    """
     count = [0]
     number = at if dist.get_rank() == 1 else 0
     wrapper: Callable[[Any], Any] = lambda inner: Short(inner, count, number)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        patch.setenv("FULLSHARD_PATIENCE_S", patience)
         with wrapped(wrapper):
             model = tower(face)
         count[0] = 0
@@ -225,6 +228,7 @@ def short_at(face: str, at: int) -> int:
         for step in range(2):
             optimizer.zero_grad()
             batch = batch_of(step, dist.get_rank(), [4])
+            time.sleep(0.0 if number else late_s)
             microbatches.backward(lambda part: loss_of(model, part), batch)
             optimizer.step()
         num_issued = count[0]
@@ -240,6 +244,16 @@ def test_memory_may_run_out_at_every_collective(pool: RankPool, face: str) -> No
     assert num_issued >= 10
     for at in range(1, num_issued + 1):
         pool.run(world, short_at, face, num_issued + at)
+
+
+@pytest.mark.parametrize("face", ["rows", "replicas"])
+@pytest.mark.parametrize("patience", ["3", "0.5"])
+def test_memory_may_run_out_before_others_begin_the_step(
+    pool: RankPool, face: str, patience: str
+) -> None:
+    world = 4 if face == "replicas" else 2
+    first = pool.run(world, short_at, face, 0)[0] // 2 + 1  # of the second step
+    pool.run(world, short_at, face, first, 1.5, patience)
 
 
 def cannot(error: type[Exception]) -> str:

@@ -116,18 +116,24 @@ def _lost(
 def _failed(
     said: Mapping[int, Statement], waits: Sequence[_Wait], patience_s: float
 ) -> Diagnosis | None:
-    """Find ranks whose step ended by an exception that not all ranks had at the same place."""
+    """Find ranks whose step ended by an exception that not all ranks had at the same place.
+
+    Others may not have begun the step yet; they leave it out then. Whoever ends its program leaves
+    word of why, so nobody needs to wait for that.
+    """
     failed = {rank: statement for rank, statement in said.items() if statement.failure}
     if not failed:
         return None
     in_vain = [wait for wait in waits if any(_is_behind(one, wait) for one in failed.values())]
     others = [statement for rank, statement in said.items() if rank not in failed]
     if not in_vain:
-        if any(one.is_open for one in others):
-            if all(one.failed_s < patience_s for one in failed.values()):
-                return UNDECIDED
-        elif _are_level(said):
+        is_level = _are_level(said)
+        may_begin = is_level and not all(one.ends_program for one in failed.values())
+        is_needed = may_begin or any(one.is_open for one in others)
+        if is_level and not (others and is_needed):
             return None
+        if is_needed and all(one.failed_s < patience_s for one in failed.values()):
+            return UNDECIDED
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
 

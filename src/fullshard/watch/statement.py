@@ -71,6 +71,8 @@ class Statement(NamedTuple):
     """Where its main thread is, in the user's files."""
     is_torn: bool = False
     """True if the exception left a step of an optimizer, so its weights are stepped in part."""
+    ends_program: bool = False
+    """True if the exception ends the program."""
 
     def encoded(self) -> str:
         """Return the statement as JSON."""

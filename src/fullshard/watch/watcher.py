@@ -167,6 +167,7 @@ class Watcher:
             time.monotonic() - failure.at_s,
             self._stack(),
             failure.is_torn,
+            failure is self.failure,
         )
 
     def _stack(self) -> str:
