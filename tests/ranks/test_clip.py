@@ -200,6 +200,28 @@ def test_corners(pool: RankPool) -> None:
     pool.run(2, corners)
 
 
+def twin_of_a_mesh() -> None:
+    """DTensor's cache may give a gradient the mesh of another model: equal, yet another object."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    twin = copy.copy(mesh)
+    assert twin == mesh and twin is not mesh
+    values = [1.0, 2.0**53, 1.0]  # 2 more, if the largest is added last
+    grads = [
+        DTensor.from_local(torch.tensor([value]).double(), mesh, [Shard(0)]) for value in values
+    ]
+    params = [param_with(grad) for grad in grads]
+    norm = grad_norm(params, 1.0)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = DTensor.from_local(grad.to_local(), twin, [Shard(0)])
+        assert param.grad.device_mesh is twin
+        assert torch.equal(grad_norm(params, 1.0), norm)
+        param.grad = grad
+
+
+def test_the_order_of_sums_is_that_of_parameters(pool: RankPool) -> None:
+    pool.run(2, twin_of_a_mesh)
+
+
 def low_precision() -> None:
     """Sharded in bf16 all the way, as large models are."""
     policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)

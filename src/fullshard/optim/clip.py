@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
 from fullshard.errors import ConfigError, NonFiniteError
@@ -125,26 +126,27 @@ def _sorted_by_groups(parameters: Tensor | Iterable[Tensor]) -> list[_Alike]:
         for param, grad in pairs
         if grad is not None or (param.requires_grad and not param.is_meta)
     ]
-    cut = [grad for _, grad in grads if isinstance(grad, DTensor)]
-    like: dict[tuple[int, tuple[type, ...]], list[DTensor]] = {}
-    for grad, (mesh, placements) in zip(cut, map(_where, cut), strict=True):
-        like.setdefault((id(mesh), tuple(map(type, placements))), []).append(grad)
     found: dict[Spread, _Alike] = {}
-    for those in like.values():
-        spread = spread_of(those[0].device_mesh, those[0].placements)
-        found.setdefault(spread, _Alike(spread)).locals.extend(map(_torch.local_of, those))
-    known: dict[tuple[int, tuple[type, ...]], Spread] = {}
+    locals_of: dict[tuple[int, tuple[type, ...]], list[Tensor]] = {}
+
+    def alike(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Tensor]:
+        key = (id(mesh), tuple(map(type, placements)))
+        there = locals_of.get(key)
+        if there is None:  # gradients of equal meshes are alike, too
+            spread = spread_of(mesh, placements)
+            there = locals_of[key] = found.setdefault(spread, _Alike(spread)).locals
+        return there
+
     for param, grad in grads:
         if isinstance(grad, DTensor):
+            alike(grad.device_mesh, grad.placements).append(_torch.local_of(grad))
             continue
         parts = placed_pieces_of(param)
         if not parts:
             found.setdefault(_PLAIN, _Alike(_PLAIN)).locals.append(grad)
         for (mesh, placements), start, numel, _ in parts:
-            key = (id(mesh), tuple(map(type, placements)))
-            spread = known[key] = known.get(key) or spread_of(mesh, placements)
             local = grad if len(parts) == 1 else grad[start : start + numel]
-            found.setdefault(spread, _Alike(spread)).locals.append(local)
+            alike(mesh, placements).append(local)
     return list(found.values())
 
 
@@ -155,7 +157,6 @@ def _none_of(param: Tensor) -> Tensor:
     return _torch.dtensor_like(param, _torch.local_of(param).new_empty(0))
 
 
-_where = attrgetter("device_mesh", "placements")
 _PLAIN = Spread((), 1)
 
 
