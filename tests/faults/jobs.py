@@ -41,7 +41,8 @@ class Ending:
         kind: the class of its exception; a signal, one that stopped it too; "exit N"; "hang"; empty
             for a normal end.
         text: its exception's, or all that it printed where a signal ended it.
-        logs: what fullshard told it, each a level and a text.
+        logs: what fullshard told it since the fault, each a level and a text. On a loaded machine
+            a rank may be late before.
         after_s: seconds from the fault to its end, or None.
         told_s: seconds from the fault to the first log, or exception that its loop caught, or None.
         caught: the exceptions that its loop caught.
@@ -150,7 +151,11 @@ def _ending(job: Job, folder: Path, rank: int, code: int, gone_s: float | None) 
     else:
         kind, text = last["kind"], last["text"]
     fault_s = _fault_s(folder)
-    logs = [note for note in notes if note["what"] == "log"]
+    logs = [
+        note
+        for note in notes
+        if note["what"] == "log" and (fault_s is None or note["at_s"] >= fault_s)
+    ]
     caught = [note for note in notes if note["what"] == "caught"]
     told_s = min((note["at_s"] for note in (*logs, *caught)), default=None)
     end_s = last["at_s"] if last else gone_s
