@@ -311,7 +311,7 @@ def server(tmp_path: Path) -> Any:
 
 def test_who_reads_a_file_may_pause(server: peers.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that read a checkpoint wait for each other between its parts."""
-    monkeypatch.setattr(peers, "_STALL_S", 0.2)
+    monkeypatch.setattr(peers, "stall_s", lambda: 0.2)
     file = peers.PeerFile(server.address, 0, "a", 100)
     into = bytearray(10)
     for offset in (0, 10):

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from fullshard.checkpoint.datafile import CHUNK_NBYTES, write_all
 from fullshard.comm.addresses import dial, listener
+from fullshard.comm.pulse import stall_s
 from fullshard.errors import CheckpointError
 
 _KEY_NBYTES = 32
 _REQUEST = struct.Struct(f"={_KEY_NBYTES}s3q")  # key, number of the file, offset, bytes
-_STALL_S = 60.0  # without a byte of a request or an answer
 
 
 class Server:
@@ -81,7 +81,7 @@ class Server:
                 connection.settimeout(None)  # who reads may wait for other ranks in between
                 if not connection.recv(1, socket.MSG_PEEK):
                     break
-                connection.settimeout(_STALL_S)
+                connection.settimeout(stall_s())
                 request = bytearray(_REQUEST.size)
                 if not _receive(connection, memoryview(request)):
                     break
@@ -112,13 +112,13 @@ class PeerFile:
         packed, port, key = address.split()
         self._key, self._number = bytes.fromhex(key), number
         self._connection = dial(bytes.fromhex(packed), int(port))
-        self._connection.settimeout(_STALL_S)
+        self._connection.settimeout(stall_s())
 
     def read(self, offset: int, into: memoryview) -> None:
         """Read from ``offset`` on, as many bytes as ``into`` has.
 
         Raises:
-            CheckpointError: the other machine does not send them.
+            CheckpointError: the other machine does not send them, for ``stall_s`` without a byte.
         """
         try:
             self._connection.sendall(_REQUEST.pack(self._key, self._number, offset, into.nbytes))

@@ -24,6 +24,7 @@ PULSE_S = 1.0
 """Seconds between two signs of life."""
 
 _DEFAULT_PATIENCE_S = 5.0
+_LEAST_STALL_S = 10.0
 _SILENT = 6  # times the patience; threads may be held up, by a compiler or a large pickle
 
 
@@ -35,6 +36,11 @@ def patience_s() -> float:
 def silence_s() -> float:
     """Return how long a process may give no sign of life before it counts as ended, in seconds."""
     return _SILENT * patience_s()
+
+
+def stall_s() -> float:
+    """Return how long a process that others talk to may keep them waiting, in seconds."""
+    return max(_LEAST_STALL_S, 2 * silence_s())
 
 
 class Sign(NamedTuple):

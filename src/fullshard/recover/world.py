@@ -17,12 +17,10 @@ import torch.distributed as dist
 
 from fullshard import _torch, watch
 from fullshard.checkpoint.pending import settle
-from fullshard.comm.pulse import silence_s
+from fullshard.comm.pulse import stall_s
 from fullshard.errors import FullshardError
 
 log = logging.getLogger("fullshard")
-
-_LEAST_JOIN_S = 10.0
 
 
 class Origin(NamedTuple):
@@ -53,16 +51,15 @@ def join(origin: Origin, name: str, rank: int, world: int) -> None:
     """Make the default process group of ``world`` ranks that all call this with the same ``name``.
 
     Raises:
-        RuntimeError: a rank did not come; PyTorch's, within twice the time that ranks may be
-            silent. NCCL's groups connect later, in the first collective.
+        RuntimeError: a rank did not come in ``stall_s``; PyTorch's. NCCL's groups connect later, in
+            the first collective.
     """
-    joining_s = max(_LEAST_JOIN_S, 2 * silence_s())
     dist.init_process_group(
         origin.backend,
         store=dist.PrefixStore(name, origin.store),
         rank=rank,
         world_size=world,
-        timeout=min(origin.timeout, timedelta(seconds=joining_s)),
+        timeout=min(origin.timeout, timedelta(seconds=stall_s())),
         pg_options=origin.options,
         device_id=origin.device,
     )

@@ -29,8 +29,10 @@ def explain(error: RuntimeError, of: Ledger, entry: Entry) -> Exception:
         watching.last = UNDECIDED
         is_lost = isinstance(error, LostRankError)  # connections close a moment before a process
         _ask_until(
-            watching,
-            lambda: watching.last.is_fault or not (is_lost or watching.last.kind is Kind.UNDECIDED),
+            watching,  # another round may follow the one that found the fault
+            lambda: (
+                of.era.error is not None or not (is_lost or watching.last.kind is Kind.UNDECIDED)
+            ),
         )
     if of.era.error is None or (isinstance(error, PeerError) and error.args == _text(of)):
         return error
@@ -89,8 +91,8 @@ def confess(error: Exception) -> None:
     places = [step.place for step in steps() if step.place]
     text = ", ".join([described(error), *places[:1]])
     watching.failure = Failure(text, time.monotonic())
-    watching.last = UNDECIDED
-    _ask_until(watching, lambda: watching.last.kind is not Kind.UNDECIDED)
+    watching.last, era = UNDECIDED, now()
+    _ask_until(watching, lambda: now() is not era or watching.last.kind is not Kind.UNDECIDED)
 
 
 def _excepthook(
