@@ -388,11 +388,14 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def drop_groups() -> None:
     """Forget all process groups and what PyTorch keeps by them, without waiting for any peer.
 
-    NCCL's are aborted, which ends what runs on devices. Gloo's close their connections, and so wake
-    those who wait for us, once nobody holds them any longer.
+    NCCL's are aborted, which ends what runs on devices. Gloo's close their connections, which wakes
+    those who wait for us, even if something still holds the group.
     """
     forget_meshes()
     if dist.is_initialized():
+        for group in list(c10d._world.pg_map):
+            if has_peers(group, "cpu") and backend_name(group, "cpu") == "gloo":
+                break_off(group)
         c10d._abort_process_group()
     c10d._world.group_count = 0  # names of groups count; a group that failed to be made has counted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import Life, fully_shard, resilient
+from fullshard import Life, _torch, fully_shard, resilient
 from fullshard.errors import PeerError
-from fullshard.recover import handover
+from fullshard.recover import handover, world
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble
 
@@ -59,3 +60,50 @@ def test_state_that_nobody_took_up_is_not_left_in_memory(
     pool: RankPool, tmp_path: Path, error: type[Exception] | None
 ) -> None:
     assert pool.run(1, handed_on, tmp_path, error, process_group=False) == [(1, 0)]
+
+
+def models_of_the_life_before(path: Path) -> list[bool]:
+    """Fail in a hook of a module; return which models are alive as the next life begins."""
+    store = dist.FileStore(str(path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    made: list[weakref.ref[nn.Module]] = []
+
+    def fails(*_: object) -> None:
+        raise PeerError("rank 1 failed")
+
+    def train(life: Life) -> list[bool]:
+        if life.number:
+            return [one() is not None for one in made]
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+        made.append(weakref.ref(model))
+        model.register_forward_pre_hook(fails)
+        model(torch.ones(2, 4))
+        raise AssertionError
+
+    alive = resilient(train, max_restarts=1)
+    dist.destroy_process_group()
+    return alive
+
+
+def test_the_model_of_a_life_is_gone_when_the_next_begins(pool: RankPool, tmp_path: Path) -> None:
+    """PyTorch calls hooks in a function whose closure has the module, and no traceback drops it."""
+    found = pool.run(1, models_of_the_life_before, tmp_path, process_group=False)
+    assert found == [[False]]
+
+
+def wait_for_who_leaves() -> bool:
+    """Rank 1 leaves the job, but something of its user's holds the group."""
+    held, store = dist.group.WORLD, dist.PrefixStore("leaves", _torch.default_store())
+    if dist.get_rank() == 1:
+        world.leave(None)
+        store.wait(["is awake"])
+        return held is not None
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1))
+    store.set("is awake", b"")
+    dist.destroy_process_group()
+    return True
+
+
+def test_who_leaves_wakes_the_others_even_if_something_holds_its_group(pool: RankPool) -> None:
+    assert pool.run(2, wait_for_who_leaves) == [True] * 2

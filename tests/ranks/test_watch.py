@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from fullshard import (
     MixedPrecisionPolicy,
     PerParameter,
     Ragged,
+    _torch,
     checkpoint,
     fully_shard,
 )
+from fullshard.comm import C10d
 from fullshard.comm.blocking import all_to_all
 from fullshard.comm.ledger import Era, end_era, ledger_of, now
 from fullshard.comm.mesh import collectives_of_group, collectives_of_twin
@@ -31,6 +34,7 @@ from fullshard.errors import PeerError, ProtocolError, TornStepError
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
+from fullshard.watch import begin, watcher
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
@@ -321,6 +325,43 @@ def ends_of_groups() -> None:
 
 def test_waits_on_every_group_can_be_ended(pool: RankPool) -> None:
     pool.run(2, ends_of_groups)
+
+
+def meet_who_is_lost_later() -> str:
+    """Rank 1 fails as rank 0 waits to meet it, and leaves the job; its connections stay open."""
+    store, said = dist.PrefixStore("lost later", _torch.default_store()), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
+        begin()
+        group, watching = dist.new_group(), watcher()
+        assert isinstance(group, dist.ProcessGroup) and watching is not None
+        if dist.get_rank() == 0:
+            ends = threading.Thread(target=fail_as_ranks_meet, args=(group, store))
+            ends.start()
+            try:
+                said = str(C10d(group, "cpu").adds_wide)
+            except PeerError as error:
+                said = str(error)
+            ends.join()
+            store.set("is over", b"")
+        else:
+            store.wait(["meets"])
+            end_era(lambda: PeerError("rank 1 failed"))
+            watching.leave("has left the job")
+            store.wait(["is over"])
+    dist.destroy_process_group()
+    return said
+
+
+def fail_as_ranks_meet(group: dist.ProcessGroup, store: dist.Store) -> None:
+    while ledger_of(group).waiting is None:
+        time.sleep(0.01)
+    end_era(lambda: PeerError("rank 1 failed"))
+    store.set("meets", b"")
+
+
+def test_a_meeting_ends_if_who_failed_never_comes(pool: RankPool) -> None:
+    assert pool.run(2, meet_who_is_lost_later) == ["rank 1 failed", ""]
 
 
 def gathered_after(fault: str) -> str:

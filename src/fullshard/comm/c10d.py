@@ -266,7 +266,7 @@ def ledger_for(group: dist.ProcessGroup, device_type: str) -> Ledger:
     return ledger
 
 
-def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> None:
+def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry, error: Exception) -> None:
     """End a wait for gloo's own collectives, after which gloo's group is of no use.
 
     Ranks meet by these, too. A rank that lives will still come to the meeting, so only a lost one
@@ -274,8 +274,7 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry) -> Non
     """
     group = reference()
     if group is not None and waiting[1] == MEETING:
-        error = ledger_of(group).era.error
-        if error is not None and isinstance(error(), LostRankError):
+        if isinstance(error, LostRankError):
             _torch.break_off(group)
         return
     found = None if group is None else _ways.get(group)

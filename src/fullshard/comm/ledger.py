@@ -168,8 +168,9 @@ class Ledger:
         self.waiting: Entry | None = None
         """What the host waits for at the moment."""
         self.waiting_since_s = 0.0
-        self.breaks: Callable[[Entry], None] | None = None
-        """Makes a wait that sees no era raise a ``RuntimeError``, at the cost of its transport."""
+        self.breaks: Callable[[Entry, Exception], None] | None = None
+        """Makes a wait that sees no era raise a ``RuntimeError``, at the cost of its transport, if
+        the error of the fault is a reason to."""
         self.aborts: Callable[[], None] | None = None
         """Ends all collectives of devices, and the group with them; None: it has none."""
         self._underway = _Underway()
@@ -369,8 +370,9 @@ def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
     last.end(error)
     for ledger in ledgers():
         waiting = ledger.waiting
-        if ledger.era is last and waiting is not None and ledger.breaks is not None:
-            ledger.breaks(waiting)
+        # Who still meets others since an earlier fault hears of the next one, too.
+        if waiting is not None and ledger.breaks is not None:
+            ledger.breaks(waiting, error())
     for abort in aborts:
         abort()
 

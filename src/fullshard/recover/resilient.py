@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
 import time
@@ -104,6 +105,7 @@ class _Job(Generic[Result]):
                     leave(None)
                 self._go_on(verdict, error)
                 error = None
+                gc.collect()  # a traceback keeps closures, and these may keep the model
         except BaseException as last:
             how = f"ended by {type(last).__name__}: {last}"
             raise
