@@ -257,6 +257,11 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     return group._get_backend(torch.device(device_type)).name()
 
 
+def is_on_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` gets data of the host from other processes by gloo."""
+    return has_peers(group, "cpu") and backend_name(group, "cpu") == "gloo"
+
+
 def functional_collective(op: Any) -> str | None:
     """Return which method of ``Collectives`` an operation of DTensors is like; None if it is none.
 
@@ -394,7 +399,7 @@ def drop_groups() -> None:
     forget_meshes()
     if dist.is_initialized():
         for group in list(c10d._world.pg_map):
-            if has_peers(group, "cpu") and backend_name(group, "cpu") == "gloo":
+            if is_on_gloo(group):
                 break_off(group)
         c10d._abort_process_group()
     c10d._world.group_count = 0  # names of groups count; a group that failed to be made has counted

@@ -259,7 +259,7 @@ class C10d:
 def ledger_for(group: dist.ProcessGroup, device_type: str) -> Ledger:
     """Return the ledger of ``group``, able to end its collectives of the CPU and of a device."""
     ledger, reference = ledger_of(group), weakref.ref(group)
-    if _torch.has_peers(group, "cpu") and _torch.backend_name(group, "cpu") == "gloo":
+    if _torch.is_on_gloo(group):
         ledger.breaks = partial(_break_off, reference)
     if device_type != "cpu" and _torch.has_peers(group, device_type):
         ledger.aborts = partial(_abort, reference, device_type)

@@ -170,7 +170,7 @@ class Ledger:
         self.waiting_since_s = 0.0
         self.breaks: Callable[[Entry, Exception], None] | None = None
         """Makes a wait that sees no era raise a ``RuntimeError``, at the cost of its transport, if
-        the error of the fault is a reason to."""
+        the error of the fault, the second argument, leaves the wait no end."""
         self.aborts: Callable[[], None] | None = None
         """Ends all collectives of devices, and the group with them; None: it has none."""
         self._underway = _Underway()
@@ -227,6 +227,12 @@ class Ledger:
         if waiting is not None:
             return Wait(waiting, self.waiting_since_s, on_device=False)
         return self._underway.first(least_s)
+
+    @property
+    def is_meeting(self) -> bool:
+        """True if the host waits to meet other ranks, perhaps since an earlier era."""
+        waiting = self.waiting
+        return waiting is not None and waiting[1] == MEETING
 
     @contextlib.contextmanager
     def starting(self, kind: str) -> Iterator[None]:
@@ -370,7 +376,7 @@ def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
     last.end(error)
     for ledger in ledgers():
         waiting = ledger.waiting
-        # Who still meets others since an earlier fault hears of the next one, too.
+        # Of an earlier era, too: only a lost rank ends a meeting.
         if waiting is not None and ledger.breaks is not None:
             ledger.breaks(waiting, error())
     for abort in aborts:

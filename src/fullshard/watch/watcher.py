@@ -22,7 +22,7 @@ import torch.distributed as dist
 import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.dry import world_lock
-from fullshard.comm.ledger import MEETING, Ledger, end_era, ledgers, now
+from fullshard.comm.ledger import Ledger, end_era, ledgers, now
 from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
@@ -192,15 +192,16 @@ _INNER = tuple(
 
 
 def _group(ledger: Ledger) -> Group:
-    current, wait = ledger.era is now(), ledger.wait()
-    if not (current or (wait is not None and wait.entry[1] == MEETING)):  # no fault ends those
-        wait = None
+    current = ledger.era is now()
+    # Few faults end a meeting. One of an earlier era comes before all that this era counts.
+    wait = ledger.wait() if current or ledger.is_meeting else None
+    number = wait.entry[0] if wait is not None and current else 0
     return Group(
         ledger.name,
         ledger.ranks,
         ledger.num_issued if current else 0,
         tuple(Issued(*entry) for entry in tuple(ledger.entries)) if current else (),
-        None if wait is None else wait.entry[0] if current else 0,
+        None if wait is None else number,
         0.0 if wait is None else time.monotonic() - wait.since_s,
         ledger.num_ended if current else 0,
         wait is not None and wait.on_device,
