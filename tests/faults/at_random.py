@@ -40,8 +40,7 @@ def drawn(seed: int, number: int) -> Job:
         victim=draw.randrange(world),
         at_step=1 if phase is Phase.BUILD else draw.randint(1, last_step),
         steps=_STEPS,
-        # who waits in a save for one that does not come to it is in no unit
-        saves=phase is not Phase.OPTIMIZER and draw.random() < 0.5,
+        saves=draw.random() < 0.5,
     )
 
 

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from fullshard import FullyShardedDataParallel, checkpoint, fully_shard
+from fullshard import FullyShardedDataParallel, checkpoint, fully_shard, optim
 from fullshard.optim import StepGuard
 from tests.faults.rows import Fault, Phase, What
 from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
@@ -160,9 +160,13 @@ def train(job: Job, rank: int, folder: Path, strike: Strike, diary: Diary) -> nn
                 raise
             diary.note("caught", **described(error))
         optimizer.zero_grad()
+        if strike.is_due(What.WHOLE_ALONE, Phase.SAVE):
+            weights(job, model)
         if job.saves or job.fault.what is What.DISK_FULL:
             strike.meet(Phase.SAVE)
             save(job, model, optimizer, folder / "checkpoints", step)
+        if strike.is_due(What.SAVE_ALONE, Phase.SAVE):
+            save(job, model, optimizer, folder / "alone", step)
     if ends < 0:
         strike.note()
     return model
@@ -184,6 +188,9 @@ def one_step(job: Job, model: nn.Module, optimizer: Any, x: Tensor, strike: Stri
     if strike.is_due(What.NAN, Phase.FORWARD):
         loss = loss * float("nan")
     loss.backward()
+    if strike.is_due(What.CLIP_ALONE, Phase.CLIP):
+        clip: Any = nn.utils if job.engine is Engine.TORCH else optim
+        clip.clip_grad_norm_(model.parameters(), 1e9)
     if job.fault.what is not What.NAN:
         optimizer.step()
     elif job.engine is Engine.TORCH:

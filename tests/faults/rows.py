@@ -30,6 +30,9 @@ class What(enum.Enum):
     KILL = "is killed (SIGKILL)"
     STOP = "is stopped (SIGSTOP)"
     DISK_FULL = "finds the disk full"
+    CLIP_ALONE = "clips the norm of the gradients, and the others do not"
+    WHOLE_ALONE = "gathers the full state dict, and the others do not"
+    SAVE_ALONE = "saves a checkpoint, and the others do not"
     NAN = "has a loss that is not a number"
     STALL = "takes 20 s in user code, then comes back"
 
@@ -43,6 +46,7 @@ class Phase(enum.Enum):
     FORWARD = "in forward"
     BACKWARD = "in backward"
     OPTIMIZER = "in the optimizer"
+    CLIP = "before the optimizer steps"
     SAVE = "in a save"
     END = "at the end"
 
@@ -86,7 +90,7 @@ class Expectation:
     end: End = End.RAISES
 
 
-_ANY_UNIT, _THIS_UNIT = r"blocks\.\d|\(?root\)?", r"blocks\.{block}\b"
+_ANY_UNIT, _THIS_UNIT = r"blocks\.\d|\(?root\)?|save of a checkpoint", r"blocks\.{block}\b"
 _EVERYWHERE = dict.fromkeys(Phase, _ANY_UNIT)
 _THERE = dict.fromkeys(Phase, _THIS_UNIT)
 _WHERE_IT_COMPUTES = {
@@ -103,7 +107,7 @@ def _different(phase: Phase, units: Mapping[Phase, str] = _THERE) -> Expectation
     """Ranks run different things, of which all of them learn."""
     return Expectation(
         (phase,),
-        r"differ|other|another|instead|not the same|skip|order|never|without",
+        r"differ|other|another|instead|not the same|skip|order|never|without|wait for each other",
         units,
         errors=("ProtocolError", "PeerError"),
         speak=Who.ALL,
@@ -124,6 +128,9 @@ EXPECTED = {
         (Phase.END,), _ENDED, _EVERYWHERE, speak=Who.VICTIM, named=Who.OTHERS
     ),
     What.EARLY_END: Expectation((Phase.END,), _ENDED, _EVERYWHERE),
+    What.CLIP_ALONE: _different(Phase.CLIP, {}),
+    What.WHOLE_ALONE: _different(Phase.SAVE, {}),
+    What.SAVE_ALONE: _different(Phase.SAVE, {}),
     What.MORE_LAYERS: _different(Phase.BUILD, {Phase.BUILD: r"blocks\.4\b"}),
     What.OTHER_WIDTH: _different(Phase.BUILD),
     What.OTHER_DTYPE: _different(Phase.BUILD, _EVERYWHERE),

@@ -29,6 +29,7 @@ JOBS = [
     Job(Fault(What.KILL, Phase.GATHER), Engine.UNITS, Wire.SHARED, 4),
     Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.DISK_FULL, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2),
+    Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2, saves=True),
     Job(Fault(What.STALL, Phase.DATA, stall_s=4.0), Engine.UNITS, Wire.SHARED, 2),
 ]
 

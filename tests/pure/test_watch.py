@@ -42,6 +42,12 @@ def statement(
     return Statement(rank, (group,), is_open, failure, failed_s, stack)
 
 
+def saving(waited_s: float, *, world: int = 3) -> Group:
+    """The ledger of councils on a rank that waits for the others to save."""
+    save = Issued(2, "save", "a checkpoint", 0)
+    return Group("councils", tuple(range(world)), 3, (save,), 2, waited_s)
+
+
 def found(*said: Statement, absent: Mapping[int, Absence] | None = None) -> Diagnosis:
     return diagnose({one.rank: one for one in said}, absent or {}, patience_s=PATIENCE_S)
 
@@ -122,6 +128,10 @@ def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
     # They wait for a norm to clip by, and then drop the step.
     clips = ended(statement(0, ("a", "b", "norm"), waits_s=0.1, is_open=False), 2)
     assert found(clips, failed, between).kind is Kind.FAILED
+    # They wait in a save, before which weights may have been stepped.
+    saves = between._replace(rank=0, groups=(*between.groups, saving(0.1)))
+    assert found(saves, failed, between).kind is Kind.UNDECIDED
+    assert found(saves, late, between).kind is Kind.TORN
     # They are still in that step, or the one who failed had ended it, too.
     inside = ended(statement(0, ("a", "b"), waits_s=0.1), 0), ended(statement(2, ("a", "b")), 0)
     assert found(inside[0], failed, inside[1]).kind is Kind.UNDECIDED
@@ -237,6 +247,8 @@ def messages() -> list[str]:
         )
         for rank in (0, 1)
     ]
+    groups = crossed[0].groups[:1], (crossed[1].groups[1], saving(6.0, world=2))
+    apart = [one._replace(groups=its) for one, its in zip(crossed, groups, strict=True)]
     return [
         found(statement(0, ahead, waits_s=0.1), failed, statement(2, ahead)).text,
         found(waits, statement(1, ("blocks.0", "blocks.2")), other).text,
@@ -245,10 +257,11 @@ def messages() -> list[str]:
         found(longer, other, absent={1: Absence(STOPPED, is_final=False)}).text,
         found(*crossed).text,
         found(ended(statement(0, (*units, "blocks.0")), 2), late, ended(other, 0)).text,
+        found(*apart).text,
     ]
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_the_documentation_shows_what_is_said(number: int) -> None:
     page = Path(__file__).parents[2] / "docs" / "faults.md"
     assert f"`{messages()[number]}`" in page.read_text(), messages()[number]

@@ -361,7 +361,7 @@ def ended_before_its_first_sign(path: Path) -> str:
         said = ""
         if dist.get_rank() == 1:
             patch.setattr(council, "begin_pulse", mock.Mock())
-            council.Council("meets the others")
+            council.Council("meets the others", "save", "a checkpoint")
         else:
             try:
                 checkpoint.save(path, *alone(), step=1)

@@ -99,7 +99,7 @@ class Checkpointer:
         """
         settle()
         path = self.path(step)
-        council = Council(f"save to {path}")
+        council = Council(f"save to {path}", "save", "a checkpoint")
         machines = self._machines(council)
         folders = _Folders(council, machines, self.root)
         if not self._is_clean:
@@ -128,7 +128,7 @@ class Checkpointer:
 
         A checkpoint is complete if its manifest and all files, in their sizes, are there.
         """
-        council = Council(f"look at {self.root}")
+        council = Council(f"look at {self.root}", "list", "checkpoints")
         return _Folders(council, self._machines(council), self.root).steps()
 
     def load(
@@ -187,7 +187,9 @@ def load_newest(
     ``Checkpointer.load`` does.
     """
     settle()
-    council = Council("load from " + ", ".join(str(one.root) for one in checkpointers))
+    council = Council(
+        "load from " + ", ".join(str(one.root) for one in checkpointers), "list", "checkpoints"
+    )
     found: list[tuple[Numbered, Path, Machines, bool]] = []
     for one in checkpointers:
         machines = one._machines(council)
@@ -195,7 +197,7 @@ def load_newest(
         found += [(its, one.root / its.name, machines, one._copies is None) for its in there]
     failure: CheckpointError | None = None
     for its, path, machines, is_shared in sorted(found, reverse=True):
-        council = Council(f"load {path}")
+        council = Council(f"load {path}", "load", "a checkpoint")
         load = partial(load_from, council, path=path, model=model, strict=strict)
         try:
             if is_shared:

@@ -75,7 +75,7 @@ def save_weights(
     """
     settle()
     folder = Path(folder)
-    council = Council(f"save weights to {folder}")
+    council = Council(f"save weights to {folder}", "save", "weights")
     found = Collected(council.rank, council.world)
     manifest = described(council, found, model, [str(dtype), max_file_nbytes])
     plans: list[_Plan] = []

@@ -100,7 +100,7 @@ def load_weights(
     """
     settle()
     folder = Path(folder)
-    council = Council(f"load weights from {folder}")
+    council = Council(f"load weights from {folder}", "load", "weights")
     listed = council.agree(lambda: None, lambda _: read_index(folder))
     files = {name: InFile(one[0], one[1], tuple(one[2])) for name, one in listed.items()}
     targets: list[_Target] = []

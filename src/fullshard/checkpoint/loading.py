@@ -59,7 +59,7 @@ def load(
     """
     settle()
     path = Path(path)
-    council = Council(f"load {path}")
+    council = Council(f"load {path}", "load", "a checkpoint")
     return load_from(council, in_folder(path), path, model, optimizer, strict=strict).extra
 
 

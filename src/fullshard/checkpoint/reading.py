@@ -252,7 +252,7 @@ class Reader:
                     self._read(run, own[place : place + run.nbytes])
                 own[0] = 1
         finally:
-            given = all_gather_bytes(own)
+            given = all_gather_bytes(own, "parts of a checkpoint")
         if not given[:, 0].all():
             return None
         return [

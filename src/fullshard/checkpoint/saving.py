@@ -98,7 +98,7 @@ def save(
     settle()
     path = Path(path)
     how = How(mode, budget_nbytes, CopyMemory(budget_nbytes))
-    council = Council(f"save to {path}")
+    council = Council(f"save to {path}", "save", "a checkpoint")
     where = Where(path, Machines.sharing(council))
     return begin(council, where, model, optimizer, extra, step=step, how=how)
 
@@ -193,7 +193,7 @@ def save_collected(path: Path, collect: Callable[[], Collected], extra: Any, *, 
     Raises:
         CheckpointError, ConfigError, LostRankError: as ``save`` does.
     """
-    council = Council(f"save to {path}")
+    council = Council(f"save to {path}", "save", "a checkpoint")
     saving = _Saving(Where(path, Machines.seen(council, path.parent)), council, step)
     how = How("sync", None, CopyMemory(0))
     said = council.agree(lambda: saving.take(collect(), None, extra, how), saving.begin)
@@ -222,6 +222,7 @@ class _Saving:
         self._extra = decode(json.loads(text))  # as it is now, whatever the caller does with it
         self.writing = self._writing(optimizer, how)
         return {
+            "folder": self._where.path.name,
             "step": self._step,
             "mode": how.mode,
             "extra": digest_of(text.encode()),

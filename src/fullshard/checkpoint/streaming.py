@@ -91,7 +91,7 @@ def stream_params(
         All ranks raise the same.
     """
     settle()
-    council = Council("stream parameters")
+    council = Council("stream parameters", "stream", "weights")
     found = Collected(council.rank, council.world)
     chosen = None if names is None else sorted(names)
     receivers = [*range(council.world)] if ranks is None else sorted(set(ranks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.comm.c10d import default_transport, ledger_for, ways_of
-from fullshard.comm.ledger import Mark
+from fullshard.comm.c10d import default_transport, issued, transferred, ways_of
 from fullshard.comm.mesh import collectives_of, collectives_of_group, served_by
 from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, Together
 
@@ -47,27 +46,24 @@ def all_reduce(values: Tensor, group: dist.ProcessGroup, *, is_max: bool) -> Non
             in_order = there.device.type != "cpu"
             return _torch.all_reduce(group, there, op, in_order=in_order) or Done()
 
-        ledger = ledger_for(group, there.device.type)
-        ledger.issue("sum", "", there.nbytes, start, _mark(there)).wait()
+        issued(group, there.device.type, "sum", start, nbytes=there.nbytes).wait()
     if there.data_ptr() != values.data_ptr():
         values.copy_(there.view(values.shape))
 
 
-def _mark(values: Tensor) -> Callable[[], Mark | None] | None:
-    """Return what marks a point behind a collective of ``values``; None on the CPU."""
-    device_type = values.device.type
-    return None if device_type == "cpu" else partial(_torch.mark, device_type)
-
-
-def all_gather_bytes(own: Tensor) -> Tensor:
+def all_gather_bytes(own: Tensor, label: str) -> Tensor:
     """Return the bytes of all ranks of the default group, one row each, on the CPU.
 
-    ``own`` is flat, on the CPU, and has the same size on all ranks.
+    ``own`` is flat, on the CPU, and has the same size on all ranks; ``label`` says what it is.
     """
     group, device = _default_group()
     gathered = torch.empty(group.size(), len(own), dtype=torch.uint8, device=device)
-    dist.all_gather([*gathered], own.to(device), group=group)
-    return gathered.cpu()
+
+    def call() -> Tensor:
+        dist.all_gather([*gathered], own.to(device), group=group)
+        return gathered.cpu()
+
+    return transferred(group, label, call)
 
 
 def all_to_all(
@@ -95,9 +91,7 @@ def all_to_all(
         way = ways_of(group, default_transport(group, there.type), device_type=there.type)
         return way.exchanges.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
 
-    # 0 bytes: ranks send differently many, and their ledgers must be alike.
-    ledger = ledger_for(group, there.type)
-    ledger.issue("exchange", "", 0, start, _mark(given)).wait()
+    issued(group, there.type, "exchange", start).wait()
     return given.to(sent.device)
 
 
@@ -119,9 +113,13 @@ def all_to_all_bytes(
     if len(lengths) > 1:
         group, device = _default_group()
         given = into.to(device)
-        dist.all_to_all_single(given, sent.to(device), [*sizes], [*lengths], group=group)
-        if given is not into:
-            into.copy_(given)
+
+        def call() -> None:
+            dist.all_to_all_single(given, sent.to(device), [*sizes], [*lengths], group=group)
+            if given is not into:
+                into.copy_(given)
+
+        transferred(group, "weights", call)
     return list(into.split([*sizes]))
 
 
@@ -143,7 +141,7 @@ def broadcast_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> N
             sent += tensor.nbytes
     for those in alike.values():
         joined = torch.cat([tensor.reshape(-1) for tensor in those])
-        dist.broadcast(joined.view(torch.uint8), group=group, group_src=0)
+        collectives_of_group(group, joined.device.type).broadcast(joined, 0).wait()
         parts = joined.split([tensor.numel() for tensor in those])
         for tensor, part in zip(those, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
@@ -158,8 +156,9 @@ def broadcast_from_first(values: Tensor, mesh: DeviceMesh) -> None:
 def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
     """Return the ``value`` of the first rank of ``mesh``; it is sent pickled."""
     for dim in range(mesh.ndim):
-        box = [value]
-        dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
+        group, box = mesh.get_group(dim), [value]
+        send = partial(dist.broadcast_object_list, box, group=group, group_src=0)
+        transferred(group, "objects", send)
         (value,) = box
     return value
 
@@ -167,7 +166,7 @@ def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
 def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return what each rank of ``group`` passed as ``own``, by rank; any small pickled values."""
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
+    transferred(group, "objects", partial(dist.all_gather_object, found, own, group=group))
     return found
 
 
@@ -183,9 +182,7 @@ def all_same(value: bytes, mesh: DeviceMesh) -> bool:
     """Return whether ``value``, a digest of larger data, is equal on all ranks of ``mesh``."""
     same: bytes | None = value
     for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        found: list[bytes | None] = [None] * group.size()
-        dist.all_gather_object(found, same, group=group)
+        found = gather_objects(same, mesh.get_group(dim))
         same = value if all(one == value for one in found) else None
     return same is not None
 

@@ -9,14 +9,23 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.ledger import COMPARISON, MEETING, Entry, Era, Ledger, Mark, ledger_of
+from fullshard.comm.ledger import (
+    COMPARISON,
+    MEETING,
+    TRANSFER,
+    Entry,
+    Era,
+    Ledger,
+    Mark,
+    ledger_of,
+)
 from fullshard.comm.levels import Levels
 from fullshard.comm.links import Link
 from fullshard.comm.meeting import meet
@@ -26,6 +35,8 @@ from fullshard.comm.protocol import Done, Label, Pending, as_real
 from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
+
+Result = TypeVar("Result")
 
 
 class Transport(enum.Enum):
@@ -266,6 +277,58 @@ def ledger_for(group: dist.ProcessGroup, device_type: str) -> Ledger:
     return ledger
 
 
+def issued(
+    group: dist.ProcessGroup,
+    device_type: str,
+    kind: str,
+    start: Callable[[], Pending],
+    *,
+    label: str = "",
+    nbytes: int = 0,
+) -> Pending:
+    """Start a collective of tensors on such a device, in sight of those who watch.
+
+    The arguments are those of ``Ledger.issue``; 0 bytes if ranks send differently many, as their
+    ledgers must be alike.
+    """
+    mark = None if device_type == "cpu" else partial(_torch.mark, device_type)
+    return ledger_for(group, device_type).issue(kind, label, nbytes, start, mark)
+
+
+def transferred(group: dist.ProcessGroup, label: str, call: Callable[[], Result]) -> Result:
+    """Return the result of ``call``, a collective of ``group`` that has ended when it returns.
+
+    Args:
+        group: the process group.
+        label: what travels, for messages.
+        call: uses functions of ``torch.distributed``.
+
+    Raises:
+        PeerError: another rank failed, so it cannot end.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        return call()
+    kinds = [*_torch.device_types(group)]
+    ledger = ledger_for(group, "cpu" if "cpu" in kinds else kinds[0])
+    running = _Call(call)
+    ledger.issue(TRANSFER, label, 0, lambda: running).wait()
+    ledger.era.check()  # what an aborted collective leaves behind is no result
+    return running.result
+
+
+class _Call(Generic[Result]):
+    """A collective that runs when somebody waits for it."""
+
+    result: Result
+
+    def __init__(self, call: Callable[[], Result]) -> None:
+        self._call = call
+
+    def wait(self) -> None:
+        """See ``Pending``."""
+        self.result = self._call()
+
+
 def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry, error: Exception) -> None:
     """End a wait for gloo's own collectives, after which gloo's group is of no use.
 
@@ -281,7 +344,7 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry, error:
     ways = [] if found is None else found.ways.values()
     part = operator.attrgetter("exchanges" if waiting[1] == "exchange" else "gathers")
     if group is not None and (
-        waiting[1] in ("broadcast", "sum", COMPARISON)
+        waiting[1] in ("broadcast", "sum", TRANSFER, COMPARISON)
         or any(isinstance(part(one), Native) for one in ways)
     ):
         _torch.break_off(group)

@@ -4,9 +4,11 @@ Ranks that compute and ranks that write files may be at different places for a l
 of them may fail or die. Here all ranks learn what the first one decided, and who failed why.
 
 From the first council on, each process gives signs of life (``pulse``). Ranks whose processes end
-are named at once if they are of this host, else after six times ``FULLSHARD_PATIENCE_S``; those
-that live and do not come to a decision, as they hang or do something else, after the timeout of the
-store, which is that of ``init_process_group``.
+are named at once if they are of this host, else after six times ``FULLSHARD_PATIENCE_S``. Councils
+have a ledger, so those who watch see that this rank waits for one that does not come, and that the
+other may wait for this one, say in a step of training, which ends both waits. Without a watch, a
+rank that lives and does not come is named after the timeout of the store, which is that of
+``init_process_group``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 import itertools
 import json
 import secrets
+import threading
 import time
 import weakref
 import zlib
@@ -29,6 +32,8 @@ import torch.distributed as dist
 
 from fullshard import _torch, errors
 from fullshard.comm.blocking import all_gather_bytes
+from fullshard.comm.ledger import Ledger, ledger_beside
+from fullshard.comm.protocol import Done
 from fullshard.comm.pulse import PATIENCE, PULSE_S, Sign, begin_pulse, last_sign, silence_s
 from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
 
@@ -41,14 +46,30 @@ class Council:
 
     Args:
         what: what is being done, for messages.
+        kind: the same in a word that all ranks have in common, of ``ledger.BETWEEN_STEPS``.
+        label: of what, in words that all ranks have in common.
+
+    Raises:
+        PeerError: another rank failed, so no decision can be made.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, kind: str, label: str) -> None:
         self._what = what
-        self.rank, self.world, self._store, self._signs, self._numbers = _members()
-        self._number = next(self._numbers)
+        members = _members()
+        self.rank, self.world = members.rank, members.world
+        self._store, self._signs, self._numbers = members.store, members.signs, members.numbers
+        self._ledger, self._kind, self._label = members.ledger, kind, label
+        self._thread_id = threading.get_ident()
         self._silence_s = silence_s()
         self._decisions = 0
+        self._enter()
+
+    def _enter(self) -> None:
+        """Take the next number, and note that on the ledger."""
+        self._number = next(self._numbers)
+        if self._ledger is not None:
+            self._ledger.issue(self._kind, self._label, 0, Done)
+            self._entry, self._era = self._ledger.entries[-1], self._ledger.era
 
     def agree(
         self,
@@ -78,6 +99,7 @@ class Council:
         with self._store_answers():
             verdict = self._verdict_on(said, decide, undo)
         if "error" in verdict:
+            self._check()
             raise getattr(errors, verdict["kind"])(f"{self._what}: {verdict['error']}") from failure
         return verdict["value"]
 
@@ -123,7 +145,7 @@ class Council:
         self._decisions += 1
         if self.rank and self._decisions == 1:
             while self._store.check([f"{self._number}/1"]):  # decided when we were away
-                self._number = next(self._numbers)
+                self._enter()
         verdict_key = f"{self._number}/{self._decisions}"
         self._post(f"{verdict_key}/{self.rank}", json.dumps(said))
         if self.rank:
@@ -156,8 +178,25 @@ class Council:
         except Exception as error:
             return _described(error)
 
+    @property
+    def _is_beside(self) -> bool:
+        """True if this thread saves beside the training, whose faults do not end that."""
+        return threading.get_ident() != self._thread_id
+
+    def _check(self) -> None:
+        """Raise the error of a fault by which other ranks may not come to this."""
+        if self._ledger is not None and not self._is_beside:
+            self._era.check()
+
     def _wait_for(self, keys: Mapping[int, str]) -> None:
         """Wait until all ``keys``, each to be set by a rank, are there."""
+        if self._ledger is None or self._is_beside:
+            self._look_for(keys)
+            return
+        with self._ledger.awaiting(self._entry):
+            self._look_for(keys)
+
+    def _look_for(self, keys: Mapping[int, str]) -> None:
         missing = dict(keys)
         seen: dict[int, _Seen] = {}
         began = checked = time.monotonic()
@@ -168,6 +207,7 @@ class Council:
             missing = {r: key for r, key in missing.items() if not self._store.check([key])}
             if not missing:
                 return
+            self._check()
             now = time.monotonic()
             if now - checked > PULSE_S:
                 checked = now
@@ -243,33 +283,34 @@ class _Seen(NamedTuple):
 
 
 class _Members:
-    """What the councils of a process group share."""
+    """What the councils of a job share; ``group`` is None where this rank is alone."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
+        self.numbers = itertools.count()
+        self.ledger: Ledger | None = None
+        self.store: dist.Store
+        self.signs: dist.Store
+        if group is None:
+            self.signs = self.store = dist.HashStore()
+            return
         # Ranks may have met in this store before, in another process group: use other keys.
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
-        prefix = f"fullshard/{bytes(all_gather_bytes(name)[0].tolist()).hex()}"
+        names = all_gather_bytes(name, "what saves and loads need")
         # Blocking calls on the default store, in any thread, are not to hold up a council.
         self.signs = _torch.own_store()
-        self.store = dist.PrefixStore(prefix, self.signs)
-        self.numbers = itertools.count()
+        self.store = dist.PrefixStore(f"fullshard/{bytes(names[0].tolist()).hex()}", self.signs)
+        self.ledger = ledger_beside(self, "councils")
         begin_pulse()
 
 
 _members_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Members] = weakref.WeakKeyDictionary()
 
 
-def _members() -> tuple[int, int, dist.Store, dist.Store, Iterator[int]]:
-    """Return this rank, the number of ranks, stores, and the numbers of the next councils.
-
-    The first store is of these councils, the second one has the signs of life.
-    """
-    if not dist.is_initialized():
-        store = dist.HashStore()
-        return 0, 1, store, store, itertools.count()
-    group = dist.group.WORLD
-    assert group is not None
+def _members() -> _Members:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        return _Members(None)
     if group not in _members_of:
         _members_of[group] = _Members(group)
-    members = _members_of[group]
-    return group.rank(), group.size(), members.store, members.signs, members.numbers
+    return _members_of[group]

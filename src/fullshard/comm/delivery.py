@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.comm.c10d import issued
+from fullshard.comm.ledger import TRANSFER
 from fullshard.comm.mesh import collectives_of, default_mesh, served_by
-from fullshard.comm.protocol import Pending
+from fullshard.comm.protocol import Pending, Together
 
 _PADDED = 1.02
 _TAG = 7201  # of point-to-point messages, which programs may send as well
@@ -72,17 +74,23 @@ class Delivery:
             return
         if len(self._receivers) == world:
             row = len(self._rows[0])
+            wire = collectives_of(default_mesh(self.device.type))
             if row and all(len(one) == row for one in self._rows):
-                wire = collectives_of(default_mesh(self.device.type))
                 whole = self._memory[: row * world]
                 self._works = [wire.all_gather([whole], [self._rows[self._rank]])]
                 return
             self._works = [
-                dist.broadcast(message, rank, async_op=True)
+                wire.broadcast(message, rank)
                 for rank, message in enumerate(self._messages)
                 if len(message)
             ]
             return
+        assert dist.group.WORLD is not None
+        group, kind = dist.group.WORLD, self.device.type
+        self._works = [issued(group, kind, TRANSFER, self._send, label="weights")]
+
+    def _send(self) -> Pending:
+        """Begin to send this rank's message to those who take it, and to take theirs."""
         calls = []
         for other in self._receivers if len(self._own) else ():
             if other != self._rank:
@@ -90,7 +98,7 @@ class Delivery:
         for other, message in enumerate(self._messages):
             if other != self._rank and len(message):
                 calls.append(dist.P2POp(dist.irecv, message, other, tag=_TAG))
-        self._works = [*dist.batch_isend_irecv(calls)] if calls else []
+        return Together(dist.batch_isend_irecv(calls) if calls else [])
 
     def wait(self) -> list[Tensor]:
         """Wait for the end; return the messages in rank order, none if this rank gets none."""

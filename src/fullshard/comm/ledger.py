@@ -37,6 +37,12 @@ MEETING = "meeting"
 COMPARISON = "comparison"
 """The kind of a wait for ranks to compare labels with."""
 
+TRANSFER = "transfer"
+"""The kind of collectives by PyTorch's public functions, of objects and of raw bytes."""
+
+BETWEEN_STEPS = frozenset({TRANSFER, "save", "load", "list", "stream"})
+"""Kinds of what ranks do together when weights may have been stepped since the last backward."""
+
 
 Entry = tuple[int, str, str, int]
 """A collective that this process issued: its number among those of the group in this era, from 0,
@@ -234,14 +240,18 @@ class Ledger:
         waiting = self.waiting
         return waiting is not None and waiting[1] == MEETING
 
-    @contextlib.contextmanager
-    def starting(self, kind: str) -> Iterator[None]:
+    def starting(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Show that the host waits in the block for ranks of the group, to start a collective.
 
         It is the one that was issued last, and ``kind`` says what the host does for it.
         """
+        return self.awaiting((max(0, self.num_issued - 1), kind, "", 0))
+
+    @contextlib.contextmanager
+    def awaiting(self, entry: Entry) -> Iterator[None]:
+        """Show that the host waits in the block for ``entry``."""
         self.waiting_since_s = time.monotonic()
-        self.waiting = (max(0, self.num_issued - 1), kind, "", 0)
+        self.waiting = entry
         try:
             self.era.check()
             yield
@@ -319,7 +329,7 @@ _is_told = False  # whether a collective was refused with that error
 
 _era = Era()
 _lock = threading.Lock()
-_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
+_ledgers: weakref.WeakKeyDictionary[object, Ledger] = weakref.WeakKeyDictionary()
 
 
 def now() -> Era:
@@ -334,6 +344,13 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
             ranks = tuple(dist.get_process_group_ranks(group))
             _ledgers[group] = Ledger(group.group_name, ranks)
         return _ledgers[group]
+
+
+def ledger_beside(holder: object, name: str) -> Ledger:
+    """Return a new ledger of what all ranks do together without a group; ``holder`` keeps it."""
+    with _lock:
+        ledger = _ledgers[holder] = Ledger(name, tuple(range(dist.get_world_size())))
+    return ledger
 
 
 def ledgers() -> list[Ledger]:

@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
-from fullshard.comm.c10d import C10d
+from fullshard.comm.c10d import C10d, transferred
 from fullshard.comm.protocol import (
     Alone,
     Collectives,
@@ -186,7 +187,8 @@ def mesh_of_groups(
         ConfigError: if the groups are not the rows and columns of a grid.
     """
     rows: list[list[int]] = [[] for _ in range(replicas.size())]
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
+    own = dist.get_process_group_ranks(shards)
+    transferred(replicas, "ranks", partial(dist.all_gather_object, rows, own, group=replicas))
     ranks = [rank for row in rows for rank in row]
     if len(set(ranks)) < len(ranks) or len({len(row) for row in rows}) > 1:
         raise ConfigError(

@@ -74,7 +74,8 @@ class _Job(Generic[Result]):
         self._members = tuple(range(dist.get_world_size()))
         # Ranks may have met in this store before: use other keys.
         own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
-        self._name = f"fullshard/resilient/{bytes(all_gather_bytes(own)[0].tolist()).hex()}"
+        names = all_gather_bytes(own, "the name of a job")
+        self._name = f"fullshard/resilient/{bytes(names[0].tolist()).hex()}"
         self._handover = Handover(self._name.replace("/", "-"))
         self._life = Life(self._member, len(self._members), handover=self._handover)
         self._takes_over = False

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from fullshard.comm.ledger import BETWEEN_STEPS
 from fullshard.watch.statement import Absence, Group, Issued, Statement
 
 __all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
@@ -167,7 +168,7 @@ def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:
     if not failed:
         return None
     if not any(one.is_open for one in ended.values()):
-        if any(group.blocks for one in ended.values() for group in one.groups):
+        if any(group.blocks_step for one in ended.values() for group in one.groups):
             return None
         if all(one.failed_s < patience_s for one in failed.values()):
             return UNDECIDED
@@ -221,11 +222,18 @@ def _differ(
     what = ", and ".join(f"{one.text(whole=whole)} on {_some(of)}" for one, of in sides)
     minority = sorted(rank for _, of in sides[1:] for rank in of)
     text = (
-        f"ranks do different things: collective {number} of {_group(ranks)} is {what}. They run "
-        "different units or different models, or in another order"
+        f"ranks do different things: collective {number} of {_group(ranks)} is {what}. "
+        f"{_advice(alike)}"
     )
     stacks = [f"rank {rank} is at {said[rank].stack}" for rank in minority if said[rank].stack]
     return Diagnosis(Kind.APART, tuple(minority), "\n".join([text, *stacks[:4]]))
+
+
+def _advice(issued: Iterable[Issued]) -> str:
+    """Return what is wrong in a program whose ranks issue these where they should be alike."""
+    if any(one.kind in BETWEEN_STEPS for one in issued):
+        return "All ranks must make the same calls at the same place, to save and to load, too"
+    return "They run different units or different models, or in another order"
 
 
 def _late(
@@ -249,6 +257,9 @@ def _late(
     roots = sorted(behind.keys() - {wait.rank for wait in waits})
     if behind and not roots and behind.keys() <= in_vain:
         text = "ranks wait for each other: " + "; ".join(wait.text() for wait in waits[:8])
+        issued = [wait.issued for wait in waits if wait.issued is not None]
+        if any(one.kind in BETWEEN_STEPS for one in issued):
+            text += f". {_advice(issued)}"
         return Diagnosis(Kind.APART, tuple(sorted(in_vain)), text)
     if not roots:
         return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from fullshard.comm.ledger import BETWEEN_STEPS
+
 __all__ = ["Absence", "Group", "Issued", "Statement"]
 
 
@@ -45,6 +47,12 @@ class Group(NamedTuple):
     def blocks(self) -> bool:
         """True if the rank itself waits for a collective."""
         return self.waiting is not None and not self.on_device
+
+    @property
+    def blocks_step(self) -> bool:
+        """True if the rank itself waits for one before which its weights are not stepped."""
+        waits_for = None if self.waiting is None else self.numbered(self.waiting)
+        return self.blocks and (waits_for is None or waits_for.kind not in BETWEEN_STEPS)
 
     @property
     def newest(self) -> Issued | None:
