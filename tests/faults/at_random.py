@@ -40,7 +40,8 @@ def drawn(seed: int, number: int) -> Job:
         victim=draw.randrange(world),
         at_step=1 if phase is Phase.BUILD else draw.randint(1, last_step),
         steps=_STEPS,
-        saves=draw.random() < 0.5,
+        # a save finds by itself that ranks have stepped apart
+        saves=what is not What.CAUGHT_ALONE and draw.random() < 0.5,
     )
 
 
