@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,36 @@ def test_a_rank_that_has_not_begun_is_never_lost(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         (absence,) = roll.absences([1]).values()
         assert absence == Absence("has not begun to train yet", is_final=False)
+
+
+def test_a_silence_that_was_waited_for_is_not_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither by those who vote on what comes next; whoever speaks again begins anew."""
+    monkeypatch.setenv("FULLSHARD_PATIENCE_S", "5")  # so 30 s of silence are too long
+    at_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: at_s[0])
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    def sign(store: dist.Store, member: int, number: int) -> None:
+        store.set(f"fullshard/pulse/{member}", f"elsewhere 1 {number}")
+
+    of_life, of_job = dist.HashStore(), dist.HashStore()
+    for rank, member in ((0, 4), (1, 6)):
+        sign(of_life, rank, 1)
+        sign(of_job, member, 9)
+    watching, voting = Roll(of_life), Roll(of_job)
+    watching.absences([0, 1])
+    at_s[0] = 120.0
+    assert watching.silent_since() == {0: 100.0, 1: 100.0}
+    sign(of_life, 0, 2)
+    assert watching.silent_since() == {1: 100.0}
+    voting.take_over({4: 100.0, 6: 100.0})
+    sign(of_job, 4, 10)
+    at_s[0] = 131.0
+    found = voting.absences([4, 6])
+    assert [found[member].is_final for member in (4, 6)] == [False, True]
+    assert not Roll(of_job).absences([6])[6].is_final
 
 
 def test_ranks_that_all_meet_wait_for_nobody() -> None:

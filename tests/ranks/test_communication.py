@@ -95,7 +95,7 @@ def with_custom_comms_in_separate_groups(model: Any) -> None:
         if wire.group is not None:
             assert (wire.group is bucket.spec.comm.group) is not enable
             inner = getattr(wire.inner, "inner", wire.inner)  # the checker of lanes wraps it
-            assert not inner._averages
+            assert not inner._choice.averages
 
 
 def with_one_reduction_at_a_time(model: Any) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, Ragged
 from fullshard.comm import C10d, links, meeting
-from fullshard.comm.c10d import Transport, ways_of
+from fullshard.comm.c10d import Choice, Transport, ways_of
 from fullshard.comm.levels import Levels
 from fullshard.errors import LostRankError, ProtocolError
 from tests.ranks import test_shared
@@ -53,7 +53,7 @@ def wire_on(hosts: str, timeout_s: float = 30) -> C10d:
 
 
 def levels_of(group: dist.ProcessGroup) -> Levels:
-    way = ways_of(group, Transport.SHARED).gathers
+    way = ways_of(group, Choice(Transport.SHARED)).gathers
     assert isinstance(way, Levels)
     return way
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.comm.c10d import default_transport, issued, transferred, ways_of
+from fullshard.comm.c10d import default_choice, issued, transferred, ways_of
 from fullshard.comm.mesh import collectives_of, collectives_of_group, served_by
 from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, Together
 
@@ -88,7 +88,7 @@ def all_to_all(
     given = torch.empty(sum(sizes), dtype=torch.uint8, device=there)
 
     def start() -> Pending:
-        way = ways_of(group, default_transport(group, there.type), device_type=there.type)
+        way = ways_of(group, default_choice(group, there.type))
         return way.exchanges.all_to_all(group, given, sent.to(there), "", Splits(lengths, sizes))
 
     issued(group, there.type, "exchange", start).wait()

@@ -78,34 +78,33 @@ class _Ways(NamedTuple):
     exchanges: Native | Shared
 
 
-_Choice = tuple[Transport, str, bool]
+class Choice(NamedTuple):
+    """What is asked of the ways of a group."""
+
+    transport: Transport
+    device_type: str = "cpu"
+    averages: bool = False
+    """True if a mean may be the backend's own; else it is made of a sum."""
 
 
 class _OfEra(NamedTuple):
     era: Era
-    ways: dict[_Choice, _Ways]
+    ways: dict[Choice, _Ways]
 
 
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]
 _ways = weakref.WeakKeyDictionary()
 
 
-def ways_of(
-    group: dist.ProcessGroup,
-    transport: Transport,
-    *,
-    device_type: str = "cpu",
-    averages: bool = False,
-) -> _Ways:
+def ways_of(group: dist.ProcessGroup, choice: Choice) -> _Ways:
     """Return the ways of ``group``; the first per choice and era with SHARED is a collective."""
     found, era = _ways.get(group), ledger_of(group).era
     if found is None or found.era is not era:
         found = _ways[group] = _OfEra(era, {})
     ways = found.ways
-    choice = (transport, device_type, averages)
     if choice not in ways:
-        native = Native(device_type, averages=averages)
-        if transport is Transport.NATIVE:
+        native = Native(choice.device_type, averages=choice.averages)
+        if choice.transport is Transport.NATIVE:
             ways[choice] = _Ways(native, native, native)
         else:
             ways[choice] = _met(group, native)
@@ -143,9 +142,8 @@ class C10d:
         self._reference = weakref.ref(group)
         self.rank = group.rank()
         self.world = group.size()
-        self._device_type = device_type
-        self._transport = transport or default_transport(group, device_type)
-        self._averages = _torch.has_average(group, device_type)
+        choice = default_choice(group, device_type)
+        self._choice = choice._replace(transport=transport or choice.transport)
         self._label = Label()
         self._ledger = ledger_for(group, device_type)
         self._mark: Callable[[], Mark | None] | None = None
@@ -177,21 +175,21 @@ class C10d:
         group = self.group
         found = _ways.get(group)
         ways = None if found is None else found.ways.get(self._choice)
-        if ways is None and self._transport is Transport.SHARED:
+        if ways is None and self._choice.transport is Transport.SHARED:
             self._ledger.issue(MEETING, "", 0, partial(self._meet, group)).wait()
         return (ways or self._ways(group)).reduces.adds_wide
 
     def by_sums(self) -> C10d:
         """See ``Collectives.by_sums``."""
         new = copy.copy(self)
-        new._averages = False
+        new._choice = new._choice._replace(averages=False)
         return new
 
     def over(self, group: dist.ProcessGroup) -> C10d:
         """See ``Collectives.over``."""
         new = copy.copy(self)
         new._reference = weakref.ref(group)
-        new._ledger = ledger_for(group, self._device_type)
+        new._ledger = ledger_for(group, self._choice.device_type)
         return new
 
     def labelled(self, label: Label) -> C10d:
@@ -204,7 +202,8 @@ class C10d:
         """See ``Collectives.all_gather``."""
         if outputs[0].is_complex():
             outputs, sources = list(map(as_real, outputs)), list(map(as_real, sources))
-        nbytes = sum(source.nbytes for source in sources)
+        first = sources[0].nbytes
+        nbytes = first if len(sources) == 1 else sum(source.nbytes for source in sources)
         return self._issue(
             "gather", nbytes, partial(self._all_gather, self.group, outputs, sources)
         )
@@ -258,13 +257,13 @@ class C10d:
         self._ways(group)
         return Done()
 
-    @property
-    def _choice(self) -> _Choice:
-        return (self._transport, self._device_type, self._averages)
-
     def _ways(self, group: dist.ProcessGroup) -> _Ways:
-        transport, device_type, averages = self._choice
-        return ways_of(group, transport, device_type=device_type, averages=averages)
+        found = _ways.get(group)
+        if found is not None and found.era is self._ledger.era:
+            ways = found.ways.get(self._choice)
+            if ways is not None:
+                return ways
+        return ways_of(group, self._choice)
 
 
 def ledger_for(group: dist.ProcessGroup, device_type: str) -> Ledger:
@@ -359,7 +358,8 @@ def _abort(reference: weakref.ref[dist.ProcessGroup], device_type: str) -> None:
         ).start()
 
 
-def default_transport(group: dist.ProcessGroup, device_type: str) -> Transport:
-    """Return the transport of ``group`` unless another is asked for."""
+def default_choice(group: dist.ProcessGroup, device_type: str) -> Choice:
+    """Return what is asked of ``group`` unless somebody asks for something else."""
     gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
-    return Transport.SHARED if gloo_on_cpu else Transport.NATIVE
+    transport = Transport.SHARED if gloo_on_cpu else Transport.NATIVE
+    return Choice(transport, device_type, _torch.has_average(group, device_type))

@@ -25,7 +25,7 @@ class Public(C10d):
 
     def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         super().__init__(group, device_type, Transport.NATIVE)
-        self._averages = True
+        self._choice = self._choice._replace(averages=True)
         self._is_async = device_type == "cpu"  # a device runs them in order on the current stream
 
     def _all_gather(
@@ -58,7 +58,7 @@ class Public(C10d):
         return exchange(output, source, group=group, async_op=self._is_async) or Done()
 
     def _begun(self, values: Tensor) -> tuple[dist.ReduceOp.RedOpType, float]:
-        averages = self._averages and values.dtype in _AVERAGED
+        averages = self._choice.averages and values.dtype in _AVERAGED
         return begun(values, self.world, averages=averages)
 
 

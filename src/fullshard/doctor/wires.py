@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.comm import Collectives
-from fullshard.comm.c10d import default_transport, ways_of
+from fullshard.comm.c10d import default_choice, ways_of
 from fullshard.comm.levels import Levels
 from fullshard.comm.meeting import SWITCH
 from fullshard.comm.native import Native
@@ -38,12 +38,7 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
     if len(ranks) == 1:
         return Wire(ranks, "none", "none", True)
     kind, adds_wide = mesh.device_type, wire.adds_wide  # which meets the others first, if need be
-    ways = ways_of(
-        group,
-        default_transport(group, kind),
-        device_type=kind,
-        averages=_torch.has_average(group, kind),
-    )
+    ways = ways_of(group, default_choice(group, kind))
     backend = _torch.backend_name(group, kind)
     names = {Shared: SHARED_MEMORY, Levels: MESSAGES, Native: f"{backend}'s own"}
     return Wire(ranks, names[type(ways.gathers)], names[type(ways.reduces)], adds_wide)

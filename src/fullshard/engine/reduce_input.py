@@ -104,6 +104,7 @@ class ReduceInput:
         self.row = reduced.row
         self._reduced = reduced
         self._meter = meter = reduced.meter
+        self._numels = [param.numel for param in layout.params]
         self._ones: dict[torch.dtype, Tensor] = {}
         self._boxes: list[list[StridedCopy] | None] = [[] for _ in layout.params]
         self._targets: list[list[Tensor]] = [[] for _ in layout.params]
@@ -114,6 +115,7 @@ class ReduceInput:
             flat = self._buffer.tensor
             rows = flat.view(layout.world, self.row)
             self._flags = rows[:, layout.shard_numel :]
+            self._numel = sum(self._numels) + self._flags.numel()
             self._flag_rows: tuple[Tensor, ...] = ()
             self._cat: _ChunkCat | None = None
             copies = layout.copies(row=self.row)
@@ -146,10 +148,7 @@ class ReduceInput:
         missing = [number for number, grad in enumerate(given) if grad is None]
         if self._cat is None or missing or not self._cat.fill(given, self._presence):
             self._copy(given, missing)
-        params = self._reduced.spec.layout.params
-        numel = sum(param.numel for param in params)
-        left_out = sum(params[number].numel for number in missing)
-        written = numel - left_out + self._flags.numel()
+        written = self._numel - sum(self._numels[number] for number in missing)
         self._meter.copied(written * self._buffer.tensor.itemsize)
         self._look_at_rounding(given)
         return self._buffer.tensor

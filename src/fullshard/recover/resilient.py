@@ -135,6 +135,10 @@ class _Job(Generic[Result]):
         # Devices may have stepped weights by what came of collectives that were ended.
         is_whole = not isinstance(failure, TornStepError) and ledger.ended_by() is None
         step = self._handover.keep(self._members, rank, is_whole=is_whole)
+        watching = watch.watcher()
+        if watching is not None:
+            silent = watching.silent_since()
+            self._voter.take_over({self._members[one]: at_s for one, at_s in silent.items()})
         leave(failure)
         kind = type(failure).__name__
         place = f"{kind} {frame.filename}:{frame.lineno}"

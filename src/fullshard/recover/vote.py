@@ -96,6 +96,11 @@ class Voter:
         self._roll = Roll(self._store)
         self._pulse = Pulse(_torch.connected_anew(store), member)
 
+    def take_over(self, silent_since: Mapping[int, float]) -> None:
+        """Count the silences of members from when they began, by ``time.monotonic``."""
+        with _store_answers():
+            self._roll.take_over(silent_since)
+
     def leave(self, how: str, members: Sequence[int]) -> None:
         """Tell that this member will not vote any more, and ``how`` it left: a clause.
 

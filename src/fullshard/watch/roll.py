@@ -36,6 +36,20 @@ class Roll:
             if rank not in self._seen or self._seen[rank][0] != number:
                 self._seen[rank] = (number, now_s)
 
+    def silent_since(self) -> dict[int, float]:
+        """Return the ranks that were looked for and gave no sign since, and when that began.
+
+        Times are by ``time.monotonic``.
+        """
+        seen = dict(self._seen)  # the watch adds to it meanwhile
+        numbers = self.signs(seen)
+        return {rank: at_s for rank, (number, at_s) in seen.items() if numbers[rank] == number}
+
+    def take_over(self, silent_since: Mapping[int, float]) -> None:
+        """Count silences from when they began, as another roll of the same processes found."""
+        for rank, number in self.signs(silent_since).items():
+            self._seen[rank] = (number, silent_since[rank])
+
     def absences(self, ranks: Iterable[int]) -> dict[int, Absence]:
         """Return why ``ranks`` said nothing; if some may live, look at them a second time."""
         first = {rank: last_sign(self._store, rank) for rank in ranks}

@@ -85,6 +85,10 @@ class Rounds:
         self._roll.saw(dict(signs))
         return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind))
 
+    def silent_since(self) -> dict[int, float]:
+        """Return what ``Roll.silent_since`` does."""
+        return self._roll.silent_since()
+
     def leave(self, how: str) -> None:
         """Tell how this rank ends."""
         self._store.set(ended_key(self._rank), how)

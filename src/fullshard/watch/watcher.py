@@ -74,6 +74,12 @@ class Watcher:
         self._wake.set()
         done.wait(ASK_S)
 
+    def silent_since(self) -> dict[int, float]:
+        """Return the ranks that are silent, and since when, by ``time.monotonic``."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            return self._rounds.silent_since()
+        return {}
+
     def leave(self, how: str) -> None:
         """Tell how this rank ends; nothing is watched any more."""
         if self._has_left:
