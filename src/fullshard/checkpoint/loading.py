@@ -53,7 +53,9 @@ def load(
         ConfigError: model, optimizer and checkpoint do not fit, with all differences.
         CheckpointError: the checkpoint is damaged or incomplete.
         LostRankError: a rank ended or hangs.
-        ProtocolError: during a forward, a backward or ``unshard_params``.
+        ProtocolError: during a forward, a backward or ``unshard_params``; or other ranks do
+            something else, and wait for this one.
+        PeerError: a step of another rank failed, which so does not come to this.
 
         All ranks raise the same, and nothing was changed.
     """
