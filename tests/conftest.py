@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,6 +15,10 @@ from tests.selection import MANY, covering
 
 # The machines that run this have few cores, and one torch thread gives the same sums everywhere.
 torch.set_num_threads(1)
+
+# PyTorch's stores ask for the names of who connects; a name server that is slow to answer, for 5 s
+# if nobody says otherwise, has no say in what is tested.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # The same examples on every run, and no time limit an example could miss on a loaded machine.
 settings.register_profile("fullshard", derandomize=True, deadline=None)

@@ -43,7 +43,6 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpStrategy
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
@@ -371,12 +370,24 @@ def reaches_processes(store: dist.Store) -> bool:
 
 
 def own_store() -> dist.Store:
-    """Return the default store through a connection of its own, which no other thread uses."""
-    return connected_anew(default_store())
+    """Return the default store through one more connection of this process, the same at each call.
+
+    Nobody may wait for a key through it, as calls of all threads go one after the other. Users may
+    in the default store. To connect takes long where PyTorch waits for a name server.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    own = _own_stores.get(group)
+    if own is None:
+        own = _own_stores[group] = connected_anew(default_store())
+    return own
+
+
+_own_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
 
 
 def connected_anew(store: dist.Store) -> dist.Store:
-    """Return ``store`` through a connection of its own, which no other thread uses."""
+    """Return ``store`` through a connection of its own."""
     try:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         return own
@@ -388,6 +399,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let the default ``group`` and its store wait for peers for ``timeout``."""
     c10d._set_pg_timeout(timeout, group)
     default_store().set_timeout(timeout)
+    own_store().set_timeout(timeout)
 
 
 def drop_groups() -> None:
@@ -405,13 +417,19 @@ def drop_groups() -> None:
     c10d._world.group_count = 0  # names of groups count; a group that failed to be made has counted
 
 
+def _nothing() -> None:
+    pass
+
+
 def forget_meshes() -> None:
     """Clear what DTensor remembers by mesh.
 
     All meshes of a shape are equal: it would hand out meshes whose groups are gone, or now are
     others. And a mesh keeps the threads of its groups, which wake up a hundred times a second.
     """
-    _clear_sharding_prop_cache()
+    # As ``torch.distributed.tensor.debug`` does, which imports the compiler.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _nothing)()
     ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()

@@ -244,6 +244,8 @@ def test_what_is_not_sharded_has_no_state() -> None:
 
 FRESH = """
 import sys, importlib
+import fullshard
+assert "torch._dynamo" not in sys.modules  # which takes a third of a second
 import fullshard.compat, torch.distributed.pipelining, torch.distributed.checkpoint, torch._dynamo
 import transformers
 def everything():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -156,18 +155,29 @@ def broadcast_from_first(values: Tensor, mesh: DeviceMesh) -> None:
 def broadcast_object_from_first(value: Any, mesh: DeviceMesh) -> Any:
     """Return the ``value`` of the first rank of ``mesh``; it is sent pickled."""
     for dim in range(mesh.ndim):
-        group, box = mesh.get_group(dim), [value]
-        send = partial(dist.broadcast_object_list, box, group=group, group_src=0)
-        transferred(group, "objects", send)
-        (value,) = box
+        value = _object_from_first(value, mesh.get_group(dim))
     return value
+
+
+def _object_from_first(value: Any, group: dist.ProcessGroup) -> Any:
+    box = [value]
+
+    def call() -> Any:
+        dist.broadcast_object_list(box, group=group, group_src=0)
+        return box[0]
+
+    return transferred(group, "objects", call)
 
 
 def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return what each rank of ``group`` passed as ``own``, by rank; any small pickled values."""
     found: list[Any] = [None] * group.size()
-    transferred(group, "objects", partial(dist.all_gather_object, found, own, group=group))
-    return found
+
+    def call() -> list[Any]:
+        dist.all_gather_object(found, own, group=group)
+        return found
+
+    return transferred(group, "objects", call)
 
 
 def gather_over(own: Any, mesh: DeviceMesh) -> list[Any]:

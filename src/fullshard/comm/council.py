@@ -297,7 +297,6 @@ class _Members:
         # Ranks may have met in this store before, in another process group: use other keys.
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         names = all_gather_bytes(name, "what saves and loads need")
-        # Blocking calls on the default store, in any thread, are not to hold up a council.
         self.signs = _torch.own_store()
         self.store = dist.PrefixStore(f"fullshard/{bytes(names[0].tolist()).hex()}", self.signs)
         self.ledger = ledger_beside(self, "councils")

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -188,7 +187,11 @@ def mesh_of_groups(
     """
     rows: list[list[int]] = [[] for _ in range(replicas.size())]
     own = dist.get_process_group_ranks(shards)
-    transferred(replicas, "ranks", partial(dist.all_gather_object, rows, own, group=replicas))
+
+    def call() -> None:
+        dist.all_gather_object(rows, own, group=replicas)
+
+    transferred(replicas, "ranks", call)
     ranks = [rank for row in rows for rank in row]
     if len(set(ranks)) < len(ranks) or len({len(row) for row in rows}) > 1:
         raise ConfigError(

@@ -94,7 +94,7 @@ class Voter:
         self._limit_s = limit_s
         self._store = _torch.connected_anew(store)
         self._roll = Roll(self._store)
-        self._pulse = Pulse(_torch.connected_anew(store), member)
+        self._pulse = Pulse(self._store, member)
 
     def take_over(self, silent_since: Mapping[int, float]) -> None:
         """Count the silences of members from when they began, by ``time.monotonic``."""
