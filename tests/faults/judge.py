@@ -65,7 +65,7 @@ def judge(result: Result, reference: Result | None = None) -> Verdict:
         reference: what all ranks come to that leave the step out, if the end is to be ``GOES_ON``.
     """
     job = result.job
-    expected = job.fault.expected
+    expected = job.expected
     end = expected.end
     speakers = sorted(ranks_of(expected.speak, job.victim, job.world))
     endings = [result.endings[rank] for rank in speakers]
@@ -101,13 +101,13 @@ def _said(end: End, ending: Ending) -> str:
 def _unsaid(result: Result, endings: Iterable[Ending]) -> Iterable[str]:
     """Yield what is missing in what some rank was told."""
     job = result.job
-    expected = job.fault.expected
+    expected = job.expected
     named = ranks_of(expected.named, job.victim, job.world)
     said = [_said(expected.end, ending) for ending in endings]
     ranks = "|".join(map(str, named))
     wanted = {
         "rank": rf"\brank(?:s|\(s\))?\W+(?:dict_keys\W+)?(?:\d+(?:, | and | to ))*(?:{ranks})\b",
-        "unit": job.fault.unit,
+        "unit": job.unit,
         "cause": expected.cause,
     }
     missing = [
@@ -137,7 +137,7 @@ def _diagnosis(end: End, ending: Ending) -> str:
 
 def _undone(result: Result, endings: Iterable[Ending], reference: Result | None) -> Iterable[str]:
     """Yield what the ranks did not do."""
-    expected = result.job.fault.expected
+    expected = result.job.expected
     if expected.end is End.RAISES:
         ours = result.job.engine is not Engine.TORCH
         if ours and not all(ending.kind in expected.errors for ending in endings):

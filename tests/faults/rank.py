@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, checkpoint, fully_shard, optim
 from fullshard.optim import StepGuard
-from tests.faults.rows import Fault, Phase, What
+from tests.faults.rows import ALONE_AT_THE_END, EXPECTED, Expectation, Fault, Phase, What
 from tests.faults.strike import MESSAGE, Diary, Strike, watch_gathers
 
 # Jobs are forked from a process that has imported this module, and what an optimizer imports.
@@ -80,6 +80,24 @@ class Job:
     at_step: int = 3
     steps: int = 5
     saves: bool = False
+
+    @property
+    def expected(self) -> Expectation:
+        """What its ranks have to say and do."""
+        others_end = {
+            What.CLIP_ALONE: not self.saves,
+            What.WHOLE_ALONE: not self.saves,
+            What.SAVE_ALONE: True,
+        }
+        if self.at_step == self.steps and others_end.get(self.fault.what):
+            return ALONE_AT_THE_END
+        return EXPECTED[self.fault.what]
+
+    @property
+    def unit(self) -> str:
+        """The pattern of the unit that has to be named, or nothing."""
+        fault = self.fault
+        return self.expected.units.get(fault.phase, "").replace("{block}", str(fault.block))
 
 
 class Block(nn.Module):

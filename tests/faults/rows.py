@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class What(enum.Enum):
@@ -90,7 +90,7 @@ class Expectation:
     end: End = End.RAISES
 
 
-_ANY_UNIT, _THIS_UNIT = r"blocks\.\d|\(?root\)?|save of a checkpoint", r"blocks\.{block}\b"
+_ANY_UNIT, _THIS_UNIT = r"blocks\.\d|\(?root\)?|\bsaves?\b", r"blocks\.{block}\b"
 _EVERYWHERE = dict.fromkeys(Phase, _ANY_UNIT)
 _THERE = dict.fromkeys(Phase, _THIS_UNIT)
 _WHERE_IT_COMPUTES = {
@@ -101,6 +101,7 @@ _WHERE_IT_COMPUTES = {
 _IN_STEPS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _ANYWHERE = (*_IN_STEPS, Phase.GATHER)
 _ENDED = r"ended|exit|finished|died|is gone"
+_ENDED_WELL = r"rank \d+ (?:ended its program|has destroyed its process group)"
 
 
 def _different(phase: Phase, units: Mapping[Phase, str] = _THERE) -> Expectation:
@@ -125,9 +126,9 @@ EXPECTED = {
     What.DETACH: _different(Phase.BACKWARD),
     What.SWAP: _different(Phase.FORWARD),
     What.EXTRA_STEP: Expectation(
-        (Phase.END,), _ENDED, _EVERYWHERE, speak=Who.VICTIM, named=Who.OTHERS
+        (Phase.END,), _ENDED_WELL, _EVERYWHERE, speak=Who.VICTIM, named=Who.OTHERS
     ),
-    What.EARLY_END: Expectation((Phase.END,), _ENDED, _EVERYWHERE),
+    What.EARLY_END: Expectation((Phase.END,), _ENDED_WELL, _EVERYWHERE),
     What.CLIP_ALONE: _different(Phase.CLIP, {}),
     What.WHOLE_ALONE: _different(Phase.SAVE, {}),
     What.SAVE_ALONE: _different(Phase.SAVE, {}),
@@ -164,6 +165,8 @@ EXPECTED = {
         _IN_STEPS, r"user code|outside|waits|waiting|not come|busy", end=End.IS_TOLD
     ),
 }
+ALONE_AT_THE_END = replace(EXPECTED[What.EXTRA_STEP], units={})
+"""Of who does something between two steps alone, when the others have ended."""
 
 
 @dataclass(frozen=True)
@@ -181,18 +184,9 @@ class Fault:
     stall_s: float = 20.0
 
     @property
-    def expected(self) -> Expectation:
-        return EXPECTED[self.what]
-
-    @property
-    def unit(self) -> str:
-        """The pattern of the unit that has to be named, or nothing."""
-        return self.expected.units.get(self.phase, "").replace("{block}", str(self.block))
-
-    @property
     def title(self) -> str:
         """The name of its row in the table."""
-        has_phases = len(self.expected.phases) > 1
+        has_phases = len(EXPECTED[self.what].phases) > 1
         return f"{self.what.value}, {self.phase.value}" if has_phases else self.what.value
 
 

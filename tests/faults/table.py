@@ -64,7 +64,7 @@ class Case:
 def seen(job: Job, look: Callable[[Path], str] = lambda _: "") -> tuple[Result, Verdict]:
     """Run a job, and one to compare with where that is needed; ``look`` is that of ``run``."""
     result = run(job, look)
-    reference = left_out(without(job)) if job.fault.expected.end is End.GOES_ON else None
+    reference = left_out(without(job)) if job.expected.end is End.GOES_ON else None
     return result, judge(result, reference)
 
 

@@ -30,6 +30,8 @@ JOBS = [
     Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.DISK_FULL, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2, saves=True),
+    Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.SOCKETS, 2, at_step=5),
+    Job(Fault(What.CLIP_ALONE, Phase.CLIP), Engine.UNITS, Wire.SHARED, 3, at_step=5),
     Job(Fault(What.STALL, Phase.DATA, stall_s=4.0), Engine.UNITS, Wire.SHARED, 2),
 ]
 

@@ -149,7 +149,10 @@ class Council:
         verdict_key = f"{self._number}/{self._decisions}"
         self._post(f"{verdict_key}/{self.rank}", json.dumps(said))
         if self.rank:
-            self._wait_for({0: verdict_key})
+            try:
+                self._wait_for({0: verdict_key})
+            except LostRankError as error:
+                return _described(error)
             verdict = json.loads(self._fetch(verdict_key))
         else:
             keys = {rank: f"{verdict_key}/{rank}" for rank in range(self.world)}
@@ -187,6 +190,12 @@ class Council:
         """Raise the error of a fault by which other ranks may not come to this."""
         if self._ledger is not None and not self._is_beside:
             self._era.check()
+
+    def _explained(self, error: LostRankError) -> Exception:
+        """Return what to raise for ``error``: the fault that those who watch find, if any do."""
+        if self._ledger is None or self._is_beside:
+            return error
+        return self._ledger.explained(error, self._entry)
 
     def _wait_for(self, keys: Mapping[int, str]) -> None:
         """Wait until all ``keys``, each to be set by a rank, are there."""
@@ -233,7 +242,7 @@ class Council:
             if rank not in seen or seen[rank].sign != sign:
                 seen[rank] = _Seen(sign, now)
             elif sign is not None and sign.is_of_the_dead:
-                raise LostRankError(f"the process of rank {rank} ended")
+                raise self._explained(LostRankError(f"the process of rank {rank} ended"))
             elif now - seen[rank].time > self._silence_s:
                 lost.append(rank)
         if lost:

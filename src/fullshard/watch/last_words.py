@@ -15,7 +15,7 @@ from fullshard.comm.pulse import patience_s
 from fullshard.errors import LostRankError, PeerError, TornStepError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Failure, Step, described, steps
-from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, watcher
+from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, newest, watcher
 
 __all__ = ["begin", "confess", "explain", "settle", "tear"]
 
@@ -108,7 +108,7 @@ def _excepthook(
 
 
 def _leave() -> None:
-    watching = watcher()
+    watching = newest()  # programs that end well destroy their process group before
     if watching is not None:
         watching.leave("ended its program")
 

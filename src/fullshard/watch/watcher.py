@@ -39,20 +39,22 @@ _FRAMES = 2  # of a stack
 
 
 class Watcher:
-    """The watch of one process over one job."""
+    """The watch of one process over one job, whose default process group is ``group``."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world = group.rank(), group.size()
+        self._group = weakref.ref(group)
         self.failure: Failure | None = None
         """What ends this program."""
         self.last = NOTHING
         """What was found last."""
         self.fault = ""
         """The text of the last fault."""
-        self._rounds = Rounds(rank, world)
+        self._rounds = Rounds(self.rank, self.world)
         self._told: tuple[float, int] = (0.0, 0)  # the wait that was asked about, and how often
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
+        self._leaving = threading.Lock()
         self._has_left = False
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
 
@@ -80,16 +82,23 @@ class Watcher:
             return self._rounds.silent_since()
         return {}
 
+    @property
+    def is_current(self) -> bool:
+        """True while the job lasts: nobody has destroyed its default process group."""
+        group = self._group()
+        return group is not None and group is dist.group.WORLD
+
     def leave(self, how: str) -> None:
-        """Tell how this rank ends; nothing is watched any more."""
-        if self._has_left:
-            return
-        self._has_left = self._rounds.is_over = True
+        """Tell how this rank ends, unless it did before; nothing is watched any more."""
+        self._rounds.is_over = True
         self._wake.set()
-        if threading.current_thread() is not self._thread:  # a finalizer may run in any
+        if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._rounds.leave(how)
+        with self._leaving:  # or a later job would delete the word before it is there
+            if not self._has_left:
+                self._has_left = True
+                with contextlib.suppress(RuntimeError):  # the store may be gone
+                    self._rounds.leave(how)
 
     def _run(self) -> None:
         try:
@@ -106,7 +115,10 @@ class Watcher:
     def _looks(self) -> bool:
         """Ask and answer what there is; return False if there is nothing to watch any more."""
         with world_lock:  # in a dry run there is another default group
-            if self.is_over or watcher() is not self:
+            if self.is_over:
+                return False
+            if not self.is_current:  # even if something holds the group still
+                self.leave(_DESTROYED)
                 return False
             asks, self._asks = self._asks, []
             if asks or self._is_impatient():
@@ -225,29 +237,33 @@ def error_of(found: Diagnosis) -> FullshardError:
     return PeerError(found.text)
 
 
-_watchers: weakref.WeakKeyDictionary[dist.ProcessGroup, Watcher] = weakref.WeakKeyDictionary()
+_newest: Watcher | None = None
+
+
+def newest() -> Watcher | None:
+    """Return the watcher of this job, or of the one before, if that has ended."""
+    return _newest
 
 
 def watcher() -> Watcher | None:
     """Return the watcher of this job, if there is one."""
-    group = dist.group.WORLD
-    return None if group is None else _watchers.get(group)
+    return _newest if _newest is not None and _newest.is_current else None
 
 
 def begin_watching() -> bool:
     """Have a watcher of this job; return False if there is nobody to watch over."""
-    group = dist.group.WORLD
-    if group in _watchers:
+    global _newest
+    if watcher() is not None:
         return True
+    group = dist.group.WORLD
     if group is None or group.size() == 1:
         return False
     if not _torch.reaches_processes(_torch.default_store()):
         return False
-    for earlier in list(_watchers.values()):  # of groups that something still holds
-        earlier.leave(_DESTROYED)
+    if _newest is not None:
+        _newest.leave(_DESTROYED)
     forget_failures()
     begin_pulse()
-    watching = _watchers[group] = Watcher(group.rank(), group.size())
-    weakref.finalize(group, watching.leave, _DESTROYED).atexit = False
-    watching.start()
+    _newest = Watcher(group)
+    _newest.start()
     return True
