@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 __all__ = ["MemoryTrace", "memory"]
 
@@ -35,9 +35,11 @@ def memory(*, below: int | None = None) -> Iterator[MemoryTrace]:
     mapped in larger pieces, which the profiler takes for allocations.
     """
     trace = MemoryTrace()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+    with profile(
+        profile_memory=True
+    ) as prof:  # unlike torch.profiler's, it parses nothing by itself
         yield trace
-    events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = prof.kineto_results.events()
     marked_ns = max((e.start_ns() for e in events if e.name() == _MARK), default=0)
     held = 0
     changes = (e for e in events if e.name() == "[memory]" and e.device_type() == _CPU)

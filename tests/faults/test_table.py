@@ -27,7 +27,10 @@ JOBS = [
     Job(Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER), Engine.UNITS, Wire.SOCKETS, 2),
     Job(Fault(What.SYS_EXIT, Phase.DATA), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.KILL, Phase.GATHER), Engine.UNITS, Wire.SHARED, 4),
-    Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),
+    pytest.param(
+        Job(Fault(What.STOP, Phase.BACKWARD), Engine.UNITS, Wire.SHARED, 2),
+        marks=pytest.mark.more,  # it is waited for as long as a rank may be silent
+    ),
     Job(Fault(What.DISK_FULL, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2),
     Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.SHARED, 2, saves=True),
     Job(Fault(What.SAVE_ALONE, Phase.SAVE), Engine.UNITS, Wire.SOCKETS, 2, at_step=5),

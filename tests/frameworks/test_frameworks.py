@@ -25,13 +25,13 @@ from tests.frameworks.matrix import (
 EVERYWHERE = [entry for entry in entries() if entry.everywhere]
 
 
-ALWAYS = ("transformers_trainer.py", "accelerate_alone.py")
+ALWAYS = {("transformers_trainer.py", "FSDP2"), ("accelerate_alone.py", "FSDP1")}
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        pytest.param(one, marks=[] if one.program in ALWAYS else pytest.mark.more)
+        pytest.param(one, marks=[] if (one.program, one.face) in ALWAYS else pytest.mark.more)
         for one in EVERYWHERE
     ],
     ids=lambda one: f"{one.program}-{one.face}",

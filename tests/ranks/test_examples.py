@@ -77,7 +77,7 @@ class Learns(NamedTuple):
     says: str
 
 
-ALWAYS = ("minimal.py", "migrate_fsdp2.py")
+ALWAYS = ("minimal.py",)
 EACH = [
     Learns("minimal.py", 2.8, "blocks.1  Block           49,984  repeated block"),
     Learns("int8_gather.py", 0.9, "Int8Gathered sends 26% of its bytes"),

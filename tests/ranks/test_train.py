@@ -62,6 +62,7 @@ def test_the_loss_falls_and_every_step_is_recorded(shell: Shell, whole: Outcome)
     assert all(record["tokens_per_s"] > 0 and record["seconds"] > 0 for record in records)
     assert all(0 < record["waiting"] < 1 for record in records)
     assert {record["shard_nbytes"] for record in records} == {2_557_632 * 4 // 2}
+    assert not any("gather_error" in record for record in records)  # no wire was asked for
     peaks = [record["peak_memory_nbytes"] for record in records]
     assert peaks == sorted(peaks) and peaks[0] > 100e6
     evaluated = {r["step"]: r["eval_bits_per_byte"] for r in records if "eval_bits_per_byte" in r}
@@ -256,15 +257,19 @@ def test_nothing_listens_to_the_network_and_workers_end_when_their_launcher_is_k
         assert not any(map(is_alive, workers))
 
 
-def test_torchrun_is_the_same_job_and_4_workers_with_half_the_batch_read_the_same(
-    shell: Shell, whole: Outcome
+@pytest.mark.parametrize(
+    ("num_workers", "batch"), [(1, "4"), pytest.param(4, "1", marks=pytest.mark.more)]
+)
+def test_torchrun_is_the_same_job_and_other_workers_with_the_same_rows_in_all_read_the_same(
+    shell: Shell, whole: Outcome, num_workers: int, batch: str
 ) -> None:
-    options = ["--data", "text", "--out", "four", *OPTIONS.split(), "--batch", "1"]
-    outcome = shell.train(*options, "--stop-after", "4", program=torchrun(4))
+    out = f"on-{num_workers}"
+    options = ["--data", "text", "--out", out, *OPTIONS.split(), "--batch", batch]
+    outcome = shell.train(*options, "--stop-after", "4", program=torchrun(num_workers))
     assert outcome.exitcode == 0, outcome.err
     assert sum("step=4/4 loss=" in line for line in outcome.out.splitlines()) == 1
-    assert TrainConfig.load(RunDir(shell.folder / "four").config).nproc == 4
-    records = shell.metrics("four")
+    assert TrainConfig.load(RunDir(shell.folder / out).config).nproc == num_workers
+    records = shell.metrics(out)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     for expected, found in zip(shell.metrics("whole")[:4], records, strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)

@@ -324,7 +324,7 @@ def test_the_command_tunes_on_chats_and_exports(tmp_path: Path) -> None:
     needs("lora")
     shell = Shell.with_a_little_text(tmp_path)
     config_of(shell.folder, "llama")
-    options = "--data chats.jsonl --steps 6 --batch 2 --seq 40 --lr 0.01 --lora 4".split()
+    options = "--data chats.jsonl --steps 6 --batch 2 --seq 40 --lr 0.01 --lora 4 --nproc 1".split()
     outcome = shell.train("--init", "llama", "--out", "tuned", "--export", "adapters", *options)
     assert outcome.exitcode == 0, outcome.err
     assert "holds the adapters" in outcome.out

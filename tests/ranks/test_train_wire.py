@@ -41,12 +41,6 @@ def test_errors_are_in_the_metrics_of_steps_with_an_evaluation(
     assert "gather_error=" in resumed.out
 
 
-def test_without_a_policy_there_is_nothing_to_tell(shell: Shell) -> None:
-    outcome = shell.train("--out", "plain", *OPTIONS.split(), "--stop-after", "2")
-    assert outcome.exitcode == 0, outcome.err
-    assert not any("gather_error" in record for record in shell.metrics("plain"))
-
-
 def test_a_wrong_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--wire gather=int4: .*in 4 bits only gradients"):
         TrainConfig(wire="gather=int4")
