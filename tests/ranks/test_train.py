@@ -165,6 +165,7 @@ def test_a_traced_run_that_fails_has_a_report_of_what_it_did(
     assert 1 <= steps < STEPS
 
 
+@pytest.mark.more
 def test_a_run_goes_on_in_another_layout_and_on_another_mesh(
     shell: Shell, whole: Outcome, stopped: Outcome
 ) -> None:

@@ -137,14 +137,19 @@ def _loaded(call: bytes) -> Any:
     """What is to be called, its modules imported.
 
     What modules are made of lives as long as the process. Frozen, it costs the collections that
-    end the jobs no time, which is most of what they would take.
+    end the jobs no time, which is most of what they would take. Jobs import modules, too.
     """
-    known = len(sys.modules)
+    global _num_frozen
     loaded = pickle.loads(call)
-    if len(sys.modules) > known:
+    if len(sys.modules) > _num_frozen:
         gc.collect()  # or the jobs before would stay as well
         gc.freeze()
+        _num_frozen = len(sys.modules)
     return loaded
+
+
+_num_frozen = 0
+"""How many modules there were then."""
 
 
 @contextmanager
