@@ -25,7 +25,7 @@ from tests.frameworks.matrix import (
 EVERYWHERE = [entry for entry in entries() if entry.everywhere]
 
 
-ALWAYS = {("transformers_trainer.py", "FSDP2"), ("accelerate_alone.py", "FSDP1")}
+ALWAYS = {("transformers_trainer.py", "FSDP2")}
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,6 @@ class Learns(NamedTuple):
     says: str
 
 
-ALWAYS = ("minimal.py",)
 EACH = [
     Learns("minimal.py", 2.8, "blocks.1  Block           49,984  repeated block"),
     Learns("int8_gather.py", 0.9, "Int8Gathered sends 26% of its bytes"),
@@ -91,13 +90,8 @@ EACH = [
 ]
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(one, marks=[] if one.name in ALWAYS else pytest.mark.more, id=one.name)
-        for one in EACH
-    ],
-)
+@pytest.mark.more  # the programs of the README and the quickstart start like these
+@pytest.mark.parametrize("example", [pytest.param(one, id=one.name) for one in EACH])
 def test_an_example_learns_on_two_processes(example: Learns, tmp_path: Path) -> None:
     if example.name == "transformers_model.py":
         pytest.importorskip("transformers")

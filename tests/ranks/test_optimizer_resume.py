@@ -139,14 +139,16 @@ def can_step(kind: str, face: str, *, by_runs: bool) -> bool:
     return by_runs or face not in LAYOUTS or kind not in ON_PIECES_ONLY
 
 
-def resumes(face: str, other: str, half: int) -> list[str]:
+def resumes(face: str, other: str, half: int | None = None) -> list[str]:
     """From ``face`` to ``face``, sharded, and to ``other``, full; what went wrong.
 
-    Of every second optimizer: of the even or the odd ``half``.
+    If given, of every second optimizer only: of the even or the odd ``half``.
     """
     failed = []
     scalars = "per_parameter" not in (face, other)  # that refuses scalars
-    for number, kind in [*enumerate(OPTIMIZERS)][half::2]:
+    for number, kind in enumerate(OPTIMIZERS):
+        if half is not None and number % 2 != half:
+            continue
         by_runs = (number // 2 + FACES.index(face)) % 2 == 1
         by_runs = by_runs or not can_step(kind, face, by_runs=False)
         try:
