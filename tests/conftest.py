@@ -83,6 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    # At the end workers take tests from each other; those that share a run of the command make it
+    # twice then.
+    items.sort(key=lambda item: "shell" not in getattr(item, "fixturenames", ()))
 
 
 def _names_a_file(config: pytest.Config) -> bool:

@@ -18,8 +18,12 @@ MANY = 6
 
 
 def covering(variants: Sequence[tuple[str, ...]]) -> set[int]:
-    """Numbers of variants that have each value, or of three or more ways each pair, among them."""
-    covered = [_parts(variant) for variant in variants]
+    """Numbers of variants that have each value, or of three or more ways each pair, among them.
+
+    A way with one value only, such as one whose others run with ``--all``, does not count.
+    """
+    ways = [values for values in zip(*variants, strict=True) if len(set(values)) > 1]
+    covered = [_parts(variant) for variant in zip(*ways, strict=True)]
     wanted = set().union(*covered)
     uses: Counter[tuple[tuple[int, str], ...]] = Counter()
     chosen: set[int] = set()

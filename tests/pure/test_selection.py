@@ -22,6 +22,11 @@ def test_every_value_or_pair_is_there(sizes: tuple[int, ...]) -> None:
     assert least <= len(chosen) <= 2 * least
 
 
+def test_a_way_with_one_value_is_none() -> None:
+    pairs = list(product("abc", map(str, range(12))))
+    assert covering([(one, "x", other) for one, other in pairs]) == covering(pairs)
+
+
 def test_values_are_used_alike() -> None:
     variants = list(product("abc", map(str, range(12))))
     worlds = [variants[n][0] for n in covering(variants)]
