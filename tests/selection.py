@@ -13,7 +13,7 @@ from itertools import combinations
 
 __all__ = ["MANY", "covering"]
 
-MANY = 6
+MANY = 4
 """Up to so many variants of a test all run."""
 
 

@@ -40,12 +40,9 @@ CELLS = [
     (4, "tp"),
     (4, "hsdp ragged"),
     (4, "tp ragged"),
-    (4, "hsdp"),
-    (2, "ragged"),
     (2, "flat"),
     (4, "hsdp flat"),
     (3, "per_parameter"),
-    (3, "flat"),
     (1, "ragged"),
 ]
 """World and face of each step."""
@@ -57,6 +54,9 @@ OTHERS = [
     (4, "per_parameter"),
     (4, "flat"),
     (4, "ragged"),
+    (4, "hsdp"),
+    (2, "ragged"),
+    (3, "flat"),
 ]
 
 

@@ -318,6 +318,7 @@ def test_a_failed_worker_ends_the_job_with_its_error_on_top(shell: Shell, stoppe
     assert lines[-1].endswith("--resume  goes on from step-000005")
 
 
+@pytest.mark.more
 def test_a_damaged_checkpoint_is_passed_over(shell: Shell, whole: Outcome) -> None:
     run = RunDir(shell.folder / "damaged")
     shutil.copytree(shell.folder / "whole", run.path)
