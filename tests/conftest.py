@@ -83,8 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
-    # At the end workers take tests from each other; those that share a run of the command make it
-    # twice then.
+    # First, as at the end workers take tests from each other: tests that share a run of the
+    # command would be split between two workers, and each would make that run.
     items.sort(key=lambda item: "shell" not in getattr(item, "fixturenames", ()))
 
 

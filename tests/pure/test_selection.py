@@ -22,7 +22,7 @@ def test_every_value_or_pair_is_there(sizes: tuple[int, ...]) -> None:
     assert least <= len(chosen) <= 2 * least
 
 
-def test_a_way_with_one_value_is_none() -> None:
+def test_a_way_with_one_value_does_not_count() -> None:
     pairs = list(product("abc", map(str, range(12))))
     assert covering([(one, "x", other) for one, other in pairs]) == covering(pairs)
 

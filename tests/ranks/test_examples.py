@@ -91,7 +91,7 @@ EACH = [
 
 
 @pytest.mark.more  # the programs of the README and the quickstart start like these
-@pytest.mark.parametrize("example", [pytest.param(one, id=one.name) for one in EACH])
+@pytest.mark.parametrize("example", EACH, ids=lambda one: one.name)
 def test_an_example_learns_on_two_processes(example: Learns, tmp_path: Path) -> None:
     if example.name == "transformers_model.py":
         pytest.importorskip("transformers")

@@ -149,7 +149,7 @@ def _loaded(call: bytes) -> Any:
 
 
 _num_frozen = 0
-"""How many modules there were then."""
+"""How many modules were imported when ``_loaded`` last froze them."""
 
 
 @contextmanager
