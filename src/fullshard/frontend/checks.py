@@ -152,7 +152,12 @@ def _asked_once(override: Callable[[nn.Parameter], Any]) -> Callable[[nn.Paramet
 
 
 def checked_offload(policy: Any, device_type: str) -> Offload | None:
-    """Return the offload options for shards on ``device_type``; None if nothing is offloaded."""
+    """Return the offload options for shards on ``device_type``; None if nothing is offloaded.
+
+    ``policy`` may be None, as in PyTorch: no offload.
+    """
+    if policy is None:
+        return None
     known = {cls.__name__ for cls in type(policy).__mro__}
     if "CPUOffloadPolicy" in known:
         pinned = policy.pin_memory
@@ -162,7 +167,7 @@ def checked_offload(policy: Any, device_type: str) -> Offload | None:
     if "OffloadPolicy" in known:
         return None
     raise ArgumentTypeError(
-        f"fully_shard(offload_policy=...): got {policy!r}, expected OffloadPolicy() or "
+        f"fully_shard(offload_policy=...): got {policy!r}, expected None, OffloadPolicy() or "
         "CPUOffloadPolicy()"
     )
 
