@@ -303,6 +303,11 @@ class Bucket:
         """Return whether the sharded parameters still show the local tensors of ``shards``."""
         return all(map(self.spec.form.stands_for, self.sharded_params, self.shards.locals))
 
+    def differs(self) -> bool:
+        """Return whether the sharded parameters now have more than one device or dtype."""
+        locals_now = map(self.spec.form.local, self.sharded_params)
+        return len({(local.device, local.dtype) for local in locals_now}) > 1
+
     def version(self) -> int:
         """Return a number that grows with each visible write to a sharded or a local tensor.
 

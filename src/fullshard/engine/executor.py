@@ -336,11 +336,8 @@ class Engine(Actor):
         """Drop all gradients and begin anew, as all ranks do after a fault on one of them."""
         try:
             self.trigger(when.Reset())
-        except (
-            PeerError,
-            ProtocolError,
-            TornStepError,
-        ) as error:  # what was in flight will never end
+        except (PeerError, ProtocolError, TornStepError) as error:
+            # Collectives in flight never end.
             log.debug("after a fault: %s", error)
         self.forget_asked()
         for unit in self.units:
@@ -384,10 +381,15 @@ class Engine(Actor):
             self.trigger(when.UserUnshard(unit.key))
             self.trigger(when.UserWait(unit.key))
 
-    def take_over(self, unit: Unit) -> None:
-        """Notice parameters that were replaced, moved, cast or written since the last step."""
+    def take_over(self, unit: Unit, *, partly: bool = False) -> None:
+        """Notice parameters that were replaced, moved, cast or written since the last step.
+
+        ``partly``: the caller may have moved a part of the unit only, which is not refused yet.
+        """
         unit.registration.take_over(unit)
         state = self.scheduler.residents.units[unit.key]
+        if partly and unit.differs():
+            return
         if not unit.is_current():
             self.end_reductions()
             self.trigger(when.WeightsChanged())

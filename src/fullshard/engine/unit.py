@@ -264,6 +264,10 @@ class Unit:
         """Return whether the sharded parameters are still over the memory of the shards."""
         return all(bucket.is_current() for bucket in self.buckets)
 
+    def differs(self) -> bool:
+        """Return whether parameters of one bucket now differ in device or dtype."""
+        return any(bucket.differs() for bucket in self.buckets)
+
     def adopt(self) -> None:
         """Re-adopt the current parameters as shards, see ``Bucket.adopt``."""
         for bucket in self.buckets:

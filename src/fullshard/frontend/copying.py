@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ConfigError
 from fullshard.frontend.hooks import engine_of
-from fullshard.frontend.ownership import enlist_copy, unit_of, units_below
+from fullshard.frontend.ownership import enlist_copy, num_members_in, units_below
 
 _UNDER_WAY = "fullshard: a sharded module is being copied"
 """Key in the memo of a running ``copy.deepcopy``; all other keys of the memo are numbers."""
@@ -63,10 +63,10 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _check(unit: Unit, module: nn.Module) -> None:
-    inside = sum(unit_of(inner) is unit for inner in module.modules())
+    inside = num_members_in(module, unit)
     if inside < unit.num_members:
         raise ConfigError(
             f"deepcopy of {type(module).__name__}: unit {unit.name or '(root)'} has "
-            f"{unit.num_members} modules, of which {inside} are inside; copy a module that holds "
-            "all of them"
+            f"{unit.num_members} modules, of which {inside} are inside; copy a sharded module that "
+            "holds all of them"
         )

@@ -124,6 +124,11 @@ def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
+def num_members_in(module: nn.Module, unit: Unit) -> int:
+    """Return the number of members of ``unit`` that are ``module`` or inside of it."""
+    return sum(unit_of(inner) is unit for inner in module.modules())
+
+
 @dataclass
 class OwnedParam:
     """A parameter, its FQN below the modules of the call, and its places."""

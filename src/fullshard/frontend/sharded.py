@@ -18,7 +18,7 @@ from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuilt
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
-from fullshard.frontend.ownership import unit_of, units_below
+from fullshard.frontend.ownership import num_members_in, unit_of, units_below
 from fullshard.frontend.places import places_of
 from fullshard.frontend.suspects import look_for_suspects, take_suspects
 from fullshard.schedule import triggers as when
@@ -68,7 +68,12 @@ class ShardedModule:
             raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply ``fn`` to the shards; ``to``, ``cuda``, ``float``, ``to_empty`` etc. call this."""
+        """Apply ``fn`` to the shards; ``to``, ``cuda``, ``float``, ``to_empty`` etc. call this.
+
+        A call on a module around several members of a unit reaches one member after the other. A
+        unit of which only a part has been moved so far is therefore left for the last member, or
+        for the next forward, which refuses it if it still differs in device or dtype.
+        """
         module: nn.Module = self  # type: ignore[assignment]
         units = units_below([module])
         for unit in units:
@@ -82,7 +87,8 @@ class ShardedModule:
                 stack.enter_context(bucket.keeping_grad_dtypes())
             super()._apply(fn, recurse)  # type: ignore[misc]
             for unit in units:
-                engine_of(unit).take_over(unit)
+                is_whole = recurse and num_members_in(module, unit) == unit.num_members
+                engine_of(unit).take_over(unit, partly=not is_whole)
                 engine_of(unit).weights_changed()
         return self
 

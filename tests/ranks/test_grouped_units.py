@@ -1,0 +1,198 @@
+"""Units of several modules, moved and cast through the modules around them, or part by part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel, PerParameter, Ragged, errors, fully_shard
+from tests.ranks.models import fill, noise
+from tests.ranks.net import apart
+from tests.ranks.pool import RankPool
+
+LAYOUTS: dict[str, Any] = {"per_parameter": PerParameter(), "ragged": Ragged()}
+ROUNDING = 1e-6  # the first steps are in fp32
+ROOTS = {"sharded": True, "plain": False}
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.norm = nn.LayerNorm(6)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(torch.tanh(self.norm(self.first(x)))))
+
+
+def grouped(model: nn.Module, layout: str, root: bool) -> nn.Module:
+    """Shard ``norm`` and ``head`` together, as torchtitan does."""
+    options = {"layout": LAYOUTS[layout]}
+    fully_shard([model.norm, model.head], **options)
+    return fully_shard(model, **options) if root else model
+
+
+def train(model: nn.Module, number: int) -> None:
+    dtype = next(model.parameters()).dtype
+    model(noise(4, 5, seed=number, dtype=dtype)).square().mean().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            assert param.grad is not None
+            param.sub_(param.grad, alpha=0.1)
+            param.grad = None
+
+
+def one_by_one(model: nn.Module) -> None:
+    for module in (model.first, model.norm, model.middle, model.head):
+        module.double()
+
+
+def not_recursively(model: nn.Module) -> None:
+    for module in model.modules():
+        module._apply(lambda tensor: tensor.double(), recurse=False)
+
+
+def after_a_failure(model: nn.Module) -> None:
+    """The cast fails in the middle, such as for want of memory, and is done again."""
+    calls = 0
+
+    def cast(tensor: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        return tensor.double()
+
+    with pytest.raises(MemoryError):
+        model._apply(cast)
+    model.double()
+
+
+def with_future(name: str) -> Callable[[nn.Module], None]:
+    def cast(model: nn.Module) -> None:
+        switch = getattr(torch.__future__, f"set_{name}_module_params_on_conversion")
+        switch(True)
+        try:
+            model.double()
+        finally:
+            switch(False)
+
+    return cast
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "whole": lambda model: model.double(),
+    "one_by_one": one_by_one,
+    "not_recursively": not_recursively,
+    "after_a_failure": after_a_failure,
+    "swapped": with_future("swap"),
+    "overwritten": with_future("overwrite"),
+}
+
+
+def cast_in_every_way(layout: str, root: bool) -> dict[str, float]:
+    found = {}
+    for name, cast in MOVES.items():
+        for steps_before in (0, 1):
+            plain = fill(Stack())
+            model = grouped(copy.deepcopy(plain), layout, root)
+            for one in (plain, model):
+                for number in range(steps_before):
+                    train(one, number)
+                (cast if one is model else MOVES["whole"])(one)
+                for number in (2, 3):
+                    train(one, number)
+                assert {param.dtype for param in one.parameters()} == {torch.float64}
+            found[f"{name} after {steps_before}"] = apart(model, plain)
+    return found
+
+
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_members_of_one_unit_are_cast_in_any_way(pool: RankPool, layout: str, root: str) -> None:
+    for found in pool.run(2, cast_in_every_way, layout, ROOTS[root]):
+        assert max(found.values()) <= ROUNDING, found
+
+
+def materialised(layout: str, root: bool) -> list[float]:
+    found = []
+    plain = fill(Stack())
+    for recurse in (True, False):
+        with torch.device("meta"):
+            model = grouped(Stack(), layout, root)
+        for module in [model] if recurse else model.modules():
+            module.to_empty(device="cpu", recurse=recurse)
+        fill(model)
+        expected = copy.deepcopy(plain)
+        for one in (expected, model):
+            train(one, 0)
+        found.append(apart(model, expected))
+    return found
+
+
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_members_of_one_unit_leave_meta_together(pool: RankPool, layout: str, root: str) -> None:
+    for found in pool.run(2, materialised, layout, ROOTS[root]):
+        assert max(found) <= ROUNDING, found
+
+
+def cast_partly(layout: str) -> tuple[list[str], float]:
+    """What forwards say of a unit of which a part was cast, and how it trains once all was."""
+    plain = fill(Stack())
+    model = grouped(copy.deepcopy(plain), layout, root=True)
+    model.norm.double()
+    said = []
+    for _ in range(2):
+        with pytest.raises(errors.ConfigError) as caught:
+            model(noise(4, 5))
+        said.append(str(caught.value))
+    model.double()
+    plain.double()
+    for one in (plain, model):
+        train(one, 0)
+    return said, apart(model, plain)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_unit_that_was_cast_partly_is_refused_until_all_of_it_was(
+    pool: RankPool, layout: str
+) -> None:
+    for said, difference in pool.run(2, cast_partly, layout):
+        for message in said:
+            assert "weight torch.float64 cpu" in message
+            assert "weight torch.float32 cpu" in message
+            assert "whole sharded module" in message
+        assert difference <= ROUNDING
+
+
+def cast_wrappers(use_orig_params: bool) -> dict[str, float]:
+    found = {}
+    for name in ("whole", "not_recursively", "after_a_failure"):
+        plain = fill(Stack())
+        model = copy.deepcopy(plain)
+        options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": "cpu"}
+        model.head = FullyShardedDataParallel(model.head, **options)
+        model = FullyShardedDataParallel(model, **options)
+        MOVES[name](model)
+        plain.double()
+        results = []
+        for one in (plain, model):
+            one(noise(4, 5, seed=1)).square().mean().backward()
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            results.append(one(noise(4, 5, seed=2)))
+        found[name] = (results[0] - results[1]).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+def test_wrappers_are_cast_in_any_way(pool: RankPool, use_orig_params: bool) -> None:
+    for found in pool.run(2, cast_wrappers, use_orig_params):
+        assert max(found.values()) <= ROUNDING, found
