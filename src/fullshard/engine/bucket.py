@@ -35,7 +35,7 @@ For tensor-parallel DTensors, all of these hold local tensors; ``sharded_params`
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -322,6 +322,23 @@ class Bucket:
         kept = self._set_grad_dtypes[index] = kept or self._set_grad_dtypes[index]
         self.sharded_params[index] = param
         _torch.keep_grad_dtype(kept, param)
+
+    def conform(self, number: int, unplaced: Collection[int]) -> None:
+        """Give parameter ``number`` the device and dtype of those that are not ``unplaced``.
+
+        Casts of modules do not reach parameters that no module shows.
+        """
+        placed = (p for n, p in enumerate(self.sharded_params) if n not in unplaced)
+        like = next((self.spec.form.local(param) for param in placed), None)
+        old = self.sharded_params[number]
+        local = self.spec.form.local(old).detach()
+        if like is None or (like.device, like.dtype) == (local.device, local.dtype):
+            return
+        if local.is_meta or like.is_meta:
+            local = torch.empty_like(local, device=like.device, dtype=like.dtype)
+        local = local.to(like)
+        new = nn.Parameter(self.spec.form.wrap(number, local), requires_grad=old.requires_grad)
+        self.replace(number, new)
 
     def adopt(self) -> None:
         """Take the values of the sharded parameters into ``shards``, and make them share memory.

@@ -381,15 +381,22 @@ class Engine(Actor):
             self.trigger(when.UserUnshard(unit.key))
             self.trigger(when.UserWait(unit.key))
 
-    def take_over(self, unit: Unit, *, partly: bool = False) -> None:
-        """Notice parameters that were replaced, moved, cast or written since the last step.
-
-        ``partly``: the caller may have moved a part of the unit only, which is not refused yet.
-        """
+    def take_over(self, unit: Unit) -> None:
+        """Notice parameters that were replaced, moved, cast or written since the last step."""
         unit.registration.take_over(unit)
+        self._adopt(unit)
+
+    def moved(self, unit: Unit, *, partly: bool) -> None:
+        """Notice that ``fn`` of ``nn.Module._apply`` moved or cast ``unit``.
+
+        ``partly``: only a part of the unit may have been moved so far, which is no error yet.
+        """
+        unit.registration.take_over(unit, keeps_ties=True)
+        if not (partly and unit.differs()):
+            self._adopt(unit)
+
+    def _adopt(self, unit: Unit) -> None:
         state = self.scheduler.residents.units[unit.key]
-        if partly and unit.differs():
-            return
         if not unit.is_current():
             self.end_reductions()
             self.trigger(when.WeightsChanged())

@@ -130,6 +130,9 @@ class Loan:
             self._taken = self._unit.registration.take_back(self._unit.buckets)
         except ConfigError as error:
             problem, keep = error, False
+        tied = self._unit.registration.lent_ties(self._unit.buckets)
+        if tied and self._terms.rank0_only:
+            problem, keep = _tied_on_one_rank(self._terms.call, tied), False
         if not self._terms.writeback:
             return None
         if self._terms.check:
@@ -143,6 +146,8 @@ class Loan:
         For terms with ``writeback`` only; the caller then calls ``Engine.rewritten``.
         """
         self._unit.wait_for_readers()  # before what they read is written
+        if keep and not self._terms.rank0_only:
+            self._unit.registration.tie(self._unit.buckets)
         with torch.inference_mode(False), torch.no_grad():
             for bucket, params in zip(self._unit.buckets, self._taken, strict=True):
                 if self._terms.rank0_only:
@@ -218,6 +223,14 @@ class Loan:
                 "Write the same everywhere, or use rank0_only=True"
             )
         return None
+
+
+def _tied_on_one_rank(call: str, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"parameters {', '.join(names)} were tied to others inside of {call} with "
+        "rank0_only=True, which other ranks do not see. Nothing was written back; tie parameters "
+        "on all ranks, outside of the with block or with rank0_only=False"
+    )
 
 
 def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:

@@ -30,11 +30,16 @@ class Registration(Protocol):
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
         """Make the modules show the unsharded parameters."""
 
-    def take_over(self, unit: Unit) -> None:
+    def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
         """Adopt parameters that the user put into modules in place of our sharded parameters.
 
+        Parameters of this unit that the user tied or exchanged are shown so from now on.
+        ``keeps_ties``: a conversion or a load put parameters into modules one by one, so places
+        that were tied stay tied, and show the last one.
+
         Raises:
-            ConfigError: new parameters have another placement, or replace unsharded parameters.
+            ConfigError: new parameters have another placement, replace unsharded parameters, or
+                stand in some places of a tied parameter only.
         """
 
     def put_back(self, buckets: Sequence[Bucket]) -> list[str]:
@@ -54,6 +59,12 @@ class Registration(Protocol):
         Raises:
             ConfigError: a place holds something that cannot be a parameter; the rest was done.
         """
+
+    def lent_ties(self, buckets: Sequence[Bucket]) -> list[str]:
+        """Return the FQNs of parameters in whose places the user put others during the loan."""
+
+    def tie(self, buckets: Sequence[Bucket]) -> None:
+        """Show other parameters there from now on: those of ``lent_ties`` are tied."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fullshard.engine import (
     is_first,
     is_first_copy,
 )
-from fullshard.errors import ArgumentTypeError, ConfigError
+from fullshard.errors import ArgumentTypeError, ConfigError, FullshardError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import managed, owner_of, unit_of
 from fullshard.frontend.places import Held, Place, held_params, places_of
@@ -113,7 +113,7 @@ def lent(
 
 def _take_back(loans: Mapping[Unit, Loan], terms: Terms, *, keep: bool) -> None:
     """Restore the modules of all units, then write all or nothing, then raise the first problem."""
-    problems = [loan.take_back(keep=keep) for loan in loans.values()]
+    problems = [_tied_across(loans, terms), *(loan.take_back(keep=keep) for loan in loans.values())]
     if terms.writeback:
         for unit, loan in loans.items():
             loan.write(keep=keep and not any(problems))
@@ -121,6 +121,24 @@ def _take_back(loans: Mapping[Unit, Loan], terms: Terms, *, keep: bool) -> None:
     for problem in problems:
         if problem is not None:
             raise problem
+
+
+def _tied_across(loans: Mapping[Unit, Loan], terms: Terms) -> FullshardError | None:
+    """Return an error if a module shows a parameter that another unit lends."""
+    if not terms.writeback:
+        return None
+    lender = {id(param): unit for unit in loans for param in places_of(unit).lent()}
+    for unit in loans:
+        for slot in places_of(unit).slots():
+            other = lender.get(id(slot.params.get(slot.name)), unit)
+            if other is not unit:
+                return ConfigError(
+                    f"parameter {slot.name} of {type(slot.place.module).__name__} in unit "
+                    f"{unit.name or '(root)'} was tied inside of {terms.call} to a parameter of "
+                    f"unit {other.name or '(root)'}; tied parameters must be in one unit. Nothing "
+                    "was written back; tie them before fully_shard"
+                )
+    return None
 
 
 def _checked_terms(call: str, flags: Mapping[str, bool], *, check: bool, on_error: str) -> Terms:

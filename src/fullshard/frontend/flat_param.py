@@ -218,7 +218,7 @@ class FlatPlaces(Places):
             self.shows_sharded = showed_sharded
             self._show_again(buckets)
 
-    def take_over(self, unit: Unit) -> None:
+    def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
         """See ``engine.Registration``."""
         for front in self.fronts:
             shown = self._holder._parameters.get(FLAT_PARAM)
@@ -228,3 +228,12 @@ class FlatPlaces(Places):
             front.follow()
         if not self.shows_sharded:
             super().take_over(unit)
+            return
+        for slot in self._slots if self._lent is None and not self._in_pieces else ():
+            now = slot.params.get(slot.name)
+            if now is not None:
+                raise self._refusal(unit, slot, now)
+
+    def _point(self, targets: dict[int, tuple[int, int]]) -> None:
+        super()._point(targets)
+        self._absent_of = None

@@ -168,7 +168,7 @@ class _StateDictHooks:
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         if not self.unit.is_lent:  # else that is done when the loan ends
             # Only record: with assign=True other parameters of the unit may not be loaded yet.
-            self.places.take_over(self.unit)
+            self.places.take_over(self.unit, keeps_ties=True)
             engine_of(self.unit).weights_changed()
         engine_of(self.unit).forget_left(self.unit)
         self._exit()

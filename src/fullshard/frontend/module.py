@@ -21,6 +21,7 @@ from fullshard.frontend.finalization import (
 from fullshard.frontend.hooks import engine_of, run_as_forward
 from fullshard.frontend.ownership import unit_of
 from fullshard.frontend.pending import PendingGradient, drop_pending, pending_of
+from fullshard.frontend.places import places_of
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward
 from fullshard.schedule import triggers as when
@@ -82,9 +83,11 @@ class FSDPModule(CommunicationControls):
     def reshard(self) -> None:
         """Free the unsharded parameters, unless a forward or backward is using them.
 
-        Values written into the unsharded parameters are lost.
+        Values written into the unsharded parameters are lost. Parameters that were tied to each
+        other meanwhile, within the unit, stay tied.
         """
         unit, engine = unit_and_engine(self)
+        places_of(unit).note_ties(unit)
         engine.trigger(when.UserReshard(unit.key))
 
     def set_requires_gradient_sync(

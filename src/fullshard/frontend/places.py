@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,6 +34,10 @@ class _Slot(NamedTuple):
     place: Place
 
 
+_Targets = dict[int, tuple[int, int]]
+"""The bucket and number of the parameter that a slot is to show, by the slot's index."""
+
+
 class Places:
     """All places of a unit's parameters; an ``engine.Registration``."""
 
@@ -45,12 +49,28 @@ class Places:
             for number, alike in enumerate(params)
             for place in alike
         ]
+        self._unplaced: list[tuple[int, int]] = []  # bucket and number, of parameters tied away
+        self._index()
+        self.shows_sharded = True
+        self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
+        self._lent_ties: _Targets = {}  # found in the last ``take_back``
+
+    def _index(self) -> None:
         # nn.LSTM, for example, keeps a second list of its parameters, which setattr updates.
         self._by_setattr = [
             slot for slot in self._slots if _torch.overrides_setattr(slot.place.module)
         ]
-        self.shows_sharded = True
-        self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
+
+    def _point(self, targets: _Targets) -> None:
+        """Let slots show other parameters of the unit from now on, as the user tied them.
+
+        A parameter that no slot shows any more stays in its bucket. It gets no gradient.
+        """
+        placed = {(slot.bucket, slot.number) for slot in self._slots} | set(self._unplaced)
+        for index, (bucket, number) in targets.items():
+            self._slots[index] = self._slots[index]._replace(bucket=bucket, number=number)
+        self._unplaced = sorted(placed - {(slot.bucket, slot.number) for slot in self._slots})
+        self._index()
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that hold at least one of the parameters."""
@@ -139,22 +159,45 @@ class Places:
     def take_back(self, buckets: Sequence[Bucket]) -> list[list[Tensor] | None]:
         """See ``engine.Registration``."""
         lent, self._lent = self._lent or (), None
+        own = {id(param): at for param, at in _numbered(lent)}
         found: dict[tuple[int, int], dict[int, Any]] = {}  # by parameter: all that is shown
-        for own, name, bucket, number, place in self._slots:
-            if lent[bucket] is not None:
-                # A tensor that is not a Parameter is an attribute, which would hide ours.
-                now = own.get(name, vars(place.module).pop(name, None))
-                found.setdefault((bucket, number), {})[id(now)] = now
+        self._lent_ties = {}
+        for index, slot in enumerate(self._slots):
+            if lent[slot.bucket] is None:
+                continue
+            # A tensor that is not a Parameter is an attribute, which would hide ours.
+            now = slot.params.get(slot.name, vars(slot.place.module).pop(slot.name, None))
+            at = slot.bucket, slot.number
+            if own.get(id(now), at) != at:
+                self._lent_ties[index] = own[id(now)]
+            else:
+                found.setdefault(at, {})[id(now)] = now
         self._show_again(buckets)
         return [
             None
             if params is None
             else [
-                self._taken(buckets[bucket], number, list(found[bucket, number].values()), param)
-                for number, param in enumerate(params)
+                self._taken(buckets[b], n, list(found.get((b, n), {0: param}).values()), param)
+                for n, param in enumerate(params)
             ]
-            for bucket, params in enumerate(lent)
+            for b, params in enumerate(lent)
         ]
+
+    def lent(self) -> list[nn.Parameter]:
+        """Return the parameters on loan."""
+        return [param for param, _ in _numbered(self._lent or ())]
+
+    def lent_ties(self, buckets: Sequence[Bucket]) -> list[str]:
+        """See ``engine.Registration``."""
+        tied = (self._slots[index] for index in self._lent_ties)
+        return [buckets[slot.bucket].names[slot.number] for slot in tied]
+
+    def tie(self, buckets: Sequence[Bucket]) -> None:
+        """See ``engine.Registration``."""
+        if self._lent_ties:
+            self._point(self._lent_ties)
+            self._lent_ties = {}
+            self._show_again(buckets)
 
     def _taken(self, bucket: Bucket, number: int, shown: list[Any], lent: nn.Parameter) -> Tensor:
         """Return what the user left in the places of ``lent``; raise if it is unusable."""
@@ -174,25 +217,64 @@ class Places:
             "written back; write into the parameter instead"
         )
 
-    def take_over(self, unit: Unit) -> None:
+    def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
         """See ``engine.Registration``."""
         if self.shows_sharded:
-            self._take_over_sharded(unit)
+            self._take_over_sharded(unit, keeps_ties=keeps_ties)
         else:
             self._check_unsharded(unit)
 
-    def _take_over_sharded(self, unit: Unit) -> None:
+    def _take_over_sharded(self, unit: Unit, *, keeps_ties: bool) -> None:
         shown = [bucket.sharded_params for bucket in unit.buckets]
-        replaced = False
-        for own, name, bucket, number, place in self._slots:
-            now = own.get(name)
-            if now is not shown[bucket][number]:
-                unit.buckets[bucket].replace(number, self._checked(unit, place, now))
-                replaced = True
-        if replaced:
+        changed = [
+            (index, own.get(name))
+            for index, (own, name, bucket, number, _) in enumerate(self._slots)
+            if own.get(name) is not shown[bucket][number]
+        ]
+        if changed:
+            ours = {id(param): at for param, at in _numbered(shown)}
+            ties = {index: ours[id(now)] for index, now in changed if id(now) in ours}
+            new = {index: now for index, now in changed if index not in ties}
+            for index, now in new.items():
+                self._check(unit, self._slots[index], now)
+            if not keeps_ties:
+                self._check_not_untied(unit, ties, new)
+            self._point(ties)
+            for index, now in new.items():
+                slot = self._slots[index]
+                assert now is not None
+                unit.buckets[slot.bucket].replace(slot.number, now)
             self.show_sharded(unit.buckets)  # in the other places of a tied one, too
+        for bucket, number in self._unplaced:
+            unit.buckets[bucket].conform(number, {n for b, n in self._unplaced if b == bucket})
+
+    def _check_not_untied(
+        self, unit: Unit, ties: _Targets, new: Mapping[int, nn.Parameter | None]
+    ) -> None:
+        """Refuse a new parameter in some of the places of a tied one: it would need a shard."""
+        for index, now in new.items():
+            slot = self._slots[index]
+            for other, beside in enumerate(self._slots):
+                is_tied = (beside.bucket, beside.number) == (slot.bucket, slot.number)
+                if is_tied and other not in ties and new.get(other) is not now:
+                    raise _CannotTakeOver(
+                        f"Cannot writeback: parameter {_named(slot)} in unit "
+                        f"{unit.name or '(root)'} was tied to {_named(beside)} when it was "
+                        "sharded, and got a parameter of its own after fully_shard. Untie "
+                        "parameters before fully_shard, or put the same one in all places"
+                    )
+
+    def note_ties(self, unit: Unit) -> None:
+        """Keep ties that the user made while the unit was unsharded, before it is resharded."""
+        if self.shows_sharded or self._lent is not None:
+            return
+        shown = [bucket.whole.params for bucket in unit.buckets]
+        ours = {id(param): at for param, at in _numbered(shown)}
+        now = ((index, own.get(name)) for index, (own, name, *_) in enumerate(self._slots))
+        self._point({index: ours[id(param)] for index, param in now if id(param) in ours})
 
     def _check_unsharded(self, unit: Unit) -> None:
+        self.note_ties(unit)
         shown = [bucket.whole for bucket in unit.buckets]
         for own, name, bucket, number, place in self._slots:
             whole = shown[bucket].params[number]
@@ -203,19 +285,38 @@ class Places:
                     "call reshard() before, or move and cast the whole sharded module"
                 )
 
-    def _checked(self, unit: Unit, place: Place, now: nn.Parameter | None) -> nn.Parameter:
-        """Return ``now``, found at ``place``; raise if it cannot replace our parameter."""
-        (slot,) = (slot for slot in self._slots if slot.place is place)
+    def _check(self, unit: Unit, slot: _Slot, now: nn.Parameter | None) -> None:
+        """Raise if ``now``, found in ``slot``, cannot replace our parameter."""
         ours = unit.buckets[slot.bucket].sharded_params[slot.number]
-        if now is not None and type(now) is type(ours) and _alike(now, ours):
-            return now
+        if now is None or type(now) is not type(ours) or not _alike(now, ours):
+            raise self._refusal(unit, slot, now)
+
+    def _refusal(self, unit: Unit, slot: _Slot, now: nn.Parameter | None) -> ConfigError:
+        ours = unit.buckets[slot.bucket].sharded_params[slot.number]
         what = "nothing" if now is None else f"{type(now.data).__name__} of {tuple(now.shape)}"
-        raise _CannotTakeOver(
-            f"Cannot writeback: parameter {place.name} of {type(place.module).__name__} in unit "
-            f"{unit.name or '(root)'} was replaced after fully_shard by {what}; expected a sharded "
-            f"parameter of {tuple(ours.shape)} with the same placement. Replace parameters before "
-            "fully_shard, or write into the sharded ones"
+        engine: Any = unit.engine
+        for other in engine.units:
+            if any(now is param for bucket in other.buckets for param in bucket.sharded_params):
+                what += f" (that of unit {other.name or '(root)'})"
+        return _CannotTakeOver(
+            f"Cannot writeback: parameter {_named(slot)} in unit {unit.name or '(root)'} was "
+            f"replaced after fully_shard by {what}; expected a sharded parameter of "
+            f"{tuple(ours.shape)} with the same placement. Replace parameters before fully_shard, "
+            "tie them before it or within a unit, or write into the sharded ones"
         )
+
+
+def _named(slot: _Slot) -> str:
+    return f"{slot.name} of {type(slot.place.module).__name__}"
+
+
+def _numbered(
+    params: Sequence[Sequence[nn.Parameter] | None],
+) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
+    """Yield the parameters of all buckets, each with its bucket and its number there."""
+    for bucket, own in enumerate(params):
+        for number, param in enumerate(own or ()):
+            yield param, (bucket, number)
 
 
 def places_of(unit: Unit) -> Places:

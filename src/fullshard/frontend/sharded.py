@@ -88,7 +88,7 @@ class ShardedModule:
             super()._apply(fn, recurse)  # type: ignore[misc]
             for unit in units:
                 is_whole = recurse and num_members_in(module, unit) == unit.num_members
-                engine_of(unit).take_over(unit, partly=not is_whole)
+                engine_of(unit).moved(unit, partly=not is_whole)
                 engine_of(unit).weights_changed()
         return self
 
