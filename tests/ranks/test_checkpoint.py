@@ -229,7 +229,8 @@ def three_dims(shape: tuple[int, int, int]) -> None:
             changed = {name: value * 2 for name, value in values.items()}
             with CommDebugMode() as counted:
                 checkpoint.load_sharded_state_dict(model, changed)
-            assert counted.get_total_counts() == 0 or values is simple
+            agreement = 2 * grid.ndim  # that all ranks can load, however many tensors there are
+            assert counted.get_total_counts() == agreement or values is simple
             checkpoint.load_full_state_dict(model, expected)
         assert all(torch.equal(full(p), expected[n]) for n, p in model.named_parameters())
 

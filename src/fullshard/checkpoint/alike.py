@@ -1,4 +1,4 @@
-"""Check that all ranks have the same optimizer state, before any of it travels.
+"""Check that all ranks can load, and have the same optimizer state, before any of it travels.
 
 Ranks that step apart, say because a step raised on one of them, would gather different tensors, and
 wait for each other for ever.
@@ -7,6 +7,7 @@ wait for each other for ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -21,6 +22,52 @@ from fullshard.checkpoint.tree import some
 from fullshard.comm import all_same, broadcast_object_from_first, gather_over
 from fullshard.errors import ConfigError
 from fullshard.optim.wrapped import held_by
+
+
+@contextmanager
+def refused_by_all(what: str, mesh: DeviceMesh | None, *, sends: bool) -> Iterator[None]:
+    """Raise on all ranks of ``mesh`` if the block raises on one of them; a collective.
+
+    The block must not communicate. Without this, a rank whose argument is refused would leave, and
+    the others would wait for it in their next collective.
+
+    Args:
+        what: the call, for messages.
+        mesh: None: this rank is alone.
+        sends: ``broadcast_from_rank0`` of this rank, which all ranks must give alike.
+
+    Raises:
+        ConfigError: on the other ranks, if the block raises on some ranks, or if ``sends`` differs.
+        Exception: what the block raised, on the ranks where it did.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = (rank, sends, "" if failure is None else str(failure))
+    found = [own] if mesh is None else sorted(gather_over(own, mesh))
+    sending = [str(rank) for rank, sends, _ in found if sends]
+    if 0 < len(sending) < len(found):
+        raise ConfigError(
+            f"{what}: broadcast_from_rank0 is True on ranks {', '.join(sending)} only; pass the "
+            "same on all ranks"
+        )
+    failed = [(rank, text) for rank, _, text in found if text]
+    if failure is None and failed:
+        failure = _RefusedElsewhere(f"rank {failed[0][0]}: {failed[0][1]}")
+    if failure is not None and len(failed) < len(found) and not sends:
+        failure.add_note(
+            f"The state fits on {len(found) - len(failed)} of {len(found)} ranks. If only the "
+            "first rank has it, pass broadcast_from_rank0=True on all ranks."
+        )
+    if failure is not None:
+        raise failure
+
+
+class _RefusedElsewhere(ConfigError, RuntimeError):
+    """A ``RuntimeError`` as well, because PyTorch raises one for state that does not fit."""
 
 
 class Item(NamedTuple):

@@ -17,7 +17,7 @@ from fullshard.checkpoint import datafile
 from fullshard.checkpoint.datafile import Bytes
 from fullshard.checkpoint.folders import CheckpointInfo, described, in_folder, read_manifest
 from fullshard.checkpoint.manifest import FileInfo, Manifest
-from fullshard.checkpoint.model import load_sharded_state_dict
+from fullshard.checkpoint.model import load_into
 from fullshard.checkpoint.optimizer import optim_state_to_load
 from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.reading import Reader, Wanted
@@ -150,14 +150,14 @@ class Target:
         if optimizer is not None and self._has_optimizer_state:
             state, strict = self._optimizer_state, self._strict
             self._to_load = optim_state_to_load(
-                self._model, optimizer, state, "load", strict=strict, copies=False
+                self._model, optimizer, state, "load", strict=strict, copies=False, agrees=False
             )
 
     def put(self, optimizer: Optimizer | None) -> None:
         """Copy everything into the optimizer, which may refuse it, and the model."""
         if optimizer is not None and self._has_optimizer_state:
             optimizer.load_state_dict(self._to_load)
-        load_sharded_state_dict(self._model, self._model_state, strict=False)
+        load_into(self._model, self._model_state, "load", strict=False, agrees=False)
 
     def _add_model(self) -> None:
         values = [contents.values for contents in self._manifest.contents]

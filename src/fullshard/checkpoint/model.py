@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.alike import refused_by_all
 from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.tree import Row, Tree, full, sharded, some
 from fullshard.errors import ConfigError
@@ -82,6 +83,7 @@ def load_full_state_dict(
 ) -> None:
     """Load a full state dict; each rank copies its part, whatever the layout and the mesh.
 
+    All ranks must call this, each with the whole ``state`` unless ``broadcast_from_rank0`` is True.
     Inside of ``unshard_params`` it is loaded into the lent parameters.
 
     Args:
@@ -96,7 +98,7 @@ def load_full_state_dict(
         ProtocolError: as for ``full_state_dict``, and while another rank has full parameters on
             loan.
     """
-    _load(module, state, "load_full_state_dict", send=broadcast_from_rank0, strict=strict)
+    load_into(module, state, "load_full_state_dict", send=broadcast_from_rank0, strict=strict)
 
 
 def load_sharded_state_dict(
@@ -104,27 +106,50 @@ def load_sharded_state_dict(
 ) -> None:
     """Load a sharded state dict, with any placements; see ``load_full_state_dict``.
 
-    A DTensor is copied without communication if its mesh and placements are the parameter's, or
-    if it has a larger mesh and is replicated over the other mesh dims. Any other DTensor is
-    gathered, one at a time. Plain tensors are taken to be whole.
+    Ranks first agree that all of them can load. A DTensor is then copied without communication if
+    its mesh and placements are the parameter's, or if it has a larger mesh and is replicated over
+    the other mesh dims. Any other DTensor is gathered, one at a time. Plain tensors are taken to
+    be whole.
 
     Raises:
         ConfigError, ProtocolError: as for ``load_full_state_dict``.
     """
-    _load(module, state, "load_sharded_state_dict", send=False, strict=strict)
+    load_into(module, state, "load_sharded_state_dict", strict=strict)
 
 
 @torch.no_grad()
-def _load(
-    module: nn.Module, state: Mapping[str, Any], what: str, *, send: bool, strict: bool
+def load_into(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    what: str,
+    *,
+    send: bool = False,
+    strict: bool,
+    agrees: bool = True,
 ) -> None:
+    """Load ``state`` for the call ``what``; see ``load_full_state_dict``.
+
+    Args:
+        module: as there.
+        state: with whole tensors or DTensors.
+        what: for messages.
+        send: as ``broadcast_from_rank0`` there.
+        strict: as there.
+        agrees: False: the caller tells the other ranks of errors.
+    """
     tree = Tree(module, what, may_be_lent=not send)
     for unit in tree.units:
         unit.check_shown(what)
     rows = list(tree.rows())
-    values: dict[Key, Any] = {clean_name(name): value for name, value in (state or {}).items()}
-    source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
-    _check(what, rows, source, strict=strict)
+    is_lent = any(unit.is_lent for unit in tree.units)  # the first rank may then load on its own
+    with refused_by_all(what, tree.mesh if agrees and not is_lent else None, sends=send):
+        values: dict[Key, Any] = {clean_name(name): value for name, value in (state or {}).items()}
+        if not send:
+            source = Source(values, mesh=None, device=tree.device)
+            _check(what, rows, source, strict=strict)
+    if send:
+        source = Source(values, mesh=tree.mesh, device=tree.device)
+        _check(what, rows, source, strict=strict)
     by_torch: dict[str, Any] = {}
     for row in rows:
         if row.name not in source.announced:

@@ -12,14 +12,14 @@ of an ``OwnedOptimizer``, of any shape, is cut so that owners hold it whole.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.alike import Item, check_alike, items_of
+from fullshard.checkpoint.alike import Item, check_alike, items_of, refused_by_all
 from fullshard.checkpoint.source import Key, Source
 from fullshard.checkpoint.stepped import Kept, StateDict, Stepped
 from fullshard.checkpoint.tree import Row, Tree, full, sharded
@@ -200,6 +200,8 @@ def optim_state_to_load(
     strict: bool,
     all_params: bool = True,
     copies: bool = True,
+    agrees: bool = True,
+    may_be_empty: bool = True,
 ) -> dict[str, Any]:
     """Return the input of ``optimizer.load_state_dict``; see ``load_full_optim_state_dict``.
 
@@ -209,26 +211,28 @@ def optim_state_to_load(
         spread: ``state`` holds DTensors.
         all_params: False: omit parameters that are in no group of ``state`` from the groups.
         copies: False: the result may have the memory of ``state``.
+        agrees: False: the caller tells the other ranks of errors.
+        may_be_empty: False: refuse a ``state`` without the key "state".
     """
     tree = Tree(module, what)
     stepped = Stepped(tree, optimizer)
-    params = stepped.shown
-    values: dict[Key, Any] = dict(_flat(state or {}, unwraps=stepped.unwraps))
-    source = Source(values, mesh=tree.mesh if send else None, device=tree.device)
-    loaded = _Loaded(what, tree, source, source.get("param_groups"))
-    if strict:
-        loaded.check(params)
-    groups = _groups_to_load(stepped, loaded, all_params=all_params)
-    needed = list(loaded.needed(params))
-    singles = stepped.singles | one_for_many(
-        (param.shape, key[1], source.shape_of(key)) for key, param in needed
-    )
-    likes = {(name, key): loaded.like(stepped, name, key, singles) for (name, key), _ in needed}
-    for (name, key), _ in needed:
-        loaded.check_shape(name, key, likes[name, key])
+    mesh = tree.mesh
+    with refused_by_all(what, mesh if agrees else None, sends=send):
+        values: dict[Key, Any] = dict(_flat(state or {}, unwraps=stepped.unwraps))
+        if not (send or may_be_empty or "state" in (state or {})):
+            raise ConfigError(
+                f'{what}: got a dictionary without "state"; expected what optim_state_dict returns'
+            )
+        if not send:
+            source = Source(values, mesh=None, device=tree.device)
+            wanted = _wanted(what, tree, stepped, source, strict=strict, all_params=all_params)
+    if send:
+        source = Source(values, mesh=mesh, device=tree.device)
+        wanted = _wanted(what, tree, stepped, source, strict=strict, all_params=all_params)
+    loaded, needed, likes, groups = wanted
     if send or spread:
         keys = (key for key, _ in needed if send or loaded.is_dtensor(key))
-        check_alike(what, tree.mesh, (Item(*key) for key in keys))
+        check_alike(what, mesh, (Item(*key) for key in keys))
     own: dict[str, dict[str, Any]] = {}
     for (name, key), _ in needed:
         value, like = source.get((name, key)), likes[name, key]
@@ -242,6 +246,42 @@ def optim_state_to_load(
             value = value.clone()  # an optimizer would change the caller's step count in place
         own.setdefault(loaded.own_name[name], {})[key] = value
     return {"state": stepped.to_load(own), "param_groups": groups}
+
+
+class _Wanted(NamedTuple):
+    """The part of the loaded state that this optimizer takes."""
+
+    loaded: _Loaded
+    needed: list[tuple[tuple[str, str], Tensor]]
+    """Keys to load, with their parameters, see ``_Loaded.needed``."""
+    likes: dict[tuple[str, str], Tensor | None]
+    """Tensors that are cut as the state is here, by key, see ``_Loaded.like``."""
+    groups: list[dict[str, Any]]
+
+
+def _wanted(
+    what: str,
+    tree: Tree,
+    stepped: Stepped,
+    source: Source,
+    *,
+    strict: bool,
+    all_params: bool,
+) -> _Wanted:
+    """Check what ``source`` holds; return what of it is needed. Nothing is communicated."""
+    params = stepped.shown
+    loaded = _Loaded(what, tree, source, source.get("param_groups"))
+    if strict:
+        loaded.check(params)
+    groups = _groups_to_load(stepped, loaded, all_params=all_params)
+    needed = list(loaded.needed(params))
+    singles = stepped.singles | one_for_many(
+        (param.shape, key[1], source.shape_of(key)) for key, param in needed
+    )
+    likes = {(name, key): loaded.like(stepped, name, key, singles) for (name, key), _ in needed}
+    for (name, key), _ in needed:
+        loaded.check_shape(name, key, likes[name, key])
+    return _Wanted(loaded, needed, likes, groups)
 
 
 def _groups_to_load(stepped: Stepped, loaded: _Loaded, *, all_params: bool) -> list[dict[str, Any]]:

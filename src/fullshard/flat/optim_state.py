@@ -97,15 +97,17 @@ class OptimStateDicts:
         settings = settings_of(model)
         config: Any = settings.optim_state_dict_config
         rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-        if "state" not in (optim_state_dict or {}) and not rank0_only:
-            raise ConfigError(
-                'optim_state_dict_to_load: got a dictionary without "state"; expected what '
-                "optim_state_dict returns"
-            )
         spread = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
         what = "optim_state_dict_to_load"
         loaded = optim_state_to_load(
-            model, optim, optim_state_dict, what, send=rank0_only, spread=spread, strict=False
+            model,
+            optim,
+            optim_state_dict,
+            what,
+            send=rank0_only,
+            spread=spread,
+            strict=False,
+            may_be_empty=False,
         )
         if is_named_optimizer:
             loaded = _by_names(loaded, _names(model, optim, are_clean=False))

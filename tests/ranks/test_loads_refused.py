@@ -1,0 +1,81 @@
+"""State that one rank cannot load: all ranks raise at once, and nothing was changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard import FullyShardedDataParallel, Ragged, StateDictType, checkpoint
+from tests.ranks.models import full_parameters
+from tests.ranks.net import make, optimizer_of, shard, step
+from tests.ranks.pool import RankPool
+
+
+def on_some_ranks(what: str) -> list[str]:
+    """What each way of having state on some ranks only raises here, in order."""
+    model = shard(make(), layout=Ragged())
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    before = full_parameters(model)
+    is_first = dist.get_rank() == 0
+    if what == "model":
+        state = checkpoint.full_state_dict(model)
+        sharded = checkpoint.sharded_state_dict(model)
+    else:
+        state = checkpoint.full_optim_state_dict(model, optimizer)
+        sharded = checkpoint.sharded_optim_state_dict(model, optimizer)
+
+    def load(given: object, kind: str = "full", **options: bool) -> None:
+        name = f"load_{kind}_state_dict" if what == "model" else f"load_{kind}_optim_state_dict"
+        to = (model,) if what == "model" else (model, optimizer)
+        getattr(checkpoint, name)(*to, given, **options)
+
+    shortened = {n: v for n, v in sharded.items() if n != "scale"} if what == "model" else {}
+    said = []
+    for given, options in (
+        (state, {}),  # {} on all ranks but the first
+        (state if is_first else None, {}),
+        (state, {"broadcast_from_rank0": is_first}),
+        (sharded if is_first else shortened, {"kind": "sharded"}),
+        ([1] if is_first else state, {}),
+    ):
+        with pytest.raises((ValueError, AttributeError)) as caught:
+            load(given, **options)  # type: ignore[arg-type]
+        said.append("\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+    load(state, broadcast_from_rank0=True)
+    after = full_parameters(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    step(model, optimizer)
+    return said
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_all_ranks_raise_if_some_have_no_state(pool: RankPool, what: str) -> None:
+    first, second = pool.run(2, on_some_ranks, what)
+    for said in (first, second):
+        for message in said[:2]:
+            assert "broadcast_from_rank0=True on all ranks" in message
+            assert "1 of 2 ranks" in message
+        assert "broadcast_from_rank0 is True on ranks 0 only" in said[2]
+    assert first[0].startswith("rank 1: ")
+    assert first[0].removeprefix("rank 1: ") == second[0]
+
+
+def wrapped_on_the_first_alone() -> str:
+    model = FullyShardedDataParallel(make(), device_id="cpu")
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        given = state if dist.get_rank() == 0 else {}
+        with pytest.raises(ValueError) as caught:
+            FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, given)
+        FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
+    return str(caught.value)
+
+
+def test_wrappers_raise_on_all_ranks_if_some_have_no_state(pool: RankPool) -> None:
+    first, second = pool.run(2, wrapped_on_the_first_alone)
+    assert 'a dictionary without "state"' in first
+    assert 'a dictionary without "state"' in second
