@@ -20,6 +20,7 @@ from fullshard import (
 )
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard.errors import ConfigError, ProtocolError, UnsupportedError
+from fullshard.frontend.sharded import is_taken_as_it_is
 from tests.ranks.net import batch, make
 from tests.ranks.pool import RankPool
 
@@ -309,3 +310,27 @@ def as_torch(original: bool) -> None:
 @originals
 def test_dicts_are_those_of_pytorchs_wrapper(pool: RankPool, original: bool) -> None:
     pool.run(2, as_torch, original)
+
+
+def raise_ill(module: nn.Module, *_: Any) -> None:
+    if not is_taken_as_it_is():  # once the wrapper has loaded everything inside
+        raise RuntimeError("ill")
+
+
+def load_inside_after_one_that_raised(original: bool, by_parent: bool) -> float:
+    inner = FSDP(nn.Linear(4, 4), use_orig_params=original)
+    outer = FSDP(nn.Sequential(nn.Tanh(), inner), use_orig_params=original)
+    outer.module[0].register_load_state_dict_post_hook(raise_ill)
+    model = nn.ModuleList([outer]) if by_parent else outer
+    with pytest.raises(RuntimeError, match="ill"):
+        model.load_state_dict(model.state_dict())
+    inner.load_state_dict({"weight": torch.full((4, 4), 2.0), "bias": torch.full((4,), 2.0)})
+    return sum(value.sum().item() for value in inner.state_dict().values())
+
+
+@pytest.mark.parametrize("by_parent", [False, True])
+@originals
+def test_an_inner_wrapper_loads_after_a_load_that_raised(
+    pool: RankPool, original: bool, by_parent: bool
+) -> None:
+    assert pool.run(2, load_inside_after_one_that_raised, original, by_parent) == [40.0, 40.0]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 
+from fullshard import fully_shard
 from tests.ranks.models import full_parameters
 from tests.ranks.net import Net, apart, batch, make, optimizer_of, shard, step, train_both
 from tests.ranks.pool import RankPool
@@ -293,3 +294,83 @@ def plain_into_sharded() -> bool:
 
 def test_plain_tensors_are_refused_and_a_right_load_repairs(pool: RankPool) -> None:
     assert pool.run(2, plain_into_sharded) == [True, True]
+
+
+# state dicts that raise
+
+
+class Moody(nn.Linear):
+    """Raises in its state dict, and in a load, while ``is_ill``."""
+
+    is_ill = False
+
+    def get_extra_state(self) -> int:
+        if self.is_ill:
+            raise RuntimeError("ill")
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        self.get_extra_state()
+
+
+def moody(on_wrapper: bool) -> tuple[nn.Module, Moody]:
+    """The sharded model, which has the other module inside or is one itself."""
+    inner = Moody(4, 4).double()
+    model = nn.Sequential(inner, nn.Linear(4, 4).double())
+    return fully_shard(inner if on_wrapper else model), inner
+
+
+def states_after_one_that_raised(is_sharded_itself: bool, via: str) -> list[str]:
+    model, inner = moody(is_sharded_itself)
+    saved = model.state_dict()
+    raising = {"root": model.state_dict, "inner": inner.state_dict}.get(
+        via, lambda: model.load_state_dict(saved)
+    )
+    model.unshard()
+    inner.is_ill = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ill"):
+            raising()
+    shown = [] if via == "inner" else list(model.parameters())
+    found = ["a shard is shown" for param in shown if isinstance(param, DTensor)]
+    inner.is_ill = False
+    for module in (inner, model):
+        values = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
+        found += ["a whole tensor" for value in values if not isinstance(value, DTensor)]
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    model.unshard()
+    values = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    found += ["later a whole tensor" for value in values if not isinstance(value, DTensor)]
+    return found
+
+
+@pytest.mark.parametrize("via", ["root", "inner", "load"])
+@pytest.mark.parametrize("is_sharded_itself", [False, True], ids=["inside", "itself"])
+def test_state_dicts_are_sharded_after_one_that_raised(
+    pool: RankPool, is_sharded_itself: bool, via: str
+) -> None:
+    assert pool.run(2, states_after_one_that_raised, is_sharded_itself, via) == [[], []]
+
+
+def forward_after_a_load_that_raised() -> float:
+    """The weight is loaded before the extra state raises; the kept copy is stale then."""
+    model, inner = moody(on_wrapper=False)
+    model.set_reshard_after_backward(False)
+    ones = torch.ones(2, 4, dtype=torch.float64)
+    model(ones).sum().backward()
+    loaded = {
+        name: value.detach().clone().zero_() if isinstance(value, Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+    inner.is_ill = True
+    with pytest.raises(RuntimeError, match="ill"):
+        nn.ModuleList([model]).load_state_dict({f"0.{n}": v for n, v in loaded.items()})
+    inner.is_ill = False
+    seen: list[float] = []
+    inner.register_forward_hook(lambda *given: seen.append(given[2].abs().max().item()))
+    model(ones).sum().backward()
+    return seen[0]
+
+
+def test_a_forward_sees_what_a_load_wrote_before_it_raised(pool: RankPool) -> None:
+    assert pool.run(2, forward_after_a_load_that_raised) == [0.0, 0.0]

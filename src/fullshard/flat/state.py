@@ -53,7 +53,6 @@ class StateDicts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._settings = _default_settings()
-        self._loads_itself = False  # skip the next load: the outer wrapper already loaded us
 
     # the kind of state dict
 
@@ -176,10 +175,9 @@ class StateDicts(nn.Module):
 
         ``nn.Module`` calls this by position; next, inner modules load their own values once more.
         """
-        own, self._loads_itself = self._loads_itself, False
-        if own or is_taken_as_it_is():
-            return  # the wrapper has no parameters itself, and inner modules load theirs
         given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        if is_taken_as_it_is() or self._is_loaded(given):
+            return  # the wrapper has no parameters itself, and inner modules load theirs
         by_name = {clean_name(name): value for name, value in given.items()}
         rows = list(Tree(self, "load_state_dict", may_be_lent=True).rows())
         names = {row.name for row in rows}
@@ -189,14 +187,21 @@ class StateDicts(nn.Module):
             load_full_state_dict(self, given, strict=False)
         else:
             load_sharded_state_dict(self, given, strict=False)
-        for wrapper in _wrappers(self):
-            wrapper._loads_itself = wrapper is not self
-        with taken_as_it_is():
-            have = nn.Module.state_dict(self, keep_vars=True)
+        have = self._own_values()
         for row in rows:
             if not isinstance(row.value, torch.Tensor) and row.name in by_name:
                 have[row.own_name] = by_name[row.name]
         state_dict.update({prefix + name: value for name, value in have.items()})
+
+    def _is_loaded(self, given: Mapping[str, Any]) -> bool:
+        """Return whether ``given`` holds our own tensors: an outer wrapper has loaded them."""
+        have = self._own_values().items()
+        return all(given.get(k) is v for k, v in have if isinstance(v, torch.Tensor))
+
+    def _own_values(self) -> dict[str, Any]:
+        """Return the parameters and buffers themselves, by the names they have in modules."""
+        with taken_as_it_is():
+            return nn.Module.state_dict(self, keep_vars=True)
 
 
 class _NotKnown(dict[str, str]):

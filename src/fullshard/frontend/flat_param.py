@@ -208,14 +208,14 @@ class FlatPlaces(Places):
         """See ``Places``; otherwise modules show the flat parameter or whole parameters."""
         for front in self.fronts:
             front.follow()
-        showed_sharded = self.shows_sharded
+        before = self.shows_sharded, self.hidden_by
         self._in_pieces = True
         self.show_sharded(buckets)
         try:
             yield
         finally:
             self._in_pieces = False
-            self.shows_sharded = showed_sharded
+            self.shows_sharded, self.hidden_by = before
             self._show_again(buckets)
 
     def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:

@@ -56,6 +56,7 @@ class _ForwardHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard the unit; move the inputs of a root, and cast inputs."""
         engine = engine_of(self.unit)
+        places_of(self.unit).end_hiding(self.unit)
         self._calls.append(_Call(sys.exception(), is_lent=self.unit.is_lent))
         if self.unit.is_lent:
             self.unit.check_shown("a forward")
@@ -145,46 +146,39 @@ def install_state_dict_hooks(unit: Unit, places: Places) -> None:
         module.register_load_state_dict_post_hook(hooks.after_load)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _StateDictHooks:
-    """The state dict hooks of a unit; calls nest, as its modules may contain each other."""
+    """The state dict hooks of a unit; calls nest, as its modules may contain each other.
+
+    torch leaves out the hooks that come after if a state dict raises, so nothing is counted here.
+    The call that begins to hide unsharded parameters ends it; if that call raises, the next
+    forward of the unit does, or ``ShardedModule.state_dict``.
+    """
 
     unit: Unit
     places: Places
-    _depth: int = 0
-    _shown_unsharded: bool = False
 
     def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._enter()
+        self.places.hide_unsharded(self.unit, module)
 
     def after_save(self, module: nn.Module, *_: Any) -> None:
-        self._exit()
+        if self.places.hidden_by is module:
+            self.places.end_hiding(self.unit)
 
     def before_load(self, module: nn.Module, *_: Any) -> None:
         self.unit.check_shown("load_state_dict()")
-        self._enter()
+        self.places.hide_unsharded(self.unit, module)
         self.unit.wait_for_readers()  # before what they read is written
+        if not self.unit.is_lent:  # else that is done when the loan ends
+            engine_of(self.unit).weights_changed()  # also if the load raises after some writes
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        if not self.unit.is_lent:  # else that is done when the loan ends
+        if not self.unit.is_lent:
             # Only record: with assign=True other parameters of the unit may not be loaded yet.
             self.places.take_over(self.unit, keeps_ties=True)
-            engine_of(self.unit).weights_changed()
         engine_of(self.unit).forget_left(self.unit)
-        self._exit()
-
-    def _enter(self) -> None:
-        if self._depth == 0:
-            is_lent = self.unit.lending is not None and self.unit.lending.is_shown
-            self._shown_unsharded = not (self.places.shows_sharded or is_lent)
-            if self._shown_unsharded:
-                self.places.show_sharded(self.unit.buckets)
-        self._depth += 1
-
-    def _exit(self) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._shown_unsharded:
-            self.places.show_unsharded(self.unit.buckets)
+        if self.places.hidden_by is module:
+            self.places.end_hiding(self.unit)
 
 
 def engine_of(unit: Unit) -> Engine:

@@ -315,7 +315,7 @@ class FSDPModule(CommunicationControls):
         """
         module: nn.Module = self  # type: ignore[assignment]
         check_full_tensors(module, state_dict, assign=assign)
-        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

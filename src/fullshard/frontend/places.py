@@ -52,6 +52,8 @@ class Places:
         self._unplaced: list[tuple[int, int]] = []  # bucket and number, of parameters tied away
         self._index()
         self.shows_sharded = True
+        self.hidden_by: nn.Module | None = None
+        """The module whose state dict shows the sharded parameters for now."""
         self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
         self._lent_ties: _Targets = {}  # found in the last ``take_back``
 
@@ -97,12 +99,12 @@ class Places:
     @contextmanager
     def showing_sharded(self, buckets: Sequence[Bucket]) -> Iterator[None]:
         """Show in the block what modules show between steps; nothing is moved or freed."""
-        shows_sharded = self.shows_sharded
+        before = self.shows_sharded, self.hidden_by
         self.show_sharded(buckets)
         try:
             yield
         finally:
-            self.shows_sharded = shows_sharded
+            self.shows_sharded, self.hidden_by = before
             self._show_again(buckets)
 
     def in_their_place(self) -> Sequence[Place]:
@@ -111,13 +113,29 @@ class Places:
 
     def show_sharded(self, buckets: Sequence[Bucket]) -> None:
         """Make the modules show the sharded parameters."""
-        self.shows_sharded = True
+        self.shows_sharded, self.hidden_by = True, None
         self._show([bucket.sharded_params for bucket in buckets])
 
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
         """Make the modules show the unsharded parameters."""
-        self.shows_sharded = False
+        self.shows_sharded, self.hidden_by = False, None
         self._show([bucket.whole.params for bucket in buckets])
+
+    def hide_unsharded(self, unit: Unit, module: nn.Module) -> None:
+        """Show the sharded parameters, if modules do not yet, until ``end_hiding``."""
+        is_lent = unit.lending is not None and unit.lending.is_shown
+        if not self.shows_sharded and not is_lent:
+            self.show_sharded(unit.buckets)
+            self.hidden_by = module
+
+    def end_hiding(self, unit: Unit) -> None:
+        """Show the unsharded parameters if ``hide_unsharded`` hides them.
+
+        Adopt first the parameters that the user put into modules.
+        """
+        if self.hidden_by is not None:
+            self.take_over(unit, keeps_ties=True)
+            self.show_unsharded(unit.buckets)
 
     def _show(self, params: Sequence[Sequence[nn.Parameter]]) -> None:
         if self._lent is not None:
@@ -130,10 +148,12 @@ class Places:
 
     def _show_again(self, buckets: Sequence[Bucket]) -> None:
         """Repeat the last ``show_sharded`` or ``show_unsharded``."""
+        hidden_by = self.hidden_by
         if self.shows_sharded:
             self.show_sharded(buckets)
         else:
             self.show_unsharded(buckets)
+        self.hidden_by = hidden_by
 
     def put_back(self, buckets: Sequence[Bucket]) -> list[str]:
         """See ``engine.Registration``."""
@@ -244,7 +264,7 @@ class Places:
                 slot = self._slots[index]
                 assert now is not None
                 unit.buckets[slot.bucket].replace(slot.number, now)
-            self.show_sharded(unit.buckets)  # in the other places of a tied one, too
+            self._show_again(unit.buckets)  # in the other places of a tied one, too
         for bucket, number in self._unplaced:
             unit.buckets[bucket].conform(number, {n for b, n in self._unplaced if b == bucket})
 

@@ -52,6 +52,19 @@ def is_taken_as_it_is() -> bool:
     return _as_it_is.get()
 
 
+@contextmanager
+def _showing_again(module: nn.Module) -> Iterator[None]:
+    """End what state dicts inside ``module`` hide, if the block raises: torch skips our hooks."""
+    try:
+        yield
+    except BaseException:
+        inside = set(module.modules())
+        for unit in units_below([module]):
+            if places_of(unit).hidden_by in inside:
+                places_of(unit).end_hiding(unit)
+        raise
+
+
 class ShardedModule:
     """A mixin for the class of a module that is a member of a unit."""
 
@@ -66,6 +79,16 @@ class ShardedModule:
         except BaseException:
             forward_interrupted(module)
             raise
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the module's class; if it raises, undo our hooks."""
+        with _showing_again(self):  # type: ignore[arg-type]
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as the module's class does; if it raises, undo our hooks."""
+        with _showing_again(self):  # type: ignore[arg-type]
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to the shards; ``to``, ``cuda``, ``float``, ``to_empty`` etc. call this.
