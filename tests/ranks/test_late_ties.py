@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,52 @@ def tie_and_go_on(face: str, folder: str) -> dict[str, float]:
 def test_a_tied_model_is_copied_saved_and_cast(pool: RankPool, face: str, tmp_path: Path) -> None:
     for found in pool.run(2, tie_and_go_on, face, str(tmp_path / "saved")):
         assert max(found.values()) <= EXACT, found
+
+
+def warned_of(face: str) -> list[list[str]]:
+    """What forwards warn of after modules or parameters were added, swapped or removed."""
+
+    def add_a_module(model: Any) -> None:
+        model.block.adapter = nn.Linear(6, 6).double()
+
+    def swap(model: Any) -> None:
+        model.left = nn.Linear(6, 6, bias=False).double()
+
+    def add_a_parameter(model: Any) -> None:
+        model.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def wrap(model: Any) -> None:
+        model.right = nn.Sequential(model.right)
+
+    def remove(model: Any) -> None:
+        model.left = nn.Identity()
+
+    def shard_the_new_one(model: Any) -> None:
+        model.left = fully_shard(nn.Linear(6, 6, bias=False).double())
+
+    changes = [add_a_module, swap, add_a_parameter, wrap, remove]
+    if face != "flat":
+        changes.append(shard_the_new_one)
+    found = []
+    for change in changes:
+        model = (FACES | {"flat": flat})[face](make(), False)
+        said: list[str] = []
+        for number in range(3):
+            if number == 1:
+                change(inner(model))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss_of(model, number).backward()
+            said += [str(one.message) for one in caught if "was sharded" in str(one.message)]
+        found.append(said)
+    return found
+
+
+@pytest.mark.parametrize("face", [*FACES, "flat"])
+def test_parameters_that_are_added_later_are_told_of_once(pool: RankPool, face: str) -> None:
+    for module, swapped, param, *others in pool.run(2, warned_of, face):
+        assert len(module) == len(swapped) == len(param) == 1
+        assert "bias of Linear, weight of Linear were added below unit " in module[0]
+        assert "weight of Linear were added" in swapped[0]
+        assert "scale of" in param[0]
+        assert others == [[]] * len(others)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.engine import Bucket, Engine, Unit
+from fullshard.frontend.additions import Additions
 from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
 from fullshard.frontend.finalization import check_ends_by_itself
@@ -77,6 +78,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         for module in modules:
             module.__class__ = sharded_class(type(module))
             _torch.mark_sharded(module)
+    places.warn_of_additions = Additions(below.modules).warn
     for module in below.modules:
         # Dynamo treats modules with these attributes as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -220,6 +220,8 @@ class FlatPlaces(Places):
 
     def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
         """See ``engine.Registration``."""
+        if self.warn_of_additions is not None and not keeps_ties:
+            self.warn_of_additions(unit)
         for front in self.fronts:
             shown = self._holder._parameters.get(FLAT_PARAM)
             if shown is not None and shown is not front.param:
@@ -227,7 +229,7 @@ class FlatPlaces(Places):
                 front.introduce()
             front.follow()
         if not self.shows_sharded:
-            super().take_over(unit)
+            self._check_unsharded(unit)
             return
         for slot in self._slots if self._lent is None and not self._in_pieces else ():
             now = slot.params.get(slot.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ class Places:
         """The module whose state dict shows the sharded parameters for now."""
         self._lent: Sequence[Sequence[nn.Parameter] | None] | None = None
         self._lent_ties: _Targets = {}  # found in the last ``take_back``
+        self.warn_of_additions: Callable[[Unit], None] | None = None
 
     def _index(self) -> None:
         # nn.LSTM, for example, keeps a second list of its parameters, which setattr updates.
@@ -239,6 +240,8 @@ class Places:
 
     def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
         """See ``engine.Registration``."""
+        if self.warn_of_additions is not None and not keeps_ties:
+            self.warn_of_additions(unit)
         if self.shows_sharded:
             self._take_over_sharded(unit, keeps_ties=keeps_ties)
         else:
