@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
@@ -279,3 +281,41 @@ def test_in_a_fresh_interpreter_all_modules_are_afterwards_what_they_were() -> N
     assert done.returncode == 0, done.stderr
     changed, late = map(int, done.stdout.split())
     assert changed > 20 and late > 0
+
+
+PATCHED = {
+    "_fully_shard._fsdp_collectives": ("", "foreach_reduce"),
+    "_fully_shard._fsdp_param_group": ("FSDPParamGroup", "post_backward"),
+    "_fully_shard._fsdp_param": ("FSDPParam", "to_accumulated_grad_if_needed"),
+    "_fully_shard._fsdp_state": ("FSDPState", "_pre_forward"),
+    "_flat_param": ("FlatParamHandle", "unshard"),
+}
+"""What programs of the field patch, NeMo AutoModel among them."""
+
+
+@pytest.mark.parametrize("file", PATCHED)
+def test_a_patch_of_pytorchs_implementation_is_told_of_once(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls, name = PATCHED[file]
+    module = import_module(f"torch.distributed.fsdp.{file}")
+    holder = getattr(module, cls) if cls else module
+    original = getattr(holder, name, None)
+    if original is None:
+        pytest.skip(f"this PyTorch has no {name}")
+
+    @functools.wraps(original)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with patch_torch():
+            fsdp.fully_shard(nn.Linear(2, 2))
+            monkeypatch.setattr(holder, name, theirs)
+            with pytest.warns(UserWarning, match=f"{name} of torch.distributed.fsdp"):
+                fsdp.fully_shard(nn.Linear(2, 2))
+            fsdp.fully_shard(nn.Linear(2, 2))
+        fullshard.fully_shard(nn.Linear(2, 2))  # outside of the patch nobody looks
+    finally:
+        dist.destroy_process_group()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from fullshard.comm import Public, choose_wire
 from fullshard.compat.accelerate_cpu import ShardsOnCpus
+from fullshard.compat.ineffective import IneffectivePatches
 from fullshard.compat.names import (
     ATTRIBUTES,
     BUILT_ON_SHOWN,
@@ -23,6 +24,7 @@ from fullshard.compat.names import (
     keeps_torchs,
 )
 from fullshard.compat.shown import Pair, Showing
+from fullshard.frontend.build import before_sharding
 
 Namespace = dict[str, Any]
 """The ``__dict__`` of a module or of a function."""
@@ -106,9 +108,12 @@ class _Patched:
             setattr(attribute.of, attribute.name, attribute.value)
         self._wire = choose_wire(Public)
         self._accelerate = ShardsOnCpus()
+        self._look = IneffectivePatches().warn
+        before_sharding.append(self._look)
 
     def undo(self) -> None:
         """Restore everything, also in modules that were imported during the patch."""
+        before_sharding.remove(self._look)
         self._accelerate.undo()
         choose_wire(self._wire)
         for attribute in ATTRIBUTES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -28,6 +28,9 @@ from fullshard.tensors import handle_ops_on
 
 log = logging.getLogger("fullshard")
 
+before_sharding: list[Callable[[], None]] = []
+"""Called whenever modules are about to be sharded; ``compat`` looks there for patches."""
+
 
 def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
     """Return the plan for ``shard_modules``; raise if ``modules`` cannot be sharded."""
@@ -48,6 +51,8 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     If users see DTensors, the class of each module becomes ``FSDP<Name>``; otherwise ``modules`` is
     one of our wrappers, which already has the methods.
     """
+    for look in before_sharding:
+        look()
     below = collect(modules, choices.ignored)
     plan = _plan(below, choices)
     device = device_of(choices.mesh)

@@ -1,0 +1,78 @@
+"""Tell programs that patched the implementation of PyTorch's FSDP that this has no effect here."""
+
+from __future__ import annotations
+
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_IMPLEMENTATION = {
+    "_fully_shard._fsdp_collectives": (),
+    "_fully_shard._fsdp_init": (),
+    "_fully_shard._fsdp_param": ("FSDPParam",),
+    "_fully_shard._fsdp_param_group": ("FSDPParamGroup",),
+    "_fully_shard._fsdp_state": ("FSDPState",),
+    "_flat_param": ("FlatParamHandle",),
+    "_runtime_utils": (),
+    "_state_dict_utils": (),
+}
+"""Files of PyTorch's FSDP whose functions we do not run, and classes there that views stand for."""
+
+
+class IneffectivePatches:
+    """Warns, once for each name, of functions that a program put in the place of PyTorch's."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def warn(self) -> None:
+        """Warn of the functions that were replaced since the last call."""
+        new = [name for name in _replaced() if name not in self._told]
+        self._told |= set(new)
+        if new:
+            warnings.warn(
+                f"{', '.join(new)} of torch.distributed.fsdp: this program put functions of its "
+                "own in their place. Modules that fullshard shards do not call them, so the "
+                "change has no effect; docs/compat.md lists the methods and hooks to use instead",
+                stacklevel=3,
+            )
+
+
+def _replaced() -> Iterator[str]:
+    """Yield the names of PyTorch's functions and methods that are another program's now."""
+    for name, classes in _IMPLEMENTATION.items():
+        with suppress(ImportError):
+            module = import_module(f"torch.distributed.fsdp.{name}")
+            yield from _foreign("", module)
+            for cls in classes:
+                yield from _foreign(f"{cls}.", getattr(module, cls, None))
+
+
+def _foreign(prefix: str, holder: ModuleType | type | None) -> Iterator[str]:
+    for name, value in vars(holder).items() if holder is not None else ():
+        function: Any = value
+        if isinstance(value, property):
+            function = value.fget
+        elif isinstance(value, (staticmethod, classmethod)):
+            function = value.__func__
+        code = getattr(function, "__code__", None)
+        if code is not None and not _is_known(code.co_filename):
+            yield prefix + name
+
+
+_KNOWN = ("<", str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_STANDARD = sysconfig.get_paths()["stdlib"]
+
+
+def _is_known(file: str) -> bool:
+    """Return whether a function in ``file`` is PyTorch's, ours, or of the standard library."""
+    if file.startswith(_KNOWN) or file.endswith("typing_extensions.py"):
+        return True
+    return file.startswith(_STANDARD) and "-packages" not in file.removeprefix(_STANDARD)
