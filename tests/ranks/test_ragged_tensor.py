@@ -142,6 +142,40 @@ def test_norms_and_sums_are_those_of_the_whole_tensor(pool: RankPool, world: int
     pool.run(world, over_all_elements)
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def reductions_of_halves(dtype: torch.dtype) -> None:
+    """Large sums of small values: in a half dtype they overflow, or stop to grow."""
+    plain = nn.Linear(400, 400, dtype=dtype)
+    for fill in (1.0, -3.0):
+        nn.init.constant_(plain.weight, fill)
+        x: Any = fully_shard(copy.deepcopy(plain), layout=Ragged()).weight.detach()
+        a = plain.weight.detach()
+        for reduce in REDUCTIONS:
+            torch.testing.assert_close(reduce(x), reduce(a), rtol=0, atol=0)
+
+
+REDUCTIONS: list[Callable[[Tensor], Any]] = [
+    lambda x: x.mean(),
+    lambda x: x.sum(),
+    lambda x: x.sum(dtype=torch.float32),
+    lambda x: x.mean(dtype=torch.float32),
+    lambda x: torch.linalg.vector_norm(x),
+    lambda x: x.norm(1),
+    lambda x: torch._foreach_norm([x])[0],
+    lambda x: x.max(),
+    lambda x: x.min(),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_reductions_of_half_dtypes_are_as_wide_as_those_of_torch(
+    pool: RankPool, dtype: torch.dtype
+) -> None:
+    pool.run(2, reductions_of_halves, dtype)
+
+
 REFUSED: list[Callable[[Tensor], Any]] = [
     lambda x: x @ x,
     lambda x: x[0],

@@ -42,14 +42,32 @@ def run_on_intervals(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _handler_of(op: Any) -> Handler | None:
     handler = _HANDLERS.get(op)
     if handler is None:
-        name = op.overloadpacket.__name__
-        if name.startswith(("_foreach_", "_fused_")):
+        if _is_of_elements(op):
             handler = _on_lists
         elif torch.Tag.pointwise in op.tags:
             handler = _pointwise
         if handler is not None:
             _HANDLERS[op] = handler
     return handler
+
+
+def _is_of_elements(op: Any) -> bool:
+    """Return whether ``op`` treats each element of each tensor in lists by itself."""
+    name = op.overloadpacket.__name__
+    if name in _FUSED or name in _LISTS_WITHOUT_TAG:
+        return True
+    if not name.startswith("_foreach_"):
+        return False
+    twin: Any = getattr(aten, name.removeprefix("_foreach_").removesuffix("_"), None)
+    # With one list, the twin takes one tensor: maximum(x, y) is pointwise, as max(x, y) is.
+    names = () if twin is None else twin.overloads()
+    if op._overloadname in ("default", "out"):
+        names = [one for one in names if one == "default"]
+    return any(torch.Tag.pointwise in getattr(twin, one).tags for one in names)
+
+
+_FUSED = {f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")}
+_LISTS_WITHOUT_TAG = {"_foreach_copy", "_foreach_copy_", "_foreach_zero", "_foreach_zero_"}
 
 
 def _pointwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +78,7 @@ def _pointwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = {name: operand(op, arg, like) for name, arg in kwargs.items()}
     result = op(*locals_in, **named)
     if not isinstance(result, Tensor):
-        return result
+        raise refusal(op, args, kwargs)
     for arg, local in zip((*args, *kwargs.values()), (*locals_in, *named.values()), strict=True):
         if local is result:
             return arg  # ``op`` wrote to ``arg`` in place

@@ -31,11 +31,27 @@ def _spread(tensor: Tensor) -> Spread:
 
 
 def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _spread(args[0]).total(op(_torch.local_of(args[0]), **kwargs))
+    total, dtype = _wide_sum(args[0], kwargs)
+    return total.to(dtype)
 
 
 def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _sum(aten.sum.default, args, kwargs).div_(args[0].numel())
+    total, dtype = _wide_sum(args[0], kwargs)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise refusal(op, args, kwargs)
+    return total.div_(args[0].numel()).to(dtype)
+
+
+def _wide_sum(shown: Any, kwargs: dict[str, Any]) -> tuple[Tensor, torch.dtype]:
+    """Return the sum of all elements, in fp32 or wider as torch adds up, and the dtype wanted."""
+    local = _torch.local_of(shown)
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        is_exact = not (local.dtype.is_floating_point or local.dtype.is_complex)
+        dtype = torch.int64 if is_exact else local.dtype
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)
+    wide = dtype if is_exact else torch.promote_types(dtype, torch.float32)
+    return _spread(shown).total(local.sum(dtype=wide)), dtype
 
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
