@@ -79,6 +79,31 @@ class ByNormAfterAWhile(ByNorm):
         return super().change(param, group) if count > 5 else param.grad
 
 
+class ByNormLater(ByNorm):
+    """Counts in the state, or in its groups, until it clips."""
+
+    def __init__(self, params: Any, after: int = 30, in_group: bool = False) -> None:
+        super().__init__(params, after=after, in_group=in_group, count=0)
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        where = group if group["in_group"] else self.state[param]
+        where["count"] = where.get("count", 0) + 1
+        return super().change(param, group) if where["count"] > group["after"] else param.grad
+
+
+class Clipped(Shaped):
+    """Clips by the norm of each tensor."""
+
+    made = 0
+
+    def __init__(self, params: Any, clip: float = 1.0, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr, clip=clip)
+        Clipped.made += 1
+
+    def change(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        return param.grad * (group["clip"] / param.grad.norm()).clamp(max=1.0)
+
+
 REFUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (torch.optim.Adafactor, {}),
     (torch.optim.Muon, {}),
@@ -89,6 +114,11 @@ REFUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (ByDims, {}),
     (ByNormIfAsked, {"by_norm": True}),
     (ByNormAfterAWhile, {}),
+    (ByNormLater, {}),
+    (ByNormLater, {"after": 5000}),
+    (ByNormLater, {"after": 5000, "in_group": True}),
+    (Clipped, {"clip": 1.0}),
+    (Clipped, {"clip": 1e4}),
     (ByNorm, {"lr": 0.0}),  # until a scheduler warms it up
 ]
 
@@ -102,6 +132,33 @@ def test_what_looks_at_more_than_an_element_is_refused(
             ShardedOptimizer(params(), cls, **kwargs)
     with pytest.raises(NotImplementedError):
         ShardedOptimizer(params(), cls, **kwargs)
+
+
+def test_a_class_that_passed_is_tried_again_with_another_value_of_an_option() -> None:
+    optimizer = ShardedOptimizer(params(), Clipped, clip=1e9)
+    with pytest.raises(UnsupportedError, match="Clipped"):
+        ShardedOptimizer(params(), Clipped, clip=1.0)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["clip"] = 1.0
+    with pytest.raises(UnsupportedError, match="Clipped"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["clip"] == 1e9
+
+
+def test_groups_that_differ_in_their_rates_share_a_trial() -> None:
+    ShardedOptimizer(params(), Clipped, clip=1e9)
+    before = Clipped.made
+    groups = [{"params": [param], "lr": 0.1 / (n + 1)} for n, param in enumerate(params())]
+    optimizer = ShardedOptimizer(groups, Clipped, clip=1e9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    made = Clipped.made - before
+    for _ in range(3):
+        for param in (param for group in groups for param in group["params"]):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        schedule.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert (made, Clipped.made - before) == (1, 1)  # the inner one, which steps
 
 
 def test_a_user_may_vouch_for_a_class_or_against_it() -> None:

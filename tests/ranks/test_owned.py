@@ -449,6 +449,15 @@ class Coupled(torch.optim.SGD):
                 param.sub_(param.grad / total)
 
 
+class CoupledByLarge(Coupled):
+    """Steps so once gradients are large."""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        is_large = any(param.grad.norm() > 1e4 for param in params)
+        return super().step() if is_large else torch.optim.SGD.step(self)
+
+
 def refused(face: str, cls: type[Optimizer], more: dict[str, Any]) -> str:
     model = FSDP(nn.Linear(4, 4)) if face == "one flat" else sharded(Net(), face)
     with pytest.raises((ConfigError, UnsupportedError)) as caught:
@@ -462,11 +471,12 @@ def refused(face: str, cls: type[Optimizer], more: dict[str, Any]) -> str:
         ("ragged", torch.optim.LBFGS, {}, "LBFGS"),
         ("ragged", torch.optim.SparseAdam, {}, "SparseAdam"),
         ("ragged", Coupled, {"lr": 0.1}, "stepped elsewhere"),
+        ("ragged", CoupledByLarge, {"lr": 0.1}, "stepped elsewhere"),
         ("ragged", torch.optim.Muon, {"lr": 0.1}, "parameter 'experts'"),
         ("one flat", torch.optim.Adafactor, {}, "use_orig_params=True"),
         ("ragged", torch.optim.Adafactor, {"blocks": lambda *_: (1, 1)}, "add up"),
     ],
-    ids=["lbfgs", "sparse", "coupled", "muon", "flat", "blocks"],
+    ids=["lbfgs", "sparse", "coupled", "coupled by large", "muon", "flat", "blocks"],
 )
 def test_refuses_with_one_error(face: str, cls: Any, more: Any, words: str, pool: RankPool) -> None:
     if "blocks" in more:

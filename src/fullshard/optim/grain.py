@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from fullshard import _torch
 from fullshard.errors import UnsupportedError
 from fullshard.optim.inner import Inner, Steppable, step_quietly
-from fullshard.optim.trial import kind_of, tame, unseen, values_like
+from fullshard.optim.trial import exactly, kind_of, tame, tame_group, unseen, values_like
 from fullshard.optim.wrapped import held_by, rebuilt, unwrapped
 
 Shape = tuple[int, ...]
@@ -50,12 +50,19 @@ class Recipe(NamedTuple):
 
     @property
     def key(self) -> object:
-        """Return what groups that behave alike have in common."""
-        return (self.optimizer_class, kind_of(self.kwargs), kind_of(self.options))
+        """Return what groups have in common that a trial treats alike."""
+        return exactly((self.optimizer_class, tame(self.kwargs), tame_group(self.options)))
+
+    @property
+    def kind(self) -> object:
+        """Return what groups have in common whose state has the same form."""
+        return kind_of((self.optimizer_class, tame(self.kwargs), tame_group(self.options)))
 
     def made(self, params: Sequence[Tensor]) -> Optimizer:
         """Return an optimizer for a trial."""
-        return self.optimizer_class([{"params": params, **tame(self.options)}], **tame(self.kwargs))
+        return self.optimizer_class(
+            [{"params": params, **tame_group(self.options)}], **tame(self.kwargs)
+        )
 
 
 def padded_numel(numel: int, whole: int, grain: int) -> int:
@@ -73,7 +80,7 @@ def sample(recipe: Recipe, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     Made by a step without a gradient, on the CPU.
     """
     shape = _smaller(shape)
-    key = (recipe.key, shape, dtype)
+    key = (recipe.kind, shape, dtype)
     if key not in _samples:
         with unseen():
             param = nn.Parameter(torch.zeros(shape, dtype=dtype))
@@ -175,7 +182,7 @@ def _difference(
     flat = whole.detach().view(-1)
     with unseen():
         inner = Inner(recipe.optimizer_class, tame(recipe.kwargs))
-        groups: Any = [{**tame(recipe.options), "params": []}]
+        groups: Any = [{**tame_group(recipe.options), "params": []}]
         reference = recipe.made([whole])
         pieces = [
             _Piece(Piece(start, stop - start, numel, grain), flat[start:stop].clone())

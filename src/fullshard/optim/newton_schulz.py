@@ -35,7 +35,8 @@ def orthogonalise(
 
     The products of one matrix are those of ``torch.optim.Muon``, in its order. Products of many
     matrices at once need fewer kernels, but a device may add up in another order there. Which it
-    does is tried once for each shape, number of matrices, dtype and device, on numbers of our own.
+    does is tried once for each such polynomial, shape, number of matrices, dtype and device, on
+    numbers of our own.
 
     Args:
         matrices: of one shape (m, n), on one device; they are not changed.
@@ -100,7 +101,8 @@ def _round_alike(matrices: Sequence[Tensor], polynomial: _Polynomial, dtype: tor
     first = matrices[0]
     if first.is_meta:
         return True
-    key = (first.device, dtype, len(matrices), tuple(first.shape))
+    how = (torch.get_num_threads(), torch.get_float32_matmul_precision())
+    key = (first.device, dtype, len(matrices), tuple(first.shape), polynomial, how)
     if key not in _rounds_alike:
         count = len(matrices)
         numel = max(1, count * min(first.shape) ** 2)

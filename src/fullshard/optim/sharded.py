@@ -173,10 +173,14 @@ class ShardedOptimizer(Outer):
 
         Raises:
             ConfigError: some state does not fit its parameter; nothing was loaded.
+            UnsupportedError: the class is not element-wise with the options of a group; likewise.
         """
         self._revive(state)
         groups = state["param_groups"]
         state = {**state, "state": _unwrapped(state["state"])}
+        for group in () if self._is_vouched_for else groups:
+            options = {**self._inner.defaults, **options_of(group)}
+            check_elementwise(self._optimizer_class, self._kwargs, options)
         self._learn(map(options_of, groups))
         for _, param in numbered(groups):
             check_state(groups, param, state["state"].get(param, {}), self._inner.singles)

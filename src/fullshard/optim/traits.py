@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +11,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.groups import Kept
+from fullshard.optim.groups import Kept, options_of
 from fullshard.optim.inner import step_quietly
-from fullshard.optim.trial import kind_of, tame, unseen, values_like
+from fullshard.optim.trial import (
+    LATE_STEPS,
+    SCALE,
+    SCALED_STEPS,
+    STEPS,
+    apart,
+    exactly,
+    set_forward,
+    tame,
+    tame_group,
+    unseen,
+    values_like,
+)
 
 _SHAPES = ((2, 5), (4, 3), (3, 3))
-_STEPS = 8
+
+_TOLERANCE = 1e-9
 
 _known: dict[object, Traits] = {}
 
@@ -61,11 +75,14 @@ def traits_of(
         UnsupportedError: a step of the class fails, as one that calls a closure does, the class
             does not step each tensor by itself, or it keeps state of a kind that cannot be shown.
     """
-    key = (optimizer_class, kind_of(kwargs), kind_of(options), is_vouched_for)
+    how = (optimizer_class, tame(kwargs), tame_group(options))
+    key = (exactly(how), is_vouched_for)
     if key not in _known:
         try:
             with unseen():
-                traits, off = _try(optimizer_class, tame(kwargs), tame(options))
+                traits, off = _try(*how, num_steps=STEPS)
+                if off <= _TOLERANCE:
+                    off = _try(*how, num_steps=SCALED_STEPS, scale=SCALE)[1]
         except UnsupportedError:
             raise
         except Exception as error:
@@ -74,7 +91,7 @@ def traits_of(
             raise _refusal(
                 optimizer_class, f"its step failed: {type(error).__name__}: {error}"
             ) from error
-        if not off <= 1e-9 and not is_vouched_for:
+        if not off <= _TOLERANCE and not is_vouched_for:
             raise _refusal(optimizer_class, "matrices that it stepped together stepped elsewhere")
         _known[key] = traits
     return _known[key]
@@ -90,30 +107,51 @@ def _refusal(optimizer_class: type[Optimizer], reason: str) -> UnsupportedError:
 
 
 def _try(
-    optimizer_class: type[Optimizer], kwargs: dict[str, Any], options: dict[str, Any]
+    optimizer_class: type[Optimizer],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    num_steps: int,
+    scale: float = 1.0,
 ) -> tuple[Traits, float]:
-    """Step matrices together and alone; return traits and the largest difference."""
+    """Step matrices together and alone; return traits and the largest relative difference."""
     alone = [nn.Parameter(values_like(shape, seed)) for seed, shape in enumerate(_SHAPES)]
     both = [nn.Parameter(param.detach().clone()) for param in alone]
     optimizers = [
         optimizer_class([{"params": params, **options}], **kwargs)
         for params in (*([param] for param in alone), both)
     ]
+    before = [options_of(optimizer.param_groups[0]) for optimizer in optimizers]
     counters = Kept(optimizers[-1].param_groups)
     shapes: list[dict[str, Any]] = []
-    for step in range(_STEPS):
-        for seed, (one, other) in enumerate(zip(alone, both, strict=True)):
-            grad = values_like(tuple(one.shape), 10 * step + seed + 3) * 10.0 ** (seed - 1)
-            one.grad, other.grad = grad, grad.clone()
-        for optimizer in optimizers:
-            step_quietly(optimizer)
-        kept = optimizers[0].state.get(alone[0], {})
-        shapes.append({key: getattr(value, "shape", None) for key, value in kept.items()})
+
+    def steps(numbers: range) -> None:
+        for step in numbers:
+            for seed, (one, other) in enumerate(zip(alone, both, strict=True)):
+                size = scale * 10.0 ** (seed - 1)
+                grad = values_like(tuple(one.shape), 10 * step + seed + 3) * size
+                one.grad, other.grad = grad, grad.clone()
+            for optimizer in optimizers:
+                step_quietly(optimizer)
+            kept = optimizers[0].state.get(alone[0], {})
+            shapes.append({key: getattr(value, "shape", None) for key, value in kept.items()})
+
+    steps(range(num_steps))
+    kept = optimizers[0].state.get(alone[0], {})
     _check_kinds(optimizer_class, kept)
     numbers = {key: type(one) for key, one in kept.items() if isinstance(one, (int, float))}
-    gaps = [(a - b).abs().max().item() for a, b in zip(alone, both, strict=True)]
-    is_late = shapes[0] != shapes[-1]
-    return Traits(numbers, is_late, counters.has_changed(), bool(kept)), max(gaps)
+    traits = Traits(numbers, shapes[0] != shapes[-1], counters.has_changed(), bool(kept))
+    off = _apart(both, alone)
+    with suppress(Exception):  # a class may check its counters
+        for optimizer, options in zip(optimizers, before, strict=True):
+            set_forward(optimizer, options, num_steps)
+        steps(range(num_steps, num_steps + LATE_STEPS))
+        off = _apart(both, alone)
+    return traits, off
+
+
+def _apart(both: list[nn.Parameter], alone: list[nn.Parameter]) -> float:
+    return apart(torch.cat([param.detach().flatten() for param in both]), alone)
 
 
 def _check_kinds(optimizer_class: type[Optimizer], kept: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,11 +16,16 @@ from fullshard.optim.groups import options_of
 from fullshard.optim.inner import step_quietly
 
 _SHAPES = ((2, 5), (4,), (3, 1, 3))
-_STEPS = 8  # RAdam changes its update rule after six
+STEPS = 40  # RAdam changes its update rule after six
+LATE_STEPS = 4  # once counters are set forward
+SCALE, SCALED_STEPS = 1e6, 4  # of gradients: some classes treat those of large norms otherwise
+_LATE = 20_000  # the step to which counters are set
 _LARGE_SHAPES = ((3,), (256, 257))  # some classes quantise state of large tensors, in blocks
 _LARGE_STEPS = 3
 _LR = 0.01
 _TOLERANCE = 1e-6
+
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 _passed: set[Hashable] = set()
 _singles: dict[Hashable, frozenset[str]] = {}
@@ -32,7 +37,13 @@ def check_elementwise(
     """Check that joined tensors step like the same tensors, each stepped by its own optimizer.
 
     The tensors are small, on the CPU and the same on all ranks; hooks and random state of the user
-    are not touched. A class that has passed is not tried again with similar options.
+    are not touched. Gradients have norms from 0.1 to 1e7. Steps are the first 40 and, if the class
+    counts in its state or options, four late ones.
+
+    A class that has passed is not tried again with the same options. The learning rate is not an
+    option here: a trial replaces it, so groups may differ in it. Schedulers change the options of
+    a group that has been tried before; call ``add_param_group`` or load a state dict for a trial of
+    other options.
 
     Args:
         optimizer_class: the class to try.
@@ -42,13 +53,15 @@ def check_elementwise(
     Raises:
         UnsupportedError: the results differ, or a step fails.
     """
-    key = (optimizer_class, kind_of(kwargs), kind_of(options))
+    how = (optimizer_class, tame(kwargs), tame_group(options))
+    key = exactly(how)
     if key in _passed:
         return
     try:
         with unseen():
-            how = (optimizer_class, tame(kwargs), tame(options))
-            off = _try(_SHAPES, _STEPS, *how)
+            off = _try(_SHAPES, STEPS, *how, late=True)
+            if off <= _TOLERANCE:
+                off = _try(_SHAPES, SCALED_STEPS, *how, scale=SCALE)
             if off <= _TOLERANCE:
                 off = _try(_LARGE_SHAPES, _LARGE_STEPS, *how)
     except Exception as error:
@@ -67,12 +80,13 @@ def single_keys(
     Found by a trial as in ``check_elementwise``, on tensors of several elements, where shapes
     decide. For a class that cannot step these tensors, the result is ``step`` alone.
     """
+    kwargs, options = tame(kwargs), tame_group(options)
     key = (optimizer_class, kind_of(kwargs), kind_of(options))
     if key not in _singles:
         found = {"step"}
         for seed, shape in enumerate(_SHAPES):
             with suppress(Exception), unseen():
-                found |= _singles_on(shape, seed, optimizer_class, tame(kwargs), tame(options))
+                found |= _singles_on(shape, seed, optimizer_class, kwargs, options)
         _singles[key] = frozenset(found)
     return _singles[key]
 
@@ -111,21 +125,72 @@ def _try(
     optimizer_class: type[Optimizer],
     kwargs: dict[str, Any],
     options: dict[str, Any],
+    *,
+    scale: float = 1.0,
+    late: bool = False,
 ) -> float:
-    """Return the largest difference between tensors stepped alone and stepped joined."""
+    """Return the largest relative difference between tensors stepped alone and stepped joined.
+
+    With ``late``, set counters forward after ``num_steps``, and step on.
+    """
     alone = [nn.Parameter(values_like(shape, seed)) for seed, shape in enumerate(shapes)]
     joined = nn.Parameter(_flat(alone))
     optimizers = [
         optimizer_class([{"params": [param], **options}], **kwargs) for param in (*alone, joined)
     ]
-    for step in range(num_steps):
-        for seed, param in enumerate(alone):
-            scale = 10.0 ** (seed - 1)  # norms, maxima and means of the three are far apart
-            param.grad = values_like(tuple(param.shape), 10 * step + seed + 3) * scale
-        joined.grad = _flat([param.grad for param in alone if param.grad is not None])
-        for optimizer in optimizers:
-            step_quietly(optimizer)
-    return (joined.detach() - _flat(alone)).abs().max().item()
+    before = [options_of(optimizer.param_groups[0]) for optimizer in optimizers]
+
+    def steps(numbers: range) -> None:
+        for step in numbers:
+            for seed, param in enumerate(alone):
+                # norms, maxima and means of the three are far apart
+                size = scale * 10.0 ** (seed - 1)
+                param.grad = values_like(tuple(param.shape), 10 * step + seed + 3) * size
+            joined.grad = _flat([param.grad for param in alone if param.grad is not None])
+            for optimizer in optimizers:
+                step_quietly(optimizer)
+
+    steps(range(num_steps))
+    off = apart(joined, alone)
+    if late and off <= _TOLERANCE:
+        for optimizer, options in zip(optimizers, before, strict=True):
+            set_forward(optimizer, options, num_steps)
+        with suppress(Exception):  # a class may check its counters
+            steps(range(num_steps, num_steps + LATE_STEPS))
+            off = apart(joined, alone)
+    return off
+
+
+def apart(joined: Tensor, alone: Sequence[Tensor]) -> float:
+    """Return the largest difference, relative to the largest element of each tensor above 1."""
+    parts = joined.detach().flatten().split([one.numel() for one in alone])
+    found = []
+    for part, one in zip(parts, alone, strict=True):
+        other = one.detach().flatten()
+        is_same = (part == other) | (part.isnan() & other.isnan())
+        gaps = torch.where(is_same, 0.0, (part - other).abs())
+        found.append(gaps.max() / other.abs().max().clamp(min=1.0))
+    return torch.stack(found).max().item()
+
+
+def set_forward(optimizer: Optimizer, before: Mapping[str, Any], count: int) -> None:
+    """Set forward what counts ``count`` steps, in the state and among options.
+
+    Args:
+        optimizer: whose parameters are in one group.
+        before: the options before the first step.
+        count: the steps that were made.
+    """
+    counts = (count - 1, count)
+    group = optimizer.param_groups[0]
+    changed = {key for key, one in options_of(group).items() if one is not before.get(key)}
+    kept = [(own, key) for own in optimizer.state.values() for key in own]
+    for own, key in (*kept, *((group, key) for key in changed)):
+        value = own[key]
+        if isinstance(value, Tensor) and value.numel() == 1 and value.item() in counts:
+            value.fill_(_LATE)
+        elif type(value) in (int, float) and value in counts:
+            own[key] = type(value)(_LATE)
 
 
 def _singles_on(
@@ -138,7 +203,7 @@ def _singles_on(
     """Return the names of state whose shape differs from that of its parameter."""
     param = nn.Parameter(values_like(shape, seed))
     optimizer = optimizer_class([{"params": [param], **options}], **kwargs)
-    for step in range(_STEPS):
+    for step in range(STEPS):
         param.grad = values_like(shape, 10 * step + seed + 3)
         step_quietly(optimizer)
     kept = optimizer.state.get(param, {}).items()
@@ -174,20 +239,38 @@ def tame(options: Mapping[str, Any]) -> dict[str, Any]:
     return tamed
 
 
+def tame_group(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Do the same for options of a group, without those that schedulers keep there."""
+    return {key: value for key, value in tame(options).items() if key not in _OF_SCHEDULERS}
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
+def exactly(value: Any) -> Hashable:
+    """Return a key, equal for options with which a trial does the same, as ``tame`` left them."""
+    return _key(value, lambda one: one)
+
+
 def kind_of(value: Any) -> Hashable:
-    """Return a key, equal for values alike in a trial: of a float only whether it is zero."""
+    """Return a key, equal for options with which a class makes state of the same form.
+
+    Of a float it has only whether the float is zero: schedulers change floats from step to step,
+    and forms are asked for in each save.
+    """
+    return _key(value, bool)
+
+
+def _key(value: Any, of_float: Callable[[float], Hashable]) -> Hashable:
     if isinstance(value, Mapping):
-        return tuple((key, kind_of(one)) for key, one in sorted(value.items()))
+        return tuple((key, _key(one, of_float)) for key, one in sorted(value.items()))
     if type(value) in (tuple, list):
-        return tuple(map(kind_of, value))
+        return tuple(_key(one, of_float) for one in value)
     if isinstance(value, float):
-        return ("float", bool(value))
+        return ("float", of_float(value))
     if isinstance(value, Tensor) and value.numel() == 1:
         return ("tensor", value.device.type)
     try:
