@@ -63,6 +63,7 @@ def entries() -> list[Entry]:
     lora = "LoRA in the `Trainer` of transformers, resumed"
     lightning, fabric = "lightning_trainer.py", "fabric.py"
     two, one = "`ModelParallelStrategy`", "`FSDPStrategy`"
+    titan, titans = "`Trainer`, Llama debug model, resumed by DCP", "torchtitan_trainer.py"
     both = ("transformers", "accelerate")
     return [
         Entry("accelerate", f"{saves}, sharded", "FSDP2", alone, ("2", sharded), (), True),
@@ -121,6 +122,39 @@ def entries() -> list[Entry]:
             "torchtune_full.py",
             (),
             ("torchao",),
+        ),
+        Entry("torchtitan", f"{titan}, fp32", "FSDP2", titans, ("fp32",), ("spmd_types",)),
+        Entry(
+            "torchtitan",
+            f"{titan}, bf16, selective activation checkpoints",
+            "FSDP2",
+            titans,
+            ("bf16",),
+            ("spmd_types",),
+        ),
+        Entry(
+            "torchtitan",
+            f"{titan}, two microbatches a step",
+            "FSDP2",
+            titans,
+            ("accumulates",),
+            ("spmd_types",),
+        ),
+        Entry(
+            "verl",
+            "`apply_fsdp2`, `fsdp2_load_full_state_dict`, offloaded between steps",
+            "FSDP2",
+            "verl_fsdp2.py",
+            (),
+            ("transformers", "ray", "tensordict"),
+        ),
+        Entry(
+            "nemo-automodel",
+            "`FSDP2Manager`, deferred gradient sync",
+            "FSDP2",
+            "automodel_fsdp2.py",
+            (),
+            ("transformers",),
         ),
         Entry("ray", "Ray Train, `fully_shard`", "FSDP2", "ray_train.py", ("2",), (), False, False),
         Entry(

@@ -26,9 +26,11 @@ def engines():
 def write(folder, losses, again, model, saved=None):
     """Write losses, those after loading what was saved on the way, and whole weights.
 
-    ``saved`` are weights that the framework saved whole, after training.
+    ``saved`` are weights that the framework saved whole, after training. ``model`` is None if
+    PyTorch's functions do not know its names; then ``saved`` are all its weights.
     """
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    options = StateDictOptions(full_state_dict=True)
+    weights = {} if model is None else get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         weights |= {f"saved {name}": value for name, value in (saved or {}).items()}
         weights = {name: value.detach().clone() for name, value in weights.items()}
