@@ -6,6 +6,7 @@ import collections
 import dataclasses
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+import fullshard
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import Net, batch, make, optimizer_of, step
 from tests.ranks.pool import RankPool
@@ -244,6 +246,45 @@ def class_of_a_mapping(fsdp: Any) -> Any:
 
 def test_mappings_keep_their_class(pool: RankPool) -> None:
     assert pool.run(2, outcomes, class_of_a_mapping) == [("dict", "Own")] * 2
+
+
+@dataclasses.dataclass
+class Linked:
+    """Belongs to another, which belongs to it."""
+
+    value: Any
+    derived: Any = dataclasses.field(init=False, default=None)
+    other: Any = None
+
+
+class TakesLinked(nn.Linear):
+    def forward(self, given: Any) -> Any:  # type: ignore[override]
+        given = given.other.other
+        return super().forward(given.value + given.derived)
+
+
+def forward_of_what_holds_itself(dtype: Any = None) -> list[tuple[float, float]]:
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = TakesLinked(4, 4)
+        if is_sharded:
+            policy = fullshard.MixedPrecisionPolicy(param_dtype=dtype)
+            model = fullshard.fully_shard(model, mp_policy=policy)
+        given = Linked(torch.ones(2, 4, requires_grad=True))
+        given.derived, given.other = given.value * 2, Linked(None)
+        given.other.other = given
+        out = model(given)
+        out.float().sum().backward()
+        found.append((out.sum().item(), given.value.grad.sum().item()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
+def test_an_argument_that_holds_itself_is_taken(pool: RankPool, dtype: Any) -> None:
+    """PyTorch's look into dataclasses, too, and refuse those that are deeper than 128."""
+    for plain, sharded in pool.run(2, forward_of_what_holds_itself, dtype):
+        assert sharded == pytest.approx(plain, rel=0.02 if dtype else 1e-6)
 
 
 def state_of_an_optimizer_after_an_evaluation(fsdp: Any) -> Any:

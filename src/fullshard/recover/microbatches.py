@@ -297,7 +297,9 @@ def _parts(rows: int, parts: int) -> Iterator[tuple[int, int, float]]:
 def _rows_of(batch: Any, rows: int, start: int, end: int) -> Any:
     if end - start == rows:
         return batch
-    return map_tensors(lambda tensor: tensor[start:end] if tensor.ndim else tensor, batch)
+    return map_tensors(
+        lambda tensor: tensor[start:end] if tensor.ndim else tensor, batch, must_copy=True
+    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,97 +14,211 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fullshard.errors import UnsupportedError
 
-_MAX_DEPTH = 128
+_Function = Callable[[Tensor], Tensor]
+
+_SIMPLE = (int, float, str, bool, type(None))
 
 
-def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield every tensor in nested lists, tuples, named tuples, mappings and dataclasses.
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in nested lists, tuples, named tuples, dicts and dataclasses.
 
-    Sets and objects of other classes are not searched.
-
-    Raises:
-        UnsupportedError: if ``value`` is nested more than 128 deep, or contains itself.
+    Containers may hold themselves; each is entered once. Sets, mappings that are no ``dict`` or
+    ``UserDict``, and objects of other classes are not searched.
     """
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (int, float, str, bool)):
-        return
-    for part in _parts(value):
-        _check_depth(depth)
-        yield from find_tensors(part, depth + 1)
+    open_parts = [iter((value,))]
+    entered: dict[int, Any] = {}
+    while open_parts:
+        for part in open_parts[-1]:
+            if isinstance(part, Tensor):
+                yield part
+            elif not isinstance(part, _SIMPLE) and id(part) not in entered:
+                parts = _parts(part)
+                if len(parts):
+                    entered[id(part)] = part
+                    open_parts.append(iter(parts))
+                    break
+        else:
+            open_parts.pop()
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: Any) -> Sequence[Any]:
     if isinstance(value, (list, tuple)):
-        yield from value
-    elif isinstance(value, Mapping):
-        yield from value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield getattr(value, field.name, None)
+        return value
+    items = _items(value)
+    if items is not None:
+        return [part for _, part in items]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any, depth: int = 0) -> Any:
+def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return what a ``dict`` or ``UserDict`` has stored, whatever its class computes on access."""
+    if isinstance(value, UserDict):
+        value = vars(value).get("data")
+    if isinstance(value, OrderedDict):
+        return OrderedDict.items(value)
+    return dict.items(value) if isinstance(value, dict) else None
+
+
+def map_tensors(function: _Function, value: Any, *, must_copy: bool = False) -> Any:
     """Return ``value`` with ``function`` applied to all tensors of ``find_tensors``, and in sets.
 
-    A container without changed tensors is returned itself. Mappings keep their class if it can be
-    copied and assigned to; a ``PackedSequence`` is returned as it is.
+    A container without changed tensors is returned itself. Others are copied by ``copy.copy``, so
+    that they keep their class and all attributes, and may hold themselves. A ``PackedSequence`` is
+    returned as it is.
+
+    Args:
+        function: of a tensor.
+        value: a container, a tensor, or anything else.
+        must_copy: whether to raise if a container cannot be copied. If False, that container is
+            left as it is, with a warning.
 
     Raises:
-        UnsupportedError: as in ``find_tensors``.
+        UnsupportedError: see ``must_copy``.
     """
     if isinstance(value, Tensor):
         return function(value)
-    if value is None or isinstance(value, (int, float, str, bool, PackedSequence)):
+    if isinstance(value, _SIMPLE) or (type(value) in (tuple, dict) and not value):
         return value
-    _check_depth(depth)
+    return _Change(function, must_copy).of(value)
 
-    def inner(part: Any) -> Any:
-        return map_tensors(function, part, depth + 1)
 
-    if isinstance(value, (list, tuple)):
-        parts = [inner(part) for part in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
+class _Change:
+    """One call of ``map_tensors``."""
+
+    def __init__(self, function: _Function, must_copy: bool) -> None:
+        self._function = function
+        self._must_copy = must_copy
+        self._made: dict[int, Any] = {}
+        """New values, by id of the old ones, which ``_old`` keeps alive."""
+        self._old: dict[int, Any] = {}
+        self._changed: set[int] = set()
+        self._unfilled: list[tuple[Any, Any]] = []
+        """Containers and their copies, which have the old parts."""
+
+    def of(self, value: Any) -> Any:
+        self._look(value)
+        result = self._new(value)
+        while self._unfilled:
+            self._fill(*self._unfilled.pop())
+        return result
+
+    def _look(self, value: Any) -> None:
+        """Find the tensors, and the containers that have to change because they hold some."""
+        holders: dict[int, list[int]] = {}
+        pending = [value]
+        self._old[id(value)] = value
+        changed: list[int] = []
+        while pending:
+            holder = pending.pop()
+            for part in self._parts(holder):
+                if isinstance(part, _SIMPLE):
+                    continue
+                holders.setdefault(id(part), []).append(id(holder))
+                if id(part) in self._old:
+                    continue
+                self._old[id(part)] = part
+                if not isinstance(part, Tensor):
+                    pending.append(part)
+                    continue
+                self._made[id(part)] = self._function(part)
+                if self._made[id(part)] is not part:
+                    changed.append(id(part))
+        while changed:
+            for holder_id in holders.get(changed.pop(), ()):
+                if holder_id not in self._changed:
+                    self._changed.add(holder_id)
+                    changed.append(holder_id)
+
+    def _parts(self, value: Any) -> Sequence[Any]:
+        if isinstance(value, PackedSequence):
+            return ()
+        return list(value) if isinstance(value, set) else _parts(value)
+
+    def _new(self, value: Any) -> Any:
+        """Return what comes in place of ``value``, perhaps with parts that are filled in later."""
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if id(value) not in self._changed:
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, Mapping):
-        return _map_mapping(inner, value)
-    if isinstance(value, set):
-        members = {inner(part) for part in value}
-        return value if members == value else members
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(inner, value)
-    return value
+        try:
+            new = self._copied(value)
+        except Exception as error:
+            new = self._left(value, error)
+        return self._made.setdefault(id(value), new)
 
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, (tuple, set)):
+            parts = [self._new(part) for part in value]
+            return _tuple_like(value, parts) if isinstance(value, tuple) else type(value)(parts)
+        try:
+            new = copy.copy(value)
+        except Exception:  # by a class that refuses to set items
+            if not isinstance(value, dict):
+                raise
+            new = _dict_like(value)
+        if new is value or type(new) is not type(value) or len(_parts(new)) != len(_parts(value)):
+            raise TypeError(f"copy.copy() returned {new!r:.80}")
+        self._unfilled.append((value, new))
+        return new
 
-def _map_mapping(inner: Callable[[Any], Any], value: Mapping[Any, Any]) -> Any:
-    changed = {key: inner(part) for key, part in value.items()}
-    if all(changed[key] is value[key] for key in changed):
-        return value
-    if type(value) is dict:
-        return changed
-    try:
-        copied: Any = value.copy()  # type: ignore[attr-defined]
-        if type(copied) is not type(value):
-            copied = copy.copy(value)
-        for key, part in changed.items():
-            copied[key] = part
-    except (AttributeError, TypeError):
-        return changed
-    return copied
-
-
-def _map_dataclass(inner: Callable[[Any], Any], value: Any) -> Any:
-    old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-    new = {name: inner(part) for name, part in old.items()}
-    changed = {name: part for name, part in new.items() if part is not old[name]}
-    return dataclasses.replace(value, **changed) if changed else value
-
-
-def _check_depth(depth: int) -> None:
-    if depth > _MAX_DEPTH:
-        raise UnsupportedError(
-            f"an input or output of a sharded module is nested more than {_MAX_DEPTH} deep, or "
-            "holds itself: pass tensors in flatter structures"
+    def _left(self, value: Any, error: Exception) -> Any:
+        words = (
+            f"a {type(value).__name__} among the inputs or outputs of a sharded module cannot be "
+            f"copied ({type(error).__name__}: {error})"
         )
+        if self._must_copy:
+            raise UnsupportedError(f"{words}; pass its tensors in a class that can be") from error
+        warnings.warn(f"{words}, so its tensors are left as they are", stacklevel=2)
+        return value
+
+    def _fill(self, value: Any, new: Any) -> None:
+        """Put new parts into ``new``, a copy of ``value``."""
+        if isinstance(value, list):
+            for number, part in enumerate(value):
+                list.__setitem__(new, number, self._new(part))
+            return
+        items = _items(value)
+        if items is not None:
+            for key, part in items:
+                if self._new(part) is not part:
+                    _set_item(new, key, self._new(part))
+            return
+        for field in dataclasses.fields(value):
+            part = getattr(value, field.name, None)
+            if self._new(part) is not part:
+                object.__setattr__(new, field.name, self._new(part))  # it may be frozen
+
+
+def _tuple_like(value: Any, parts: Sequence[Any]) -> Any:
+    """Return ``parts`` as a tuple of the class of ``value``, with its attributes."""
+    try:
+        new: Any = tuple.__new__(type(value), parts)
+    except TypeError:  # of torch.return_types
+        return type(value)(parts)
+    if hasattr(value, "__dict__"):
+        vars(new).update(vars(value))
+    return new
+
+
+def _dict_like(value: dict[Any, Any]) -> Any:
+    """Return a copy of ``value`` that its class has no part in."""
+    new: Any = type(value).__new__(type(value))
+    for key, part in _items(value) or ():
+        _put(new, key, part)
+    if hasattr(value, "__dict__"):
+        vars(new).update(vars(value))
+    return new
+
+
+def _set_item(new: Any, key: Any, part: Any) -> None:
+    """Set an item by the class, which may have attributes for items, or past it if it refuses."""
+    try:
+        new[key] = part
+    except Exception:
+        _put(new.data if isinstance(new, UserDict) else new, key, part)
+
+
+def _put(new: Any, key: Any, part: Any) -> None:
+    (OrderedDict if isinstance(new, OrderedDict) else dict).__setitem__(new, key, part)
