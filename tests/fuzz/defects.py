@@ -9,6 +9,7 @@ from unittest import mock
 
 from fullshard.engine import Unit
 from fullshard.engine.reduce import Gradients
+from fullshard.frontend.places import Places
 from tests.fuzz.case import Case
 from tests.fuzz.run import run_cases
 
@@ -55,6 +56,11 @@ def _unseen_writes(plain: Changed) -> Changed:
     return lambda self: False
 
 
+def _broken_ties(plain: Changed) -> Changed:
+    """A parameter that was tied after sharding is a copy with a shard of its own again."""
+    return lambda self, targets: None
+
+
 class Defect(NamedTuple):
     """A method of ``cls`` that does something else."""
 
@@ -74,6 +80,7 @@ DEFECTS = {
     "unseen writes": Defect(
         Unit, "was_written", _unseen_writes, ("'set_reshard_after_backward', args=(False", "edit")
     ),
+    "broken ties": Defect(Places, "_point", _broken_ties, ("'tie'", "face='modules'")),
 }
 
 

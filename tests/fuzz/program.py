@@ -156,6 +156,15 @@ class _Writer:
     def any_mode(self) -> Step:
         return step("mode", training=self.chance(0.5))
 
+    def any_move(self) -> Step:
+        return step("move", way=self.draw.choice(("whole", "blocks", "modules")))
+
+    def any_break(self) -> Step:
+        return step("break_state", node=self.node(), load=self.chance(0.5))
+
+    def any_tie(self) -> Step:
+        return step("tie", pair=self.draw.randrange(1000), exchange=self.chance(0.3))
+
     def modules_unshard(self) -> Step:
         return step("unshard", node=self.unit(), later=self.chance(0.5))
 

@@ -7,15 +7,18 @@ leaves both as they were, and the program goes on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, UnshardHandle, checkpoint, unshard_params
+from fullshard.frontend.ownership import units_below
+from fullshard.frontend.places import places_of
 from fullshard.optim import clip_grad_norm_
 from fullshard.tensors.names import clean_name
 from tests.fuzz.case import Case, Sharding
@@ -34,6 +37,34 @@ from tests.fuzz.transfers import change, compare_and_change, through_full, throu
 
 __all__ = ["Twins"]
 
+Spot = tuple[int, str]
+"""The number of a block, and the name of a parameter in it."""
+
+
+class Tie(NamedTuple):
+    """A change of two places of parameters, made while a program runs."""
+
+    first: Spot
+    second: Spot
+    exchange: bool
+
+    def apply_to(self, blocks: Mapping[int, nn.Module]) -> None:
+        """Put the first parameter in the place of the second, and perhaps the second in its."""
+        places = [_place(blocks[number], name) for number, name in (self.first, self.second)]
+        one, other = (getattr(module, name) for module, name in places)
+        setattr(*places[1], one)
+        if self.exchange:
+            setattr(*places[0], other)
+
+
+def _place(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    return block.get_submodule(path), own
+
+
+def _cast(tensor: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
 
 class Twins:
     """The sharded model of a case with its optimizer, and the reference. Steps are methods."""
@@ -44,6 +75,7 @@ class Twins:
         self.reference = Reference(case)
         self.model = shard(build(case.model, seed=case.seed), case.sharding)
         self.handles: list[UnshardHandle] = []
+        self.ties: list[Tie] = []
         self._begin_with(self.model, None)
 
     def _begin_with(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -51,6 +83,9 @@ class Twins:
         self.handles.clear()
         self.blocks = blocks_of(model)
         self.shards = list(model.parameters())
+        if self.sharding.face != "flat":
+            own = self.reference.model.parameters()
+            self.shard_of = dict(zip(own, self.shards, strict=True))
         if optimizer is None:
             optimizer = self._optimizer_of(model)
         self.optimizer = optimizer
@@ -254,6 +289,78 @@ class Twins:
             self.blocks[node].requires_grad_(value)
             self.reference.blocks()[node].requires_grad_(value)
 
+    def move(self, way: str) -> None:
+        """Cast everything to single precision and back, not while gradients wait.
+
+        Parts are cast one by one only while sharded parameters are shown; else they are refused.
+        """
+        if self.reference.pending:
+            return
+        if not all(places_of(unit).shows_sharded for unit in units_below([self.model])):
+            way = "whole"
+        reference = self.reference
+        for model, blocks in (
+            (self.model, self.blocks),
+            (reference.model, reference.blocks()),
+        ):
+            for dtype in (torch.float32, torch.float64):
+                if way == "whole":
+                    model.to(dtype)
+                elif way == "blocks":
+                    for block in blocks.values():
+                        block.to(dtype)
+                else:
+                    for module in model.modules():
+                        module._apply(partial(_cast, dtype=dtype), recurse=False)
+
+    def break_state(self, node: int, load: bool) -> None:
+        """A state dict, or a load of what is there, in which a hook raises on all ranks."""
+
+        def fail(*_: Any) -> None:
+            raise Planned("in a state dict")
+
+        state = self.model.state_dict() if load else {}
+        block = self.blocks[node]
+        register = "register_load_state_dict_pre_hook" if load else "register_state_dict_pre_hook"
+        hook = getattr(block, register)(fail)
+        try:
+            if not self._fails(
+                lambda: self.model.load_state_dict(state) if load else self.model.state_dict()
+            ):
+                raise Differs("a hook of a state dict was not called")
+        finally:
+            hook.remove()
+
+    def tie(self, pair: int, exchange: bool) -> None:
+        """Tie or exchange two parameters of one unit; optimizers begin with no state."""
+        pairs = [] if self.sharding.face == "flat" else list(self._pairs())
+        if not pairs or self.reference.pending:
+            return
+        tie = Tie(*pairs[pair % len(pairs)], exchange)
+        tie.apply_to(self.blocks)
+        tie.apply_to(self.reference.blocks())
+        self.ties.append(tie)
+        named = self.reference.model.named_parameters()
+        own = [(name, self.shard_of[param]) for name, param in named]
+        self.shards = [param for _, param in own]
+        self.optimizer = make_optimizer(own, self.case.optimizer, plain=False)
+        self.reference.optimizer = self.reference.new_optimizer()
+
+    def _pairs(self) -> Iterator[tuple[Spot, Spot]]:
+        """Places of different parameters of one unit that have one shape."""
+        owner = self.reference.owner
+        spots = [
+            (number, name, param)
+            for number, block in self.reference.blocks().items()
+            for name, param in block.named_parameters()
+            if not name.startswith("inner.")
+        ]
+        for one, first, param in spots:
+            for other, second, beside in spots:
+                alike = param.shape == beside.shape and owner[param] == owner[beside]
+                if alike and param is not beside:
+                    yield (one, first), (other, second)
+
     def lend(self, node: int, recurse: bool = True, fails: bool = False, **options: Any) -> None:
         """Change whole parameters, and gradients; perhaps ended by an exception."""
         if not recurse and not any(node in unit.nodes for unit in self.sharding.units):
@@ -328,6 +435,8 @@ class Twins:
         """Go on with a fresh model that state dicts are loaded into."""
         fresh = build(self.case.model, seed=self.case.seed + 1)
         reference = self.reference
+        for tie in self.ties:
+            tie.apply_to(blocks_of(fresh))
         for new, old in zip(fresh.parameters(), reference.model.parameters(), strict=True):
             new.requires_grad_(old.requires_grad)
         for number, block in blocks_of(fresh).items():

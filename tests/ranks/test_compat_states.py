@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard import (
 from fullshard.compat import patch_torch
 from fullshard.compat.states import State
 from fullshard.errors import UnsupportedError
-from tests.ranks.net import Net, batch, make
+from tests.ranks.net import Net, batch, make, shard
 from tests.ranks.pool import RankPool
 
 Facts = dict[str, Any]
@@ -288,3 +288,40 @@ def test_nothing_is_left_behind() -> None:
         assert vars(_fsdp_init)["_get_module_fsdp_state"] is before[1]
     assert before == (_common_utils._get_module_fsdp_state, _fsdp_state._get_module_fsdp_state)
     assert type(_fsdp_common) is type(_fsdp_state) is type(dist)
+
+
+def read_of_an_unrun_model() -> list[bool]:
+    """Reads that cost nothing, of a model that has not run yet."""
+    with patch_torch():
+        model = shard(make())
+        from torch.distributed.fsdp._fully_shard._fsdp_init import (
+            _get_managed_modules,
+            _get_managed_states,
+        )
+
+        state = fsdp.fully_shard.state(model)  # type: ignore[attr-defined]
+        (group,) = state._fsdp_param_groups
+        first = group.reduce_scatter_max_input_buffers
+        model.set_reduce_scatter_max_input_buffers(2)
+        managed = _get_managed_modules((model,))
+        params, _ = _get_managed_states(managed)
+        plain = make()
+        wrapper = fsdp.FullyShardedDataParallel(plain.blocks[0], device_id="cpu")
+        whole = fsdp.FullyShardedDataParallel(
+            make(), device_id=torch.device("cpu"), use_orig_params=True
+        )
+        return [
+            state._state_ctx.all_states[0] == state,
+            [s._is_root for s in state._state_ctx.all_states] == [True, False, False],
+            group.mesh_info.mesh == model.head.weight.device_mesh,
+            (first, group.reduce_scatter_max_input_buffers) == (1, 2),
+            set(managed) == set(model.modules()) - set(model.blocks),
+            {id(p) for p in params}
+            == {id(p) for n, p in model.named_parameters() if not n.startswith("blocks")},
+            [p is wrapper._handle.flat_param for p in wrapper.params] == [True],
+            list(map(id, whole.params)) == list(map(id, whole.parameters())),
+        ]
+
+
+def test_an_unrun_model_can_be_read(pool: RankPool) -> None:
+    assert pool.run(2, read_of_an_unrun_model) == [[True] * 8] * 2

@@ -203,6 +203,11 @@ def device_mesh_of(fsdp: FullyShardedDataParallel) -> DeviceMesh:
     return fsdp._given.mesh.mesh
 
 
+def params_of(fsdp: FullyShardedDataParallel) -> list[nn.Parameter]:
+    """Return the wrapper's own parameters: its flat parameter, or those over its elements."""
+    return [param for bucket in fsdp._unit.buckets for param in bucket.stepped_params]
+
+
 WRAPPER_INSTEAD = {
     "_device_handle": "summon_full_params",
     "_exec_order_data": "backward_prefetch",
@@ -228,6 +233,7 @@ WRAPPER_ATTRIBUTES: dict[str, Any] = {
     "_handle": handle_of,
     "_has_params": lambda fsdp: handle_of(fsdp) is not None,
     "_use_orig_params": use_orig_params,
+    "params": params_of,
     "training_state": training_state,
     **{name: _refusal(name, instead) for name, instead in WRAPPER_INSTEAD.items()},
 }

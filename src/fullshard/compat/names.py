@@ -105,7 +105,10 @@ _STATE2: dict[str, object] = {"_get_module_fsdp_state": states.module_state}
 SHOWN: dict[str, dict[str, object]] = {
     "torch.distributed.fsdp._fully_shard._fully_shard": {**_ENTRY, **_STATE2},
     "torch.distributed.fsdp._fully_shard._fsdp_state": _STATE2,
-    "torch.distributed.fsdp._fully_shard._fsdp_init": _STATE2,
+    "torch.distributed.fsdp._fully_shard._fsdp_init": {
+        **_STATE2,
+        "_get_managed_modules": states.managed_modules,
+    },
 }
 """The names that programs find in files of PyTorch's implementation, while PyTorch is
 patched: the same table as ``OURS``, but the functions in those files go on using PyTorch's."""

@@ -5,11 +5,13 @@ All attribute names are PyTorch's. Which there are, and what to use for others: 
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
+from torch.distributed.fsdp._fully_shard import _fsdp_init as torch_init
 from torch.distributed.fsdp._fully_shard import _fsdp_param as torch_param
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
 from torch.distributed.fsdp._fully_shard import _fsdp_state as torch_state
@@ -20,7 +22,7 @@ from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.engine.bucket import Bucket
 from fullshard.errors import UnsupportedError
 from fullshard.frontend.hooks import engine_of, policy_of
-from fullshard.frontend.ownership import members_of, unit_of
+from fullshard.frontend.ownership import members_of, unit_of, units_below
 from fullshard.frontend.places import places_of
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward, Hold, Residency, UnitPolicy, UnitState
@@ -28,6 +30,7 @@ from fullshard.schedule.state import IN_USE
 from fullshard.tensors import DTensorForm, PlainForm
 
 _theirs = torch_state._get_module_fsdp_state
+_their_managed = torch_init._get_managed_modules
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -39,6 +42,18 @@ def state_of(module: nn.Module) -> State | None:
 def module_state(module: nn.Module) -> Any:
     """Return the state of a module that either PyTorch or we sharded; None if nobody did."""
     return state_of(module) or _theirs(module)
+
+
+def managed_modules(
+    root_modules: tuple[nn.Module, ...],
+    ignored_params: set[nn.Parameter] | None = None,
+    **options: Any,
+) -> list[nn.Module]:
+    """Return the modules below ``root_modules`` that no call has sharded, PyTorch's or ours."""
+    found = _their_managed(root_modules, ignored_params, **options)
+    members = {one for unit in units_below(root_modules) for one in members_of(unit)}
+    inside = {inner for one in members.difference(root_modules) for inner in one.modules()}
+    return [module for module in found if module not in inside]
 
 
 def own_state(module: nn.Module) -> State:
@@ -192,8 +207,10 @@ class StateContext(View):
 
     @property
     def all_states(self) -> list[State]:
-        """The states of all sharded modules of the tree."""
-        return [State(unit) for unit in self._engine.units]
+        """The states of all sharded modules of the tree, the root's first, in module order."""
+        units = self._engine.units
+        in_order = units_below(members_of(units[-1]))
+        return [State(unit) for unit in dict.fromkeys((*in_order, *units))]
 
     @property
     def is_last_backward(self) -> bool:
@@ -310,6 +327,15 @@ class ParamGroup(View):
     def unshard_in_backward(self) -> bool:
         """The value of ``set_unshard_in_backward``."""
         return self._policy.unshard_in_backward
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        """The number of units whose reductions fit into the reduction budget, 1 without one."""
+        engine = engine_of(self._unit)
+        budget = engine.scheduler.policy.reduction_budget
+        largest = sorted((unit.reduction_nbytes for unit in engine.units), reverse=True)
+        fitting = [n for n, total in enumerate(accumulate(largest), 1) if total <= (budget or 0)]
+        return fitting[-1] if fitting else 1
 
     def post_backward(self) -> None:
         """Do nothing, because the final callback does the work."""
