@@ -221,6 +221,13 @@ def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) ->
     ]  # fmt: skip
 
 
+def test_a_stream_of_the_user_is_waited_for_if_the_hook_raises(cuda: FakeAccelerator) -> None:
+    lanes, theirs = lanes_of(cuda), cuda._stream("theirs")
+    with pytest.raises(KeyError), lanes.on(Lane.REDUCE), lanes.aside(theirs):
+        raise KeyError
+    assert cuda.notes == ["theirs waits for reduce", "reduce waits for theirs"]
+
+
 @pytest.mark.parametrize("layout", [PerParameter(), Ragged()])
 def test_unsharding_gathers_beside_compute_and_frees_after_it(
     cuda: FakeAccelerator, layout: Any

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.comm.memory import LentMemory, Memory, aligned
+from tests.ranks.test_shared import permissions_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: Linux only")
 
@@ -73,3 +74,33 @@ def test_all_is_closed_in_the_end() -> None:
     assert len(os.listdir("/proc/self/fd")) == before + 2
     del memory, lent
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_of_others_is_mapped_shared_and_read_only() -> None:
+    """A private writable mapping counts against what the host may commit, once for each rank."""
+    memory = Memory()
+    memory.grow(1_000_000)
+    lent = LentMemory(memory.opened_for_reading())
+    read = lent.read(0, 1_000_000)
+    memory.bytes[5] = 77
+    assert read[5] == 77
+
+    assert permissions_at(read.data_ptr()) == ["r--s"]
+    del lent
+    assert permissions_at(read.data_ptr()) == ["r--s"]  # as long as a tensor is there
+    assert read[5] == 77
+
+
+def test_memory_of_others_is_unmapped_with_its_last_tensor() -> None:
+    memory = Memory()
+    memory.grow(3_000_000)
+
+    def num_mapped() -> int:
+        with open("/proc/self/maps") as file:
+            return sum("memfd:fullshard" in line and "r--s" in line for line in file)
+
+    before = num_mapped()
+    read = LentMemory(memory.opened_for_reading()).read(0, 1_000_000)
+    assert num_mapped() == before + 1
+    del read
+    assert num_mapped() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,42 @@ def test_what_was_said_in_earlier_rounds_is_not_kept(
         assert len(found) == 1 and f"the gather of unit {units[-1]}" in found.pop()
         sizes.append(store.inner.num_keys())
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 5  # not by the number of ranks
+
+
+class Interrupted(Counting):
+    """A store that another judge uses right before a verdict is written."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set", "compare_set"):
+            return partial(self._write, getattr(self.inner, name))
+        return getattr(self.inner, name)
+
+    def _write(self, write: Any, key: str, *values: str) -> Any:
+        before, self.before = self.before, None
+        if before is not None and key.startswith("fullshard/judged"):
+            before()
+        else:
+            self.before = before
+        return write(key, *values)
+
+    before: Any = None
+
+
+def test_two_judges_of_one_round_publish_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Interrupted()
+    monkeypatch.setattr("fullshard._torch.own_store", lambda: store)
+    one, other = [Rounds(rank, 2) for rank in range(2)]
+    verdicts = iter([Diagnosis(Kind.LATE, (rank,), f"rank {rank} is late") for rank in range(2)])
+    monkeypatch.setattr("fullshard.watch.rounds.diagnose", lambda *_, **__: next(verdicts))
+    seen = []
+
+    def meanwhile() -> None:
+        other._judge(1, 2)
+        seen.append(other.judgement(1))
+
+    store.before = meanwhile
+    one._judge(1, 1)
+    assert [one.judgement(1)] == seen
 
 
 def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -291,3 +292,27 @@ def test_a_tensor_without_elements_may_come_first() -> None:
     model = nn.ParameterDict({"empty": torch.empty(0, 3), "full": torch.ones(2)})
     stream = stream_params(model, bucket_nbytes=64)
     same(streamed(stream), {"empty": torch.empty(0, 3), "full": torch.ones(2)})
+
+
+def groups_made_beside_an_accelerator() -> int:
+    """Rounds on a host with a GPU that the default group, gloo alone, does not serve."""
+    model = fully_shard(plain(1))
+    made = 0
+    new_group = dist.new_group
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal made
+        made += 1
+        return new_group(*args, **options)
+
+    with (
+        mock.patch("torch.distributed.device_mesh.new_group", counted),
+        mock.patch.object(dist, "new_group", counted),
+        mock.patch("torch.cuda.is_available", lambda: True),
+    ):
+        streamed(stream_params(model, bucket_nbytes=SIZES[0]))
+    return made
+
+
+def test_streaming_makes_no_process_groups(pool: RankPool) -> None:
+    assert pool.run(2, groups_made_beside_an_accelerator) == [0, 0]

@@ -18,7 +18,7 @@ from fullshard.comm.crossing import Crossing
 from fullshard.comm.ledger import now
 from fullshard.comm.links import Trouble
 from fullshard.comm.office import Office
-from fullshard.errors import LostRankError
+from fullshard.errors import LostRankError, ProtocolError
 
 __all__ = ["Courier"]
 
@@ -43,9 +43,11 @@ class Courier:
         self._thread: threading.Thread | None = None
         self._called = threading.Event()
         self._is_closing = False
+        self._failure: Exception | None = None  # that ended the thread; the connections are closed
 
     def start(self, *crossings: Crossing) -> None:
         """Start exchanges; what sockets take at once is sent."""
+        self._check()
         self._office.starting.extend(crossings)
         if self._seat.acquire(blocking=False):
             try:
@@ -81,6 +83,7 @@ class Courier:
         """Wait for the next thing that ``crossing`` finds: the only place where a rank waits."""
         deadline = time.monotonic() + self._timeout_s
         while crossing.found.empty():
+            self._check()
             self._era.check()
             left = deadline - time.monotonic()
             if left <= 0:
@@ -91,6 +94,7 @@ class Courier:
                     return crossing.found.get(timeout=turn_s)
                 continue
             try:
+                self._check()
                 if crossing.found.empty():  # who had the seat may have found it meanwhile
                     self._office.step(turn_s)
             finally:
@@ -105,7 +109,17 @@ class Courier:
                 with contextlib.suppress(RuntimeError):  # the interpreter starts no more threads
                     self._call()
                     return
-            self._office.close()
+            if self._failure is None:
+                self._office.close()
+
+    def _check(self) -> None:
+        """Raise if the thread has failed, as nothing can be sent or received any more."""
+        if self._failure is not None:
+            raise ProtocolError(
+                "the thread that sends and receives for this rank failed with "
+                f"{type(self._failure).__name__}: {self._failure}; its connections are closed, "
+                "which the other ranks are told. Start the job again"
+            ) from self._failure
 
     def _silent(self, crossing: Crossing) -> LostRankError:
         ranks = sorted(crossing.near | crossing.places.keys() | crossing.passed)
@@ -122,8 +136,8 @@ class Courier:
                 self._call()
 
     def _has_work(self) -> bool:
-        if self._era.error is not None:  # what is in flight is of no use to anybody
-            return False
+        if self._era.error is not None or self._failure is not None:
+            return False  # what is in flight is of no use to anybody
         if self._is_closing:
             return not self._office.is_idle
         return bool(self._office.is_urgent or self._waiting)
@@ -136,6 +150,16 @@ class Courier:
             self._thread.start()
 
     def _run(self) -> None:
+        """Run the thread. If it fails, close the connections, so that other ranks notice."""
+        try:
+            self._serve()
+        except Exception as error:
+            with self._seat, self._lock:
+                self._failure = error
+                self._thread = None
+                self._office.close()
+
+    def _serve(self) -> None:
         while True:
             is_called = self._is_called()
             if is_called:

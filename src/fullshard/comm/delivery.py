@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fullshard.comm.c10d import issued
 from fullshard.comm.ledger import TRANSFER
-from fullshard.comm.mesh import collectives_of, default_mesh, served_by
+from fullshard.comm.mesh import collectives_of_group, served_by
 from fullshard.comm.protocol import Pending, Together
 
 _PADDED = 1.02
@@ -74,7 +74,8 @@ class Delivery:
             return
         if len(self._receivers) == world:
             row = len(self._rows[0])
-            wire = collectives_of(default_mesh(self.device.type))
+            assert dist.group.WORLD is not None
+            wire = collectives_of_group(dist.group.WORLD, self.device.type)
             if row and all(len(one) == row for one in self._rows):
                 whole = self._memory[: row * world]
                 self._works = [wire.all_gather([whole], [self._rows[self._rank]])]

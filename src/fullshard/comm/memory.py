@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
+import mmap
 import os
 import weakref
 
@@ -77,10 +79,7 @@ class LentMemory:
     def read(self, start: int, nbytes: int) -> Tensor:
         """Return this range of the other process's memory as uint8, without a copy."""
         if start + nbytes > self._bytes.numel():
-            # A private mapping shows what the other process writes: the pages are those of the
-            # file until we write to them, which we never do. A shared one would let us write.
-            name, size = f"/proc/self/fd/{self._fd}", os.fstat(self._fd).st_size
-            self._bytes = _mapped(name, shared=False, size=size)
+            self._bytes = _mapped_read_only(self._fd, os.fstat(self._fd).st_size)
         return self._bytes[start : start + nbytes]
 
 
@@ -88,6 +87,37 @@ def _mapped(name: str, *, shared: bool, size: int) -> Tensor:
     """Map the first ``size`` bytes of a file that has at least that many."""
     with torch.inference_mode(False):
         return torch.from_file(name, shared=shared, size=size, dtype=torch.uint8, device="cpu")
+
+
+def _mapped_read_only(fd: int, size: int) -> Tensor:
+    """Map the first ``size`` bytes of a file, shared and read-only.
+
+    A private writable mapping, all that ``torch.from_file`` offers, counts against the memory that
+    a host may commit, once for each rank that maps it; strict overcommit and ``ulimit -v`` then
+    end a step.
+    """
+    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {size} bytes of another rank's memory")
+    own = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(own, _munmap, address, size)  # once no tensor refers to it any more
+    with torch.inference_mode(False):
+        return torch.frombuffer(own, dtype=torch.uint8)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_FAILED = ctypes.c_void_p(-1).value
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    *[ctypes.c_int] * 3,
+    ctypes.c_long,
+]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def aligned(nbytes: int) -> int:

@@ -270,9 +270,11 @@ class StreamLanes:
             return
         here = self._current()
         stream.wait_stream(here)
-        with self._accelerator.stream(stream):
-            yield
-        here.wait_stream(stream)
+        try:
+            with self._accelerator.stream(stream):
+                yield
+        finally:
+            here.wait_stream(stream)
 
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Make every stream of ``lane`` wait for ``event``."""

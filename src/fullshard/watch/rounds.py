@@ -127,8 +127,8 @@ class Rounds:
         found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
         signs = self._roll.signs(silent)
         told = json.dumps([found.kind.value, *found[1:], [*signs.items()]])
-        if not self._store.check([_judged_key(number)]):
-            self._store.set(_judged_key(number), told)
+        # The store keeps the first verdict: another judge may have published one meanwhile.
+        self._store.compare_set(_judged_key(number), "", told)
 
 
 def _ring_key(number: int) -> str:
