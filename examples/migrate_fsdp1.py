@@ -8,6 +8,7 @@ model and the optimizer, which another optimizer then goes on from. Takes second
 """
 
 import functools
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,7 @@ for step in range(1, STEPS + 1):
     if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
         print(f"step {step} loss {(first + second).item():.3f}")
 
+warnings.simplefilter("ignore", FutureWarning)  # of state_dict_type, as PyTorch's own gives it
 with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
     weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
 if dist.get_rank() == 0:

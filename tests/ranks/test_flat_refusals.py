@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +14,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard as ours
+from fullshard import (
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    errors,
+)
 from fullshard import FullyShardedDataParallel as FSDP
-from fullshard import MixedPrecision, ShardingStrategy, errors
+from fullshard.flat.prepare import warn_of_choice
+from fullshard.frontend.meshes import DataMesh
 from fullshard.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.ranks.pool import RankPool
 from tests.ranks.test_flat_differential import BF16, Block, Stack, quiet, wrap
@@ -81,6 +90,11 @@ def _in_summon(what: Callable[[Any], object]) -> None:
     model = wrap(ours, Stack(), "nested", use_orig_params=True)
     with FSDP.summon_full_params(model):
         what(model)
+
+
+def _summon(module: nn.Module) -> None:
+    with FSDP.summon_full_params(module):
+        pass
 
 
 def _mixed_frozen() -> None:
@@ -198,6 +212,16 @@ REFUSALS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "expected to be in states",
     ),
+    "summon inside of summon": (
+        lambda: _in_summon(_summon),
+        AssertionError,
+        "summon_full_params() while summon_full_params() lends",
+    ),
+    "summon inside of summon, as told before": (
+        lambda: _in_summon(lambda model: _summon(FSDP.fsdp_modules(model)[1])),
+        errors.BusyError,
+        "lends the full parameters",
+    ),
     "summon inside of a forward": (_summon_in_forward, RuntimeError, "in the middle of a forward"),
     "unknown strategy": (
         lambda: FSDP(Block(), sharding_strategy="FULL"),  # type: ignore[arg-type]
@@ -269,6 +293,74 @@ def test_warns_of_what_is_of_no_use(pool: RankPool) -> None:
     for container, ignored, exempt in pool.run(2, warned):
         assert "ModuleList" in container and "all parameters being ignored" in ignored
         assert "BatchNorm1d" in exempt
+
+
+def warned_of_choices() -> list[list[str]]:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    full = FullStateDictConfig(offload_to_cpu=True)
+    model = FSDP(nn.Linear(2, 2), use_orig_params=True)
+    on_cuda = cast(DataMesh, SimpleNamespace(mesh=SimpleNamespace(device_type="cuda"), shard_dim=0))
+    strategy = ShardingStrategy.FULL_SHARD
+
+    def settings() -> None:
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            pass
+
+    def full_state() -> None:
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, full)
+        model.state_dict()
+
+    def summon(**options: Any) -> None:
+        with FSDP.summon_full_params(model, writeback=False, **options):
+            pass
+
+    acts: list[Callable[[], object]] = [
+        lambda: FSDP(nn.Linear(2, 2), process_group=alone),
+        lambda: FSDP(nn.Sequential(nn.Linear(2, 2)), alone, auto_wrap_policy=always_wrap_policy),
+        lambda: FSDP(nn.Linear(2, 2), alone, sharding_strategy=ShardingStrategy.NO_SHARD),
+        settings,
+        full_state,
+        lambda: summon(offload_to_cpu=True),
+        lambda: summon(offload_to_cpu=True, rank0_only=True),
+        lambda: warn_of_choice(model, strategy, on_cuda, None),
+        lambda: warn_of_choice(model, strategy, on_cuda, torch.device("cuda", 0)),
+    ]
+    found = []
+    for act in acts:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            act()
+        found.append([f"{one.category.__name__} {one.message}"[:76] for one in caught])
+    return found
+
+
+def test_warns_of_choices_as_pytorch_does(pool: RankPool) -> None:
+    alone = "UserWarning FullyShardedDataParallel: one rank holds all of "
+    types = "FutureWarning FullyShardedDataParallel.state_dict_type() and set_state_dict_"
+    copies = "(offload_to_cpu=True) without rank0_only=True"
+    for found in pool.run(2, warned_of_choices):
+        kinds = [[one[: len(alone)] for one in some] for some in found[:3]]
+        assert kinds == [[alone], [alone], []]
+        assert found[3] == [types] and found[4][0] == types
+        assert copies in found[4][1] and len(found[4]) == 2
+        assert len(found[5]) == 1 and copies in found[5][0] and found[6] == []
+        assert len(found[7]) == 1 and "is on the CPU" in found[7][0] and found[8] == []
+
+
+def nothing_to_summon() -> list[list[int]]:
+    """Sizes of parameters in the block; above wrappers, nothing is lent without ``recurse``."""
+    inner = FSDP(nn.Linear(4, 4), use_orig_params=True)
+    sizes = []
+    for module, recurse in ((nn.Sequential(inner), False), (nn.Sequential(inner), True)):
+        with FSDP.summon_full_params(module, recurse=recurse):
+            sizes.append([param.numel() for param in inner.parameters()])
+    return sizes
+
+
+def test_a_module_above_wrappers_summons_nothing_itself(pool: RankPool) -> None:
+    one, other = pool.run(2, nothing_to_summon)
+    assert one[1] == other[1] == [16, 4]
+    assert [a + b for a, b in zip(one[0], other[0], strict=True)] == [16, 4]
 
 
 def hook_of_hybrid() -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.errors import ArgumentTypeError, ConfigError, ProtocolError, UnsupportedError
+from fullshard.flat.options import ShardingStrategy
+from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.ownership import unit_of
 from fullshard.wrap.units import Ignored
 
@@ -71,6 +74,34 @@ def check_module(module: nn.Module, ignored: Ignored, *, shown_as_one: bool) -> 
         raise _Overlapped(
             f"FullyShardedDataParallel: parameters of {name} have optimizers that step in backward "
             "(_apply_optimizer_in_backward), which is only supported with use_orig_params=True"
+        )
+
+
+def warn_of_choice(
+    module: nn.Module, strategy: ShardingStrategy, mesh: DataMesh, device: torch.device | None
+) -> None:
+    """Warn of a strategy that becomes another, and of shards that are made on the CPU.
+
+    Args:
+        module: that is to be wrapped.
+        strategy: the one that was chosen.
+        mesh: the ranks.
+        device: by ``device_id``; None if that was not given.
+    """
+    if mesh.shard_dim is None and strategy is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"FullyShardedDataParallel: one rank holds all of {type(module).__name__}, so "
+            f"{strategy.name} becomes NO_SHARD: nothing is sharded",
+            stacklevel=3,
+        )
+    first = next(chain(module.parameters(), module.buffers()), None)
+    on_cpu = first is not None and first.device.type == "cpu"
+    if on_cpu and device is None and mesh.mesh.device_type != "cpu":
+        warnings.warn(
+            f"FullyShardedDataParallel: {type(module).__name__} is on the CPU, so it is prepared "
+            f"there, which is slower than on {mesh.mesh.device_type}; give device_id= to move it "
+            "before",
+            stacklevel=3,
         )
 
 

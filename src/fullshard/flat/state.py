@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.tree import Tree
 from fullshard.errors import AssertedConfigError, ProtocolError, UnsupportedError
+from fullshard.flat.lending import warn_of_copies
 from fullshard.flat.options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -69,6 +71,7 @@ class StateDicts(nn.Module):
             ProtocolError: if a configuration is of another kind than ``state_dict_type``.
             UnsupportedError: for ``LOCAL_STATE_DICT``, which is obsolete.
         """
+        _warn_of_types(stacklevel=3)
         chosen = _checked_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateDicts.get_state_dict_type(module)
         for wrapper in _wrappers(module):
@@ -100,6 +103,7 @@ class StateDicts(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """Change settings as ``set_state_dict_type`` does, and restore them after the block."""
+        _warn_of_types(stacklevel=4)  # past contextlib
         chosen = _checked_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before = [(wrapper, wrapper._settings) for wrapper in _wrappers(module)]
         for wrapper, _ in before:
@@ -130,6 +134,7 @@ class StateDicts(nn.Module):
     def _made(self) -> dict[str, Any]:
         config: Any = self._settings.state_dict_config
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            warn_of_copies("FullStateDictConfig", config.rank0_only, config.offload_to_cpu)
             state = full_state_dict(
                 self, rank0_only=config.rank0_only, cpu=config.offload_to_cpu, copies=False
             )
@@ -222,6 +227,16 @@ class _NotKnown(dict[str, str]):
             "fullshard.compat.patch_torch() before, or save state_dict() and optim_state_dict() "
             "of FullyShardedDataParallel"
         )
+
+
+def _warn_of_types(*, stacklevel: int) -> None:
+    warnings.warn(
+        "FullyShardedDataParallel.state_dict_type() and set_state_dict_type() are deprecated in "
+        "PyTorch; get_state_dict() and set_state_dict() of torch.distributed.checkpoint.state_dict "
+        "take both faces, after fullshard.compat.patch_torch()",
+        FutureWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:

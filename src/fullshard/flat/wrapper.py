@@ -36,6 +36,7 @@ from fullshard.flat.prepare import (
     as_ignored,
     check_module,
     checked_device,
+    warn_of_choice,
 )
 from fullshard.flat.state import StateDicts
 from fullshard.frontend.buckets import Choices, Shown
@@ -129,6 +130,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
             device,
             wraps_children=auto_wrap_policy is not None,
         )
+        if _mesh is None:  # else the outer wrapper has told
+            warn_of_choice(module, strategy, mesh, device)
         given: dict[str, Any] = {
             "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,

@@ -95,10 +95,14 @@ def lent(
     recurse: bool,
     on_error: str = "keep",
     check: bool = False,
+    may_be_none: bool = False,
 ) -> Iterator[None]:
-    """Do the work of ``unshard_params`` for the public function ``call``."""
+    """Do the work of ``unshard_params`` for the public function ``call``.
+
+    With ``may_be_none``, there need not be a unit to lend.
+    """
     terms = _checked_terms(call, flags, check=check, on_error=on_error)
-    units = _units_to_lend(module, call, recurse=recurse)
+    units = _units_to_lend(module, call, recurse=recurse, may_be_none=may_be_none)
     _check_lendable(units, call)
     loans: dict[Unit, Loan] = {}
     keep = on_error == "keep"
@@ -158,12 +162,14 @@ def _checked_terms(call: str, flags: Mapping[str, bool], *, check: bool, on_erro
     return Terms(check=check, call=f"{call}()", **flags)
 
 
-def _units_to_lend(module: nn.Module, call: str, *, recurse: bool) -> list[Unit]:
+def _units_to_lend(
+    module: nn.Module, call: str, *, recurse: bool, may_be_none: bool = False
+) -> list[Unit]:
     """Return the units that own parameters in ``module``; inner units only with ``recurse``.
 
     Raises:
         ArgumentTypeError: if ``module`` is not a module.
-        ConfigError: without ``recurse``, if there are only inner units.
+        ConfigError: without ``recurse``, if there are only inner units, unless ``may_be_none``.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
@@ -177,7 +183,7 @@ def _units_to_lend(module: nn.Module, call: str, *, recurse: bool) -> list[Unit]
     if own is not None:
         return [own]
     found = _owners_in(managed([module]))
-    if everywhere and not found:
+    if everywhere and not found and not may_be_none:
         inner = ", ".join(unit.name or "(root)" for unit in everywhere[:8])
         raise ConfigError(
             f"{call}(recurse=False): {type(module).__name__} was not given to fully_shard, "
