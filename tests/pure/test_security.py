@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 from fullshard import checkpoint
-from fullshard.checkpoint.folders import remove, remove_unfinished, write_flushed
+from fullshard.checkpoint.committing import remove, remove_unfinished, write_flushed
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, digest_of
 from fullshard.cli import main
 from fullshard.doctor.facts import launch_variables

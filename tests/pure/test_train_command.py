@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard import checkpoint
 from fullshard.cli import main
-from fullshard.train import launch
+from fullshard.train import launch, worker
 from fullshard.train.architecture import choose_architecture
 from fullshard.train.command import _kinds
 from fullshard.train.config import Dtype, TrainConfig
@@ -240,6 +240,18 @@ def test_the_worker_that_failed_first_is_shown(
         "stack of 1",
         "fullshard: no checkpoint was written yet",
     ]
+
+
+def test_a_clock_that_is_set_back_does_not_change_who_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.time, "time_ns", iter((2_000, 1_000)).__next__)
+    times = []
+    for name in ("first", "second"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / name))
+        worker._record(ValueError(name), is_refusal=False)
+        times.append(json.loads((tmp_path / name).read_text())["message"]["extraInfo"]["time_ns"])
+    assert times == sorted(times)
 
 
 def test_a_killed_worker_explains_the_others(

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import checkpoint, fully_shard
-from fullshard.checkpoint import datafile, folders
+from fullshard.checkpoint import committing, datafile, saving
 from fullshard.checkpoint.manifest import MANIFEST, digest_of
 from fullshard.comm import council, pulse
 from fullshard.comm.council import Council
@@ -183,10 +183,10 @@ def test_a_foreign_file_is_found_by_verify(root: Path) -> None:
 
 
 def test_the_newest_complete_checkpoint_is_the_latest(root: Path) -> None:
-    assert checkpoint.latest(root) == root / "other"  # saved last
+    assert checkpoint.latest(root) == root / "step-2"  # "other", of step 0, was saved last
     assert (root / "latest").read_text() == "other\n"
     (root / "latest").unlink()
-    assert checkpoint.latest(root) == root / "other"
+    assert checkpoint.latest(root) == root / "step-2"
     (root / "other" / DATA).unlink()
     assert checkpoint.latest(root) == root / "step-2"
     os.truncate(root / "step-2" / DATA, 100)
@@ -424,7 +424,7 @@ def loop(path: Path) -> list[str]:
     again.save(other, its, step=10)  # the damaged one is put aside
     assert checkpoint.verify(path / "step-000010").extra is None
     with pytest.raises(ConfigError, match="something at this path"):
-        again.save(other, its, step=8)
+        again.save(other, its, step=10)
     return names
 
 
@@ -457,11 +457,118 @@ def test_only_checkpoints_of_the_loop_are_removed_and_never_the_newest(tmp_path:
     for step in (900, 1000, 100):  # the last after going back to an older state
         checkpointer.save(model, optimizer, step=step)
         (checkpointer.path(step) / "scores.json").write_text("{}")  # does not make it damaged
-    found = sorted(one.name for one in tmp_path.iterdir())
-    assert found == ["best", "latest", "step-000100", "step-001000", "step-best"]
+    found = sorted(one.name for one in tmp_path.iterdir() if ".replaced-" not in one.name)
+    assert found == ["best", "latest", "step-000100", "step-best"]
+    assert len(list(tmp_path.glob("step-*.replaced-*"))) == 2
     assert checkpoint.latest(tmp_path) == checkpointer.path(100)
     loaded = checkpoint.Checkpointer(tmp_path).load(model, optimizer)
     assert loaded is not None and loaded.step == 100
+
+
+def test_the_newest_is_of_the_highest_step_whatever_the_clock_says(tmp_path: Path) -> None:
+    model, optimizer = alone()
+    checkpointer = checkpoint.Checkpointer(tmp_path / "disk", keep=2)
+    memory = checkpoint.Checkpointer(tmp_path / "memory", copies=1)
+    for step in range(1, 6):
+        ahead_s = 86_400 if step == 2 else 0
+        with mock.patch.object(saving.time, "time", return_value=1.7e9 + step + ahead_s):
+            checkpointer.save(model, optimizer, step=step)
+            if step in (2, 3):
+                memory.save(model, optimizer, step=step)
+    assert sorted(one.name for one in (tmp_path / "disk").glob("step-*")) == [
+        "step-000004",
+        "step-000005",
+    ]
+    assert memory.steps() == [2, 3]
+    for roots, expected in (([memory], 3), ([memory, checkpointer], 5), ([checkpointer], 5)):
+        loaded = checkpoint.load_newest(roots, model, optimizer)
+        assert loaded is not None and loaded.step == expected
+    assert checkpoint.latest(tmp_path / "memory") == memory.path(3)
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path / "memory")] == [2, 3]
+
+
+def test_time_decides_between_folders_of_one_step(tmp_path: Path) -> None:
+    for name, now in (("b", 1.0), ("a", 2.0), ("c", 0.5)):
+        with mock.patch.object(saving.time, "time", return_value=now):
+            checkpoint.save(tmp_path / name, *alone(), step=7)
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
+
+
+def test_a_checkpoint_that_could_not_be_read_for_a_while_does_not_stop_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = checkpoint.Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        first.save(*alone(step), step=step)
+    resumed = checkpoint.Checkpointer(tmp_path)
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    opened = os.open
+
+    def open_unless_stale(path: Any, *rest: Any, **more: Any) -> int:
+        if "step-000003" in str(path):
+            raise stale
+        return opened(path, *rest, **more)
+
+    with mock.patch.object(datafile.os, "open", open_unless_stale):
+        loaded = resumed.load(*alone())
+    assert loaded is not None and loaded.step == 2
+    caplog.clear()
+    resumed.save(*alone(33), step=3)
+    (line,) = [one.getMessage() for one in caplog.records]
+    (aside,) = tmp_path.glob("step-000003.replaced-*")
+    assert aside.name in line and "step 3" in line
+    checkpoint.verify(aside)
+    assert resumed.steps() == [1, 2, 3]
+    model, optimizer = alone()
+    again = checkpoint.Checkpointer(tmp_path).load(model, optimizer)
+    assert again is not None and again.step == 3
+    assert same(everything(model, optimizer), everything(*alone(33)))
+    with pytest.raises(ConfigError, match="something at this path"):
+        resumed.save(*alone(), step=3)  # which this run wrote
+    assert resumed.load(*alone()) is not None
+    resumed.save(*alone(), step=3)  # after it went back
+
+
+def test_a_branch_that_was_left_is_put_aside(tmp_path: Path) -> None:
+    left = checkpoint.Checkpointer(tmp_path, keep=3)
+    for step in (100, 200, 300, 400):
+        left.save(*alone(step), step=step)
+    checkpoint.load(tmp_path / "step-000200", *alone())
+    branch = checkpoint.Checkpointer(tmp_path, keep=3)
+    with pytest.raises(ConfigError, match="extra"):
+        branch.save(*alone(), object(), step=250)
+    assert not list(tmp_path.glob("*.replaced-*"))  # a save that failed changed nothing
+    branch.save(*alone(), step=250)
+    assert branch.steps() == [200, 250]
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [200, 250]
+    assert sorted(one.name[:11] for one in tmp_path.glob("*.replaced-*")) == [
+        "step-000300",
+        "step-000400",
+    ]
+    for step in (350, 450):
+        branch.save(*alone(), step=step)
+    assert branch.steps() == [250, 350, 450]
+    for aside in tmp_path.glob("*.replaced-*"):
+        checkpoint.verify(aside)
+    with pytest.raises(ConfigError, match="a meaning of its own"):
+        checkpoint.save(tmp_path / "step-000001.replaced-1", *alone(), step=1)
+
+
+def test_a_branch_that_was_left_is_removed_from_memory(tmp_path: Path) -> None:
+    left = checkpoint.Checkpointer(tmp_path, copies=1)
+    for step in (1, 2, 3):
+        left.save(*alone(step), step=step)
+    branch = checkpoint.Checkpointer(tmp_path, copies=1)
+    branch.save(*alone(22), step=2)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        ".machine",
+        "latest",
+        "step-000001",
+        "step-000002",
+    ]
+    model, optimizer = alone()
+    assert branch.load(model, optimizer) is not None
+    assert same(everything(model, optimizer), everything(*alone(22)))
 
 
 def test_what_was_intact_once_is_read_again_when_it_is_new(tmp_path: Path) -> None:
@@ -472,13 +579,13 @@ def test_what_was_intact_once_is_read_again_when_it_is_new(tmp_path: Path) -> No
     shutil.rmtree(checkpointer.path(2))
     checkpointer.save(model, optimizer, step=1)
     with pytest.MonkeyPatch.context() as patch:
-        commit = folders.commit
+        seal = committing.seal
 
         def damaging(unfinished: Path, *rest: Any) -> None:
             zeros(unfinished / DATA)
-            commit(unfinished, *rest)
+            seal(unfinished, *rest)
 
-        patch.setattr("fullshard.checkpoint.saving.commit", damaging)
+        patch.setattr("fullshard.checkpoint.saving.seal", damaging)
         checkpointer.save(model, optimizer, step=2)
     assert checkpointer.path(1).exists()
     checkpoint.verify(checkpointer.path(1))

@@ -220,7 +220,7 @@ def fails(roots: Sequence[Path], where: str) -> str:
         if dist.get_rank() == 3 and where == "copying":
             patch.setattr(machines, "copy", raises_full)
         if dist.get_rank() == 2 and where == "renaming":
-            patch.setattr("fullshard.checkpoint.saving.publish", raises_full)
+            patch.setattr("fullshard.checkpoint.committing.publish", raises_full)
         if dist.get_rank() == 2 and where == "describing":
             patch.setattr("fullshard.checkpoint.saving.seal", raises_full)
         if dist.get_rank() == 2 and where == "serving":

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.committing import remove, remove_unfinished, supersede
 from fullshard.checkpoint.folders import (
     CheckpointInfo,
     Looked,
@@ -20,9 +21,6 @@ from fullshard.checkpoint.folders import (
     in_folder,
     look,
     numbered,
-    put_aside,
-    remove,
-    remove_unfinished,
 )
 from fullshard.checkpoint.loading import load_from
 from fullshard.checkpoint.machines import Machines, lent
@@ -79,6 +77,7 @@ class Checkpointer:
         self._copies = copies
         self._is_intact: dict[Path, bool] = {}
         self._is_clean = False
+        self._saved: set[Path] = set()  # since the last load
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of ``step``."""
@@ -93,9 +92,10 @@ class Checkpointer:
     ) -> PendingSave:
         """Save as the function ``save`` does, and remove checkpoints that need not be kept.
 
-        What jobs that were killed left in the folder is removed before. What cannot be loaded and
-        has the name of this checkpoint gets another name, or is removed if machines have folders of
-        their own; what is intact is a ``ConfigError``.
+        What jobs that were killed left in the folder is removed before. As soon as the new
+        checkpoint is there, one that was there under its name, and those of later steps, have other
+        names, or are removed if machines have folders of their own. An intact one that was saved
+        here since the last ``load`` is a ``ConfigError``.
         """
         settle()
         path = self.path(step)
@@ -105,13 +105,15 @@ class Checkpointer:
         if not self._is_clean:
             folders.remove_unfinished()
             self._is_clean = True
-        if folders.has(path) and not self._verify(folders, path):
-            if self._copies is None:
-                log.warning("what was at %s is now at %s", path, folders.put_aside(path))
-            else:
-                folders.remove(path)
+        is_shared = self._copies is None
+        is_there = (path in self._saved or not is_shared) and folders.has(path)
+        is_intact = is_there and self._verify(folders, path)
+        if is_there and not is_intact and not is_shared:
+            folders.remove(path)  # memory may have no room for both
+        is_own = is_intact and path in self._saved
         self._is_intact.pop(path, None)
-        where = Where(path, machines, self._copies or 1)
+        appear = partial(supersede, path=path, step=step, removes=not is_shared)
+        where = Where(path, machines, self._copies or 1, None if is_own else appear)
         after = partial(self._remove_old, folders, path)
         return begin(council, where, model, optimizer, extra, step=step, how=self._how, after=after)
 
@@ -124,7 +126,7 @@ class Checkpointer:
         settle()
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, in the order in which they were saved.
+        """Return the steps of complete checkpoints, the newest last.
 
         A checkpoint is complete if its manifest and all files, in their sizes, are there.
         """
@@ -136,7 +138,7 @@ class Checkpointer:
     ) -> CheckpointInfo | None:
         """Load the newest checkpoint that is intact, and return its description.
 
-        The newest is the one that was saved last. Damaged ones are passed over, with a warning.
+        The newest is that of the highest step. Damaged ones are passed over, with a warning.
 
         Returns:
             None if there is no checkpoint, damaged ones included.
@@ -153,6 +155,7 @@ class Checkpointer:
         return Machines.seen(council, self.root)
 
     def _remove_old(self, folders: _Folders, newest: Path) -> None:
+        self._saved.add(newest)
         if self._keep is None:
             return
         num_intact = 0
@@ -192,6 +195,7 @@ def load_newest(
     )
     found: list[tuple[Numbered, Path, Machines, bool]] = []
     for one in checkpointers:
+        one._saved.clear()  # what is saved again from now on is no mistake
         machines = one._machines(council)
         there = _Folders(council, machines, one.root).numbered()
         found += [(its, one.root / its.name, machines, one._copies is None) for its in there]
@@ -253,11 +257,6 @@ class _Folders:
         """Return whether any machine has something at ``path``."""
         return any(self._by_each(path.exists))
 
-    def put_aside(self, path: Path) -> str:
-        """Rename what is at ``path``; return the new name."""
-        (aside,) = self._by_each(lambda: str(put_aside(path)))
-        return str(aside)
-
     def remove(self, path: Path) -> None:
         """Remove a checkpoint."""
         self._by_each(lambda: remove(path) if path.exists() else None)
@@ -269,11 +268,11 @@ class _Folders:
 
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints, the newest last."""
-        found: dict[tuple[float, int, str, int], set[int]] = {}
+        found: dict[tuple[int, float, str, int], set[int]] = {}
         for those in self._by_each(lambda: contained(self._root)):
             for *its, ranks in those:
                 found.setdefault(tuple(its), set()).update(ranks)
-        return [its[1] for its, ranks in sorted(found.items()) if len(ranks) == its[3]]
+        return [its[0] for its, ranks in sorted(found.items()) if len(ranks) == its[3]]
 
     def mend(self, path: Path) -> str:
         """Return why a checkpoint cannot be loaded, or ""; each rank reads some of its files.

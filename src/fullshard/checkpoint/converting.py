@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from fullshard._version import __version__
+from fullshard.checkpoint.committing import commit, flush_folder, make_folder, refuse_name
 from fullshard.checkpoint.comparing import whole_tensor
 from fullshard.checkpoint.datafile import (
     CHUNK_NBYTES,
@@ -29,14 +30,7 @@ from fullshard.checkpoint.datafile import (
     name_of,
 )
 from fullshard.checkpoint.entry import Entry, Grid
-from fullshard.checkpoint.folders import (
-    UNFINISHED,
-    commit,
-    flush_folder,
-    make_folder,
-    read_manifest,
-    refuse_name,
-)
+from fullshard.checkpoint.folders import UNFINISHED, read_manifest
 from fullshard.checkpoint.foreign import Leaf, is_folder, tree_of
 from fullshard.checkpoint.manifest import MANIFEST, Contents, FileInfo, Manifest
 from fullshard.checkpoint.values import decode, encode

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.collecting import Collected
-from fullshard.checkpoint.folders import UNFINISHED, flush_folder, make_folder, write_flushed
+from fullshard.checkpoint.committing import flush_folder, make_folder, write_flushed
+from fullshard.checkpoint.folders import UNFINISHED
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.outgoing import (
     ALIGN,

@@ -6,16 +6,14 @@ root/
     manifest.json
     rank-00000.safetensors, ...
   .unfinished-step-000200-1f0e66a2/     left by a job that was killed
-  step-000100.damaged-1f0e66a2/         was in the way of a checkpoint of this step
+  step-000100.damaged-1f0e66a2/         incomplete, and in the way of a checkpoint of this step
+  step-000100.replaced-1f0e66a2/        complete, of a branch of the training that was left
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +23,13 @@ from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.datafile import DataFile, LocalFile
 from fullshard.checkpoint.manifest import MANIFEST, FileInfo, Manifest, Part, digest_in
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError
 
 LATEST = "latest"
 UNFINISHED = ".unfinished-"
-_DAMAGED = ".damaged-"
-_NUMBERED = re.compile(r"step-\d+")
-log = logging.getLogger(__name__)
+DAMAGED = ".damaged-"
+REPLACED = ".replaced-"
+_NUMBERED = re.compile(r"step-([0-9]+)")
 
 
 class TensorInfo(NamedTuple):
@@ -93,20 +91,21 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """Return the checkpoints in folder ``root`` in the order in which they were saved.
+    """Return the checkpoints in folder ``root`` in the order of their steps.
 
-    Folders without a readable manifest, or with a data file that is missing or has another size
-    than it was written with, are left out; ``verify`` says what is wrong with them.
+    Those of one step are in the order of their times. Folders without a readable manifest, or with
+    a data file that is missing or has another size than it was written with, are left out;
+    ``verify`` says what is wrong with them.
     """
-    found = map(_complete, _folders(Path(root)))
-    return sorted((one for one in found if one is not None), key=lambda one: (one.time, one.step))
+    found = map(complete, _folders(Path(root)))
+    return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.time))
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint in folder ``root`` that was saved last; None if there is none.
+    """Return the complete checkpoint in folder ``root`` of the highest step; None if there is none.
 
-    Their times decide, of those that are complete. The file ``latest`` is for other programs: it is
-    written later, and a job may be killed before.
+    Of checkpoints of one step it is the one with the latest time. The file ``latest`` is for other
+    programs: it is written later, and a job may be killed before.
     """
     complete = list_checkpoints(root)
     return complete[-1].path if complete else None
@@ -271,49 +270,61 @@ def present(path: Path, manifest: Manifest) -> list[int]:
 
 
 class Numbered(NamedTuple):
-    """A folder ``step-...``, complete or not.
+    """A folder ``step-...``, complete or not; sorted by step, because clocks may be wrong.
 
     Attributes:
+        step: the number in its name.
         time: when its checkpoint was written, or the folder if it has no manifest.
         name: of the folder.
         digest: of the manifest; empty if it cannot be read.
     """
 
+    step: int
     time: float
     name: str
     digest: str
 
 
+def numbered_names(root: Path) -> dict[str, int]:
+    """Return the names of the folders ``step-...`` in ``root``, and the numbers in them."""
+    found: dict[str, int] = {}
+    for one in _folders(root):
+        match = _NUMBERED.fullmatch(one.name)
+        if match and one.is_dir() and not one.is_symlink():
+            found[one.name] = int(match[1])
+    return found
+
+
 def numbered(root: Path) -> list[Numbered]:
-    """Return the folders ``step-...`` in ``root``, complete or not, in the order of saving."""
-    found = (one for one in _folders(root) if _NUMBERED.fullmatch(one.name))
-    return sorted(_numbered(one) for one in found if one.is_dir() and not one.is_symlink())
+    """Return the folders ``step-...`` in ``root``, complete or not, the newest last."""
+    return sorted(_numbered(root / name, step) for name, step in numbered_names(root).items())
 
 
-def contained(root: Path) -> list[tuple[float, int, str, int, list[int]]]:
+def contained(root: Path) -> list[tuple[int, float, str, int, list[int]]]:
     """Return what is in ``root`` of which checkpoints.
 
     Returns:
-        For each time, step, digest of the manifest, number of files, and the ranks of those here.
+        For each step, time, digest of the manifest, number of files, and the ranks of those here.
     """
     found = []
     for one in numbered(root):
         with suppress(CheckpointError, OSError):
             manifest = read_manifest(root / one.name)
             files = len(manifest.files), present(root / one.name, manifest)
-            found.append((one.time, manifest.step, one.digest, *files))
+            found.append((manifest.step, one.time, one.digest, *files))
     return found
 
 
-def _numbered(path: Path) -> Numbered:
+def _numbered(path: Path, step: int) -> Numbered:
     try:
         text = (path / MANIFEST).read_bytes()
-        return Numbered(Manifest.from_json(text).time, path.name, digest_in(text))
+        return Numbered(step, Manifest.from_json(text).time, path.name, digest_in(text))
     except (CheckpointError, OSError):
-        return Numbered(path.stat().st_mtime, path.name, "")
+        return Numbered(step, path.stat().st_mtime, path.name, "")
 
 
-def _complete(path: Path) -> CheckpointInfo | None:
+def complete(path: Path) -> CheckpointInfo | None:
+    """Return the description of the checkpoint in folder ``path``; None if it is not complete."""
     try:
         return inspect(path)
     except (CheckpointError, OSError, ValueError):
@@ -328,93 +339,9 @@ def _folders(root: Path) -> Iterator[Path]:
         return
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be listed ({error})") from error
-    yield from (one for one in found if not one.name.startswith(".") and _DAMAGED not in one.name)
+    yield from (one for one in found if not is_reserved(one.name))
 
 
-def make_folder(path: Path) -> None:
-    """Make a new folder, and those above it that are missing, and flush their names."""
-    if not path.parent.exists():
-        make_folder(path.parent)
-    path.mkdir()
-    flush_folder(path.parent)
-
-
-def write_flushed(path: Path, data: bytes) -> None:
-    """Write a small file by another name, flush it, and give it its name."""
-    unfinished = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def flush_folder(path: Path) -> None:
-    """Flush the names of the files in a folder."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def refuse_name(path: Path) -> None:
-    """Raise ``ConfigError`` if ``path`` has a name that checkpoints cannot have."""
-    if path.name == LATEST or path.name.startswith(".") or _DAMAGED in path.name:
-        raise ConfigError(
-            f"{path.name} is a name with a meaning of its own among checkpoints; choose another"
-        )
-
-
-def commit(unfinished: Path, path: Path, manifest: bytes) -> None:
-    """Make a checkpoint of the flushed data files in ``unfinished``; it appears at once or not."""
-    seal(unfinished, manifest)
-    publish(unfinished, path)
-
-
-def seal(unfinished: Path, manifest: bytes) -> None:
-    """Make a checkpoint of the flushed data files in ``unfinished``, which still has to appear."""
-    write_flushed(unfinished / MANIFEST, manifest)
-    flush_folder(unfinished)
-
-
-def publish(unfinished: Path, path: Path) -> None:
-    """Have the checkpoint in ``unfinished`` appear at ``path``, at once or not at all."""
-    unfinished.rename(path)
-    flush_folder(path.parent)
-    pointer = path.parent / LATEST
-    try:
-        write_flushed(pointer, f"{path.name}\n".encode())
-        flush_folder(path.parent)
-    except OSError as error:  # the checkpoint is there; without the file, its time says so
-        log.warning("%s cannot be written (%s)", pointer, error)
-        with suppress(OSError):
-            pointer.unlink()
-
-
-def put_aside(path: Path) -> Path:
-    """Rename what is in the way of a checkpoint, and return its new name."""
-    aside = path.with_name(f"{path.name}{_DAMAGED}{uuid.uuid4().hex[:8]}")
-    path.rename(aside)
-    flush_folder(path.parent)
-    return aside
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint; if this is interrupted, the rest counts as unfinished."""
-    aside = path.with_name(f"{UNFINISHED}{path.name}-removed")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_unfinished(root: Path) -> None:
-    """Remove what jobs that were killed left in ``root``; no job may be saving there."""
-    for one in root.glob(f"{UNFINISHED}*"):
-        if one.is_dir():
-            shutil.rmtree(one, ignore_errors=True)
-        else:
-            one.unlink(missing_ok=True)
+def is_reserved(name: str) -> bool:
+    """Return whether a folder of this name is unfinished or was put aside, and is not looked at."""
+    return name.startswith(".") or DAMAGED in name or REPLACED in name

@@ -8,6 +8,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +18,8 @@ from torch.optim import Optimizer
 
 from fullshard._version import __version__
 from fullshard.checkpoint.collecting import Collected, collected
-from fullshard.checkpoint.folders import (
-    UNFINISHED,
-    commit,
-    make_folder,
-    publish,
-    refuse_name,
-    seal,
-)
+from fullshard.checkpoint.committing import make_folder, publish, refuse_name, seal
+from fullshard.checkpoint.folders import UNFINISHED
 from fullshard.checkpoint.machines import Machines, copy_files
 from fullshard.checkpoint.manifest import (
     Contents,
@@ -112,11 +107,14 @@ class Where(NamedTuple):
         path: its folder, on each of the ``machines``.
         machines: of the ranks.
         copies: how many machines have each file.
+        appear: gives a complete folder the name ``path`` on this machine, whatever has that name.
+            None: nothing may have it.
     """
 
     path: Path
     machines: Machines
     copies: int = 1
+    appear: Callable[[Path], None] | None = None
 
 
 class How(NamedTuple):
@@ -243,7 +241,7 @@ class _Saving:
                 )
         path = self._where.path
         refuse_name(path)
-        if path.exists():
+        if self._where.appear is None and path.exists():
             raise ConfigError("there is something at this path; a checkpoint needs a new one")
         name = f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}"
         make_folder(path.with_name(name))
@@ -273,13 +271,15 @@ class _Saving:
             raise
 
     def _write_all(self, unfinished: Path, pace: Pace | None, undo: Callable[[], None]) -> None:
-        council, (path, machines, copies) = self._council, self._where
+        council, (path, machines, copies, appear) = self._council, self._where
+        appear = appear or partial(publish, path=path)
 
         def describe(said: list[dict[str, Any]]) -> str | None:
             manifest = self._described(said).to_json()
             if machines.total > 1:
                 return manifest.decode()
-            commit(unfinished, path, manifest)
+            seal(unfinished, manifest)
+            appear(unfinished)
             return None
 
         told = council.agree(lambda: self._write(unfinished, pace), describe, undo)
@@ -290,7 +290,7 @@ class _Saving:
         copy_files(council, machines, copies, unfinished, files)
         first = machines.is_first
         council.agree(lambda: seal(unfinished, manifest) if first else None, undo=undo)
-        council.agree(lambda: publish(unfinished, path) if first else None, undo=undo)
+        council.agree(lambda: appear(unfinished) if first else None, undo=undo)
 
     def _write(self, unfinished: Path, pace: Pace | None) -> dict[str, Any]:
         if self._where.machines.own:

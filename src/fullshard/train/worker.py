@@ -254,11 +254,11 @@ def _record(error: Exception, *, is_refusal: bool) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    now_ns = time.time_ns()
     details = {
         "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(now_ns // 1_000_000_000),
-        "time_ns": now_ns,  # torchrun has only seconds, which cannot tell who failed first
+        "timestamp": str(time.time_ns() // 1_000_000_000),
+        # torchrun has only seconds; this clock is one for all workers of a host, and is never set.
+        "time_ns": time.monotonic_ns(),
         "text": str(error) if is_refusal else f"{type(error).__name__}: {error}",
         "is_refusal": is_refusal,
     }
