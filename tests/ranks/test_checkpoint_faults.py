@@ -94,6 +94,15 @@ def replace_in_manifest(path: Path, old: str, new: str) -> None:
     (path / MANIFEST).write_text(f'{body[:-1]},"digest":"{digest}"}}\n')
 
 
+def set_in_manifest(path: Path, key: str, value: Any) -> None:
+    """Change a value of a manifest as somebody would who knows its digest."""
+    stored = json.loads((path / MANIFEST).read_text())
+    del stored["digest"]
+    body = json.dumps({**stored, key: value}, separators=(",", ":"))
+    digest = digest_of(body.encode())
+    (path / MANIFEST).write_text(f'{body[:-1]},"digest":"{digest}"}}\n')
+
+
 REPLACED = {
     "another format": ("fullshard ", "other "),
     "a later version": ('"version":1', '"version":2'),
@@ -569,6 +578,80 @@ def test_a_branch_that_was_left_is_removed_from_memory(tmp_path: Path) -> None:
     model, optimizer = alone()
     assert branch.load(model, optimizer) is not None
     assert same(everything(model, optimizer), everything(*alone(22)))
+
+
+def encode_in_utf16(path: Path) -> None:
+    (path / MANIFEST).write_bytes((path / MANIFEST).read_text().encode("utf-16"))
+
+
+def unreadable(path: Path) -> None:
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).mkdir()
+
+
+NEIGHBOURS: dict[str, Callable[[Path], object]] = {
+    "UTF-16": encode_in_utf16,
+    "a NUL in a name": partial(replace_in_manifest, old="rank-00000.", new="rank-00000.\\u0000"),
+    "half a character": partial(replace_in_manifest, old="rank-00000.", new="rank-\\ud800."),
+    "a time of NaN": partial(set_in_manifest, key="time", value=float("nan")),
+    "a time without end": partial(set_in_manifest, key="time", value=float("inf")),
+    "versions of nothing": partial(set_in_manifest, key="versions", value=None),
+    "an extra of another kind": partial(set_in_manifest, key="extra", value={"$tensor": [1]}),
+    "no file": unreadable,
+    "a loop of links": lambda path: (
+        (path / MANIFEST).unlink(),
+        (path / MANIFEST).symlink_to(MANIFEST),
+    ),
+}
+
+
+@pytest.mark.parametrize("copies", [None, 1])
+@pytest.mark.parametrize("wrong", list(NEIGHBOURS))
+def test_a_bad_neighbour_stops_no_other_checkpoint(
+    tmp_path: Path, wrong: str, copies: int | None
+) -> None:
+    model = nn.Linear(2, 2)
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep=1, copies=copies)
+    for step in (1, 2, 9):
+        checkpoint.save(checkpointer.path(step), model, step=step)
+    for step in (1, 9):
+        NEIGHBOURS[wrong](checkpointer.path(step))
+    assert checkpointer.steps() == [2]
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [2]
+    loaded = checkpointer.load(model)
+    assert loaded is not None and loaded.step == 2
+    checkpointer.save(model, step=3)
+    assert checkpointer.steps() == [3]
+    with pytest.raises(CheckpointError):
+        checkpoint.inspect(next(tmp_path.glob("step-000009*"), tmp_path / "nowhere"))
+
+
+def test_a_save_is_saved_whatever_happens_to_old_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep=1)
+    checkpointer.save(model, step=1)
+    with mock.patch.object(committing.shutil, "rmtree"):  # NFS keeps a file that somebody reads
+        checkpointer.save(model, step=2)
+        checkpoint.save(checkpointer.path(1), model, step=1)
+        checkpointer.save(model, step=3)
+    assert checkpointer.steps() == [3]
+    renamed = Path.rename
+
+    def rename(path: Path, to: Path) -> Path:
+        if path.name == "step-000003":
+            raise OSError(errno.EACCES, "Permission denied")
+        return renamed(path, to)
+
+    caplog.clear()
+    with mock.patch.object(Path, "rename", rename):
+        checkpointer.save(model, step=4)
+        checkpointer.save(model, step=2)  # and 3 cannot make way
+    said = [one.getMessage() for one in caplog.records]
+    assert any("step-000003 cannot be removed" in one for one in said)
+    assert any("step-000003 cannot be renamed" in one for one in said)
+    assert checkpointer.path(2).exists()
 
 
 def test_what_was_intact_once_is_read_again_when_it_is_new(tmp_path: Path) -> None:

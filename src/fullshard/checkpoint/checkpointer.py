@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -259,7 +260,7 @@ class _Folders:
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint."""
-        self._by_each(lambda: remove(path) if path.exists() else None)
+        self._by_each(lambda: remove(path) if os.path.lexists(path) else None)
 
     def numbered(self) -> list[Numbered]:
         """Return the checkpoints that machines have, complete or not, the newest last."""
@@ -297,7 +298,8 @@ class _Folders:
         def remove_damaged() -> None:
             for name in damaged[self._council.rank]:
                 log.warning("%s is damaged; it is read from another machine", path / name)
-                (path / name).unlink()
+                with suppress(OSError):
+                    (path / name).unlink()
 
         if any(damaged):
             self._council.agree(remove_damaged)

@@ -133,16 +133,22 @@ def _put_aside(path: Path, *, removes: bool) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; if this is interrupted, the rest counts as unfinished."""
-    aside = path.with_name(f"{UNFINISHED}{path.name}-removed")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    """Remove a checkpoint, or log why not; if this is interrupted, the rest counts as unfinished."""
+    # A name of its own: NFS may keep files of an earlier one that somebody still reads.
+    aside = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        log.warning("%s cannot be removed (%s)", path, error)
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_unfinished(root: Path) -> None:
     """Remove what jobs that were killed left in ``root``; no job may be saving there."""
     for one in root.glob(f"{UNFINISHED}*"):
-        if one.is_dir():
+        if os.path.isdir(one):
             shutil.rmtree(one, ignore_errors=True)
         else:
-            one.unlink(missing_ok=True)
+            with suppress(OSError):
+                one.unlink()

@@ -219,7 +219,8 @@ def look(path: Path, *, first: int, every: int) -> Looked:
     """
     try:
         manifest = read_manifest(path)
-    except CheckpointError as error:
+        digest = digest_in((path / MANIFEST).read_bytes())
+    except (CheckpointError, OSError) as error:
         return Looked("", 0, [], [], str(error))
     expected = _expected(manifest)
     intact, damaged, problem = [], [], ""
@@ -228,9 +229,8 @@ def look(path: Path, *, first: int, every: int) -> Looked:
         problem = problem or wrong
         if not wrong:
             intact.append(info.rank)
-        elif (path / info.name).exists():
+        elif os.path.exists(path / info.name):
             damaged.append(info.name)
-    digest = digest_in((path / MANIFEST).read_bytes())
     return Looked(digest, len(manifest.files), intact, damaged, problem)
 
 
@@ -290,7 +290,7 @@ def numbered_names(root: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for one in _folders(root):
         match = _NUMBERED.fullmatch(one.name)
-        if match and one.is_dir() and not one.is_symlink():
+        if match and os.path.isdir(one) and not os.path.islink(one):  # which never raise
             found[one.name] = int(match[1])
     return found
 
@@ -320,14 +320,18 @@ def _numbered(path: Path, step: int) -> Numbered:
         text = (path / MANIFEST).read_bytes()
         return Numbered(step, Manifest.from_json(text).time, path.name, digest_in(text))
     except (CheckpointError, OSError):
+        pass
+    try:
         return Numbered(step, path.stat().st_mtime, path.name, "")
+    except OSError:  # it is gone, say
+        return Numbered(step, 0.0, path.name, "")
 
 
 def complete(path: Path) -> CheckpointInfo | None:
     """Return the description of the checkpoint in folder ``path``; None if it is not complete."""
     try:
         return inspect(path)
-    except (CheckpointError, OSError, ValueError):
+    except (CheckpointError, OSError):
         return None
 
 

@@ -8,6 +8,7 @@ a thousand ranks is as small as that of one, but for a line per file.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,7 +224,8 @@ class Manifest:
             CheckpointError: it is damaged, or of another format or version.
         """
         try:
-            stored = json.loads(data)
+            decoded = data.decode()  # json would take bytes in UTF-16, too
+            stored = json.loads(decoded)
             kind, version = stored["format"], stored["version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"no manifest of a checkpoint of fullshard ({error})") from None
@@ -232,7 +234,7 @@ class Manifest:
                 f"it is a {kind!r} of version {version!r}; this version of fullshard reads a "
                 f"{FORMAT!r} of version {VERSION}"
             )
-        text, mark, end = data.decode().rpartition(',"digest":"')
+        text, mark, end = decoded.rpartition(',"digest":"')
         if not mark or end != f'{digest_of((text + "}").encode())}"}}\n':
             raise CheckpointError("it was changed or cut off after it was written")
         try:
@@ -245,6 +247,8 @@ class Manifest:
                 files=[_file(rank, file, stored) for rank, file in enumerate(files)],
                 extra=decode(stored["extra"]),
             )
+            if not math.isfinite(manifest.time) or not isinstance(manifest.versions, dict):
+                raise CheckpointError("its time or its versions do not follow its format")
             manifest.check()
         except CheckpointError:
             raise
@@ -256,6 +260,7 @@ class Manifest:
 def _file(rank: int, stored: Any, manifest: Any) -> FileInfo:
     file = FileInfo(**stored)
     is_plain = PurePath(file.name).name == file.name and file.name not in ("", "..")
+    is_plain = is_plain and file.name.isprintable()  # no NUL, no half of a surrogate pair
     if not is_plain or file.rank != rank or not 0 <= file.contents < len(manifest["contents"]):
         raise CheckpointError(f"file {file.name!r} of rank {file.rank}")
     return file
