@@ -7,6 +7,7 @@ import importlib
 import os
 import pickle
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -363,6 +366,32 @@ def outside(path: Path) -> None:
     file.write_bytes(pickle.dumps(metadata))
 
 
+Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets and sizes
+
+
+def cut_as(chunks: Chunks, shape: tuple[int, ...]) -> Callable[[Path], object]:
+    """Return what makes a folder of one tensor, cut into chunks, which need not fit."""
+
+    def make(path: Path) -> None:
+        shutil.rmtree(path)
+        dcp.save({"model": {"x": torch.zeros(4)}}, checkpoint_id=path, no_dist=True)
+        metadata = pickle.loads((path / ".metadata").read_bytes())  # our own
+        stored = metadata.state_dict_metadata["model.x"]
+        stored.size = torch.Size(shape)
+        metadata.storage_data.clear()
+        stored.chunks = []
+        for number, (offsets, sizes) in enumerate(chunks):
+            file = path / f"chunk-{number}"
+            torch.save(torch.full(sizes, float(number + 1)), file)
+            stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            index = MetadataIndex("model.x", torch.Size(offsets))
+            place = _StorageInfo(file.name, 0, file.stat().st_size)
+            metadata.storage_data[index] = place
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return make
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "data cut off": lambda path: os.truncate(path / "__0_0.distcp", 500),
     "data gone": lambda path: (path / "__0_0.distcp").unlink(),
@@ -371,6 +400,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "metadata of something else": lambda path: (path / ".metadata").write_bytes(pickle.dumps(5)),
     "data outside": outside,
     "data behind a link": linked,
+    "one chunk twice": cut_as([((0,), (2,)), ((0,), (2,))], (4,)),
+    "chunks that overlap": cut_as([((0, 0), (3, 1)), ((2, 0), (1, 2)), ((0, 1), (1, 1))], (3, 2)),
+    "chunks that leave a gap": cut_as([((0,), (2,)), ((3,), (1,))], (4,)),
+    "chunks beyond the end": cut_as([((0,), (2,)), ((3,), (2,))], (4,)),
+    "chunks of other dims": cut_as([((0, 0), (2, 1)), ((2, 0), (2, 1))], (4,)),
+    "a chunk of fewer dims": cut_as([((), ())], (1,)),
+    "a huge shape": cut_as([((0,), (2,))], (1 << 60,)),
 }
 
 
@@ -382,6 +418,15 @@ def test_damaged_folders_are_refused(tmp_path: Path, damage: str) -> None:
         convert(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
     assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+
+
+def test_chunks_that_tile_a_tensor_are_read(tmp_path: Path) -> None:
+    corners: Chunks = [((0, 0), (2, 1)), ((2, 0), (1, 1)), ((0, 1), (1, 2)), ((1, 1), (2, 2))]
+    source, target = saved_by_torch(tmp_path / "source"), tmp_path / "target"
+    cut_as([*corners, ((3, 0), (0, 3))], (3, 3))(source)
+    convert(source, target, to="torch")
+    found = torch.load(target)["model"]["x"]
+    assert found.tolist() == [[1, 3, 3], [1, 4, 4], [2, 4, 4]]
 
 
 def test_ours_are_verified_as_they_are_converted(tmp_path: Path) -> None:

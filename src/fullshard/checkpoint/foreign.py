@@ -121,6 +121,11 @@ class _Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def overlaps(self, other: _Chunk) -> bool:
+        """Return whether both have some element."""
+        dims = zip(*self, *other, strict=True)
+        return all(at < its + length and its < at + size for at, size, its, length in dims)
+
 
 class _Stored(NamedTuple):
     """A tensor in a folder."""
@@ -179,7 +184,16 @@ class _Folder:
             self._places[key] = _Place(file, start, nbytes, is_compressed)
 
     def leaf(self, name: str, stored: _Stored) -> Leaf:
-        """Return a tensor."""
+        """Return a tensor.
+
+        Raises:
+            CheckpointError: its chunks are not all of it, once.
+        """
+        problem = _untiled(stored)
+        if problem:
+            raise CheckpointError(
+                f"{self._path / METADATA}: {name} of shape {stored.shape} {problem}; save it again"
+            )
         return Leaf(stored.dtype, stored.shape, None, lambda: self._read(name, stored))
 
     def value(self, name: str) -> Any:
@@ -188,7 +202,6 @@ class _Folder:
 
     def _read(self, name: str, stored: _Stored) -> Tensor:
         whole = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        numel = 0
         for offsets, sizes in stored.chunks:
             part = self._load(name, offsets)
             if not isinstance(part, Tensor) or (part.shape, part.dtype) != (sizes, stored.dtype):
@@ -197,11 +210,6 @@ class _Folder:
             for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                 target = target.narrow(dim, offset, size)
             target.copy_(part)
-            numel += part.numel()
-        if numel != whole.numel():
-            raise CheckpointError(
-                f"{self._path}: {name} has {numel} of {whole.numel()} elements in its parts"
-            )
         return whole
 
     def _load(self, name: str, offset: tuple[int, ...] | None) -> Any:
@@ -232,6 +240,31 @@ def _stored(metadata: Any) -> _Stored | None:
     chunks = [_fields(one, "ChunkStorageMetadata") for one in _checked(fields["chunks"], list)]
     parts = [_Chunk(_numbers(one["offsets"]), _numbers(one["sizes"])) for one in chunks]
     return _Stored(dtype, _numbers(fields["size"]), parts)
+
+
+def _untiled(stored: _Stored) -> str:
+    """Return why the chunks of a tensor do not make it up exactly once; or nothing."""
+    shape = stored.shape
+    for offsets, sizes in stored.chunks:
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=False)]
+        if not len(offsets) == len(sizes) == len(shape) or any(map(int.__gt__, ends, shape)):
+            return f"has a chunk at {offsets} of shape {sizes}, which is not inside"
+    chunks = [one for one in stored.chunks if math.prod(one.sizes)]
+    numel = sum(math.prod(one.sizes) for one in chunks)
+    if numel != math.prod(shape):
+        return f"has {numel} of {math.prod(shape)} elements in its chunks"
+    if not shape:
+        return ""
+    # Along the dim with the most cuts few chunks are met at once.
+    dim = max(range(len(shape)), key=lambda dim: len({one.offsets[dim] for one in chunks}))
+    met: list[_Chunk] = []
+    for one in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+        met = [its for its in met if its.offsets[dim] + its.sizes[dim] > one.offsets[dim]]
+        other = next((its for its in met if its.overlaps(one)), None)
+        if other is not None:
+            return f"has chunks at {other.offsets} and {one.offsets} that overlap"
+        met.append(one)
+    return ""
 
 
 def _fields(found: Any, kind: str) -> dict[str, Any]:
