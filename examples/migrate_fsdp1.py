@@ -3,8 +3,7 @@
     python examples/migrate_fsdp1.py
     torchrun --nproc-per-node 2 examples/migrate_fsdp1.py
 
-It wraps by a policy, computes in bf16, accumulates without synchronisation, clips, and saves the
-model and the optimizer, which another optimizer then goes on from. Takes seconds on a CPU.
+It wraps by a policy, computes in bf16, accumulates, clips, saves and resumes: seconds on a CPU.
 """
 
 import functools
@@ -71,7 +70,6 @@ for step in range(1, STEPS + 1):
     optimizer.zero_grad()
     if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
         print(f"step {step} loss {(first + second).item():.3f}")
-
 warnings.simplefilter("ignore", FutureWarning)  # of state_dict_type, as PyTorch's own gives it
 with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
     weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
