@@ -93,10 +93,10 @@ class Checkpointer:
     ) -> PendingSave:
         """Save as the function ``save`` does, and remove checkpoints that need not be kept.
 
-        What jobs that were killed left in the folder is removed before. As soon as the new
-        checkpoint is there, one that was there under its name, and those of later steps, have other
-        names, or are removed if machines have folders of their own. An intact one that was saved
-        here since the last ``load`` is a ``ConfigError``.
+        Unfinished folders of killed jobs are removed first. Once the new checkpoint is published, a
+        checkpoint that had its name, and those of later steps, are renamed; folders of machines are
+        removed. An intact checkpoint of this step, saved here since the last ``load``, is a
+        ``ConfigError``.
         """
         settle()
         path = self.path(step)

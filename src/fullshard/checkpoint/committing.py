@@ -93,15 +93,15 @@ def publish(unfinished: Path, path: Path) -> None:
 
 
 def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None:
-    """Have the checkpoint in ``unfinished`` appear at ``path``, in place of those from ``step`` on.
+    """Publish the checkpoint in ``unfinished`` at ``path``, in place of those from ``step`` on.
 
-    What is at ``path``, and folders of later steps beside it, are of a branch of the training that
-    was left; loading would take them for newer ones. They get other names, which are logged.
+    A folder at ``path``, and folders of later steps beside it, belong to an abandoned branch of the
+    training. Loading would take them for newer checkpoints, so they are renamed and logged.
 
     Args:
         unfinished, path: as for ``publish``.
-        step: of the checkpoint.
-        removes: remove the others once it is there: memory has no room for them.
+        step: the step of the checkpoint.
+        removes: remove the other folders once the checkpoint is published, as in memory.
     """
     moved = {}
     for name, its in numbered_names(path.parent).items():
@@ -115,7 +115,7 @@ def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None
     publish(unfinished, path)
     if moved:
         names = "removed" if removes else "now " + ", ".join(one.name for one in moved.values())
-        log.warning("%s was saved; those from step %d on, of before, are %s", path, step, names)
+        log.warning("%s was saved; earlier checkpoints from step %d on are %s", path, step, names)
     if removes:
         for one in moved.values():
             shutil.rmtree(one, ignore_errors=True)
@@ -133,7 +133,7 @@ def _put_aside(path: Path, *, removes: bool) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, or log why not; if this is interrupted, the rest counts as unfinished."""
+    """Remove a checkpoint, or log why not; what an interruption leaves counts as unfinished."""
     # A name of its own: NFS may keep files of an earlier one that somebody still reads.
     aside = path.with_name(f"{UNFINISHED}{path.name}-{uuid.uuid4().hex[:8]}")
     try:

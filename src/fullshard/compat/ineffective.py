@@ -23,7 +23,7 @@ _IMPLEMENTATION = {
     "_runtime_utils": (),
     "_state_dict_utils": (),
 }
-"""Files of PyTorch's FSDP whose functions we do not run, and classes there that views stand for."""
+"""Files of PyTorch's FSDP whose functions we do not run, with the classes that we have views of."""
 
 
 class IneffectivePatches:

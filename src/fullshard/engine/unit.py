@@ -39,7 +39,7 @@ class Registration(Protocol):
 
         Raises:
             ConfigError: new parameters have another placement, replace unsharded parameters, or
-                stand in some places of a tied parameter only.
+                are in only some places of a tied parameter.
         """
 
     def put_back(self, buckets: Sequence[Bucket]) -> list[str]:

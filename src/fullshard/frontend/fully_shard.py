@@ -61,7 +61,7 @@ def fully_shard(
             groups of k neighboring ranks; k = number of shards means True, 1 means False.
         mp_policy: dtypes of computation and communication, see ``MixedPrecisionPolicy``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, where the
-            optimizer then runs. This has no effect on a CPU mesh. None means no offload.
+            optimizer then runs; without effect on a CPU mesh. None means no offload.
         ignored_params: parameters that this call leaves alone.
         shard_placement_fn: called with each parameter; returns the tensor dim to cut, as
             ``Shard(dim)``, which need not divide evenly, or None for dim 0. It may also return a

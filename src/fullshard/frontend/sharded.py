@@ -93,9 +93,9 @@ class ShardedModule:
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to the shards; ``to``, ``cuda``, ``float``, ``to_empty`` etc. call this.
 
-        A call on a module around several members of a unit reaches one member after the other. A
-        unit of which only a part has been moved so far is therefore left for the last member, or
-        for the next forward, which refuses it if it still differs in device or dtype.
+        A call on a module around several members of a unit reaches one member after the other.
+        While only a part of a unit has been moved, its shards stay as they are. The next forward
+        refuses the unit if its parameters still differ in device or dtype.
         """
         module: nn.Module = self  # type: ignore[assignment]
         units = units_below([module])

@@ -173,7 +173,8 @@ class ShardedOptimizer(Outer):
 
         Raises:
             ConfigError: some state does not fit its parameter; nothing was loaded.
-            UnsupportedError: the class is not element-wise with the options of a group; likewise.
+            UnsupportedError: the class is not element-wise with the options of a group; nothing was
+                loaded.
         """
         self._revive(state)
         groups = state["param_groups"]

@@ -64,9 +64,9 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
 def map_tensors(function: _Function, value: Any, *, must_copy: bool = False) -> Any:
     """Return ``value`` with ``function`` applied to all tensors of ``find_tensors``, and in sets.
 
-    A container without changed tensors is returned itself. Others are copied by ``copy.copy``, so
-    that they keep their class and all attributes, and may hold themselves. A ``PackedSequence`` is
-    returned as it is.
+    A container without changed tensors is returned itself. Any other container is copied by
+    ``copy.copy``, so that the copy keeps its class and all attributes; a container may hold itself.
+    A ``PackedSequence`` is returned as it is.
 
     Args:
         function: of a tensor.
