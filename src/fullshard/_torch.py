@@ -592,7 +592,8 @@ def gradient_node(tensor: Tensor) -> Node:
     PyTorch's lookup makes a view, which a wrapper subclass may compute from memory still in flight.
     """
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, DTensor):
-        return get_gradient_edge(tensor).node
+        with torch._C._DisableFuncTorch():  # under torch.func.grad, say, which has no node of it
+            return get_gradient_edge(tensor).node
     unread = _Unread()  # type: ignore[no-untyped-call]
     with unread, torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         computed = torch.neg(tensor).grad_fn

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import func, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import fullshard
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.net import batch, make
 from tests.ranks.pool import RankPool
 from tests.ranks.rows import check_alike, each, grads, outcomes, raised, shard, shown, whole
+from tests.ranks.strict import left
 from tests.versions import TORCH, new_in_fsdp2
 
 
@@ -259,8 +261,52 @@ def replicated_inside(fsdp: Any) -> Any:
     return {"inside": of(False), "around": of(True)}
 
 
+def small(fsdp: Any) -> Any:
+    model = fill(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double())
+    fsdp.fully_shard(model[0])
+    return fsdp.fully_shard(model)
+
+
+def transforms_of_inputs(fsdp: Any) -> Any:
+    """``torch.func`` over the inputs of a model, and a backward after each."""
+    x = noise(2, 3)
+    transforms: list[Any] = [
+        lambda model: func.grad(lambda a: model(a).sum())(x),
+        lambda model: func.vjp(model, x)[1](torch.ones(2, 2).double())[0],
+        lambda model: func.jacrev(model)(x),
+        lambda model: func.vmap(func.grad(lambda a: model(a).sum()))(x),
+        lambda model: func.hessian(lambda a: model(a).sum())(x),
+        lambda model: torch.autograd.grad(model(x.requires_grad_()).sum(), x),
+    ]
+    found = []
+    for transform in transforms:
+        model = small(fsdp)
+        with left():  # the strict mode, under which torch.func does not work
+            value = transform(model)
+        model(x.detach()).sum().backward()
+        found.append([value, grads(model)])
+    return found
+
+
+def functional_calls(fsdp: Any) -> Any:
+    """The values that a call leaves in its dict are those that the modules had in the forward."""
+    model = small(fsdp)
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for given in (params, params, {"2.weight": params["2.weight"]}, {}):
+        loss = func.functional_call(model, given, (noise(2, 3),)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [losses, full_parameters(model)]
+
+
 @each(
     return_value,
+    transforms_of_inputs,
+    functional_calls,
     side_effects,
     class_swap,
     names_and_order,
@@ -284,6 +330,37 @@ def test_as_in_pytorch_on_four_ranks(pool: RankPool, program: Any) -> None:
 
 
 # better
+
+
+def functional_calls_again(fsdp: Any) -> Any:
+    """Each with the sharded parameters, also after a forward that has kept the root's unsharded."""
+    model = small(fsdp)
+    params, x = dict(model.named_parameters()), noise(2, 3)
+    values = [func.functional_call(model, dict(params), (x,)) for _ in range(2)]
+    return [raised(lambda: model(x).sum().backward()), torch.equal(values[0], values[1])]
+
+
+def test_functional_calls_may_follow_each_other(pool: RankPool) -> None:
+    for ours in pool.run(2, functional_calls_again_of_ours):
+        assert ours == ["nothing raised", True]
+
+
+def functional_calls_again_of_ours() -> Any:
+    return functional_calls_again(fullshard)
+
+
+def derived_class(fsdp: Any) -> Any:
+    cls: Any = type(fsdp.fully_shard(nn.Linear(2, 2)))
+    return type(cls(2, 2)).__name__, raised(lambda: type("Derived", (cls,), {})(2, 2))
+
+
+def test_a_class_derived_from_that_of_a_sharded_module_says_why_it_cannot_be_built(
+    pool: RankPool,
+) -> None:
+    for theirs, ours in pool.run(2, outcomes, derived_class):
+        assert theirs[0] == ours[0] == "Linear"
+        assert theirs[1].kinds[0] == "IndexError"
+        assert {"UnsupportedError", "IndexError"} < set(ours[1].kinds)
 
 
 def several_modules_as_root(fsdp: Any) -> Any:

@@ -440,6 +440,38 @@ def test_refusals(pool: RankPool, flat: bool) -> None:
         assert told["goes on"] == told["by itself"] == "True"
 
 
+class TwoParents(nn.Module):
+    """A block that two others have inside; one may be inside of the other."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        block = nn.Linear(DIM, DIM)
+        self.one = nn.Sequential(nn.Linear(DIM, DIM), block)
+        self.two = nn.Sequential(nn.Linear(DIM, DIM), self.one if nested else block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def tolerated_in_two_parents(nested: bool) -> str:
+    model = TwoParents(nested=nested)
+    for module in (model.one[1], model.one, model.two, model):
+        fully_shard(module)
+    try:
+        model.one[1].set_skip_tolerance(True)
+    except ConfigError as error:
+        model(torch.ones(2, DIM)).sum().backward()  # as it was
+        return str(error)
+    model(torch.ones(2, DIM)).sum().backward()
+    return ""
+
+
+def test_a_unit_in_two_others_is_refused_by_name(pool: RankPool) -> None:
+    for told in pool.run(2, tolerated_in_two_parents, False):
+        assert "unit one.1 is inside of two units, one and two" in told
+    assert pool.run(2, tolerated_in_two_parents, True) == ["", ""]
+
+
 def changed_between_steps() -> float:
     plain, model = make()
     far = 0.0

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from fullshard.engine import Unit
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.controls import CommunicationControls
 from fullshard.frontend.explain import check_full_tensors, guarded_methods
 from fullshard.frontend.finalization import (
@@ -66,8 +66,19 @@ class FSDPModule(CommunicationControls):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Build the original class, so that slices and ``type(module)(...)`` are not sharded."""
-        original = cls.__bases__[1]  # after FSDPModule
+        """Build the original class, so that slices and ``type(module)(...)`` are not sharded.
+
+        Raises:
+            UnsupportedError: if the class is derived from that of a sharded module.
+        """
+        if cls.__bases__[:1] != (FSDPModule,):
+            name = cls.__bases__[0].__name__
+            raise _Derived(
+                f"{cls.__name__} is derived from {name}, the class of a sharded module, which "
+                f"cannot be built: derive from the class that {name} had before fully_shard, and "
+                "give instances to fully_shard"
+            )
+        original = cls.__bases__[1]
         return original(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -352,6 +363,10 @@ def _check_budget(method: str, nbytes: int | None, recurse: bool) -> None:
             f"{method}(recurse=False): units of one tree share their memory; set the budget for "
             "all of them"
         )
+
+
+class _Derived(UnsupportedError, IndexError):
+    """A class that cannot be built, where PyTorch raises an IndexError."""
 
 
 class _NoMethod(ConfigError, AttributeError):

@@ -161,14 +161,15 @@ class Places:
         if self.shows_sharded:
             return []
         ours = [bucket.whole.params for bucket in buckets]
-        replaced = [
-            buckets[bucket].names[number]
+        found = [
+            (buckets[bucket].names[number], own.get(name), buckets[bucket].sharded_params[number])
             for own, name, bucket, number, _ in self._slots
             if own.get(name) is not ours[bucket][number]
         ]
-        if replaced:
+        if found:
             self.show_unsharded(buckets)
-        return replaced
+        # torch.func.functional_call puts the sharded ones back that it found before the forward.
+        return [name for name, shown, sharded in found if shown is not sharded]
 
     def lend(
         self, buckets: Sequence[Bucket], params: Sequence[Sequence[nn.Parameter] | None]
@@ -255,7 +256,7 @@ class Places:
             if own.get(name) is not shown[bucket][number]
         ]
         if changed:
-            ours = {id(param): at for param, at in _numbered(shown)}
+            ours = _own(unit.buckets)
             ties = {index: ours[id(now)] for index, now in changed if id(now) in ours}
             new = {index: now for index, now in changed if index not in ties}
             for index, now in new.items():
@@ -291,10 +292,15 @@ class Places:
         """Keep ties that the user made while the unit was unsharded, before it is resharded."""
         if self.shows_sharded or self._lent is not None:
             return
-        shown = [bucket.whole.params for bucket in unit.buckets]
-        ours = {id(param): at for param, at in _numbered(shown)}
-        now = ((index, own.get(name)) for index, (own, name, *_) in enumerate(self._slots))
-        self._point({index: ours[id(param)] for index, param in now if id(param) in ours})
+        shown, ours = [bucket.whole.params for bucket in unit.buckets], _own(unit.buckets)
+        changed = {
+            index: ours[id(own.get(name))]
+            for index, (own, name, bucket, number, _) in enumerate(self._slots)
+            if own.get(name) is not shown[bucket][number] and id(own.get(name)) in ours
+        }
+        if changed:
+            self._point(changed)
+            self._show_again(unit.buckets)
 
     def _check_unsharded(self, unit: Unit) -> None:
         self.note_ties(unit)
@@ -331,6 +337,17 @@ class Places:
 
 def _named(slot: _Slot) -> str:
     return f"{slot.name} of {type(slot.place.module).__name__}"
+
+
+def _own(buckets: Sequence[Bucket]) -> dict[int, tuple[int, int]]:
+    """Return bucket and number of each sharded and unsharded parameter, by its ``id``.
+
+    ``torch.func.functional_call`` puts back what it found: unsharded parameters after the unit was
+    resharded, and sharded ones while it is unsharded.
+    """
+    sharded = [bucket.sharded_params for bucket in buckets]
+    whole = [None if bucket.unsharded is None else bucket.whole.params for bucket in buckets]
+    return {id(param): at for params in (sharded, whole) for param, at in _numbered(params)}
 
 
 def _numbered(

@@ -18,7 +18,7 @@ from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuilt
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
-from fullshard.frontend.ownership import num_members_in, unit_of, units_below
+from fullshard.frontend.ownership import members_of, num_members_in, unit_of, units_below
 from fullshard.frontend.places import places_of
 from fullshard.frontend.suspects import look_for_suspects, take_suspects
 from fullshard.schedule import triggers as when
@@ -157,7 +157,8 @@ class ShardedModule:
         Raises:
             ArgumentTypeError: if ``tolerant`` is not a bool.
             BusyError: during a forward or backward, or while ``unshard_params`` lends a unit.
-            ConfigError: if a unit is in no other unit, so that there is nothing to run instead.
+            ConfigError: if a unit is in no other unit, so that there is nothing to run instead, or
+                any unit of the model is in two that are not in each other.
         """
         engine = unit_and_engine(self)[1]
         _check_may_tolerate(self._units(recurse), engine, tolerant)
@@ -257,6 +258,25 @@ def _check_may_tolerate(units: Sequence[Unit], engine: Engine, tolerant: bool) -
             "unit: ranks may skip parts of a model, not all of it. Call it on units inside, "
             "after fully_shard on the root"
         )
+    if tolerant:
+        _check_one_around(engine, what)
+
+
+def _check_one_around(engine: Engine, what: str) -> None:
+    """Refuse units that lie in two others side by side: either may run without the other."""
+    around: dict[Unit, Unit] = {}
+    for unit in engine.units:  # from the inside out
+        inside = [one for one in units_below(members_of(unit)) if one is not unit]
+        for one in inside:
+            nearest = around.get(one)
+            if nearest is not None and nearest not in inside:
+                raise ConfigError(
+                    f"{what}: unit {one.name} is inside of two units, {nearest.name} and "
+                    f"{unit.name or '(root)'}, so there is no nearest unit around that all ranks "
+                    "run. Give both units to one call of fully_shard, as a list, or leave out "
+                    "set_skip_tolerance"
+                )
+            around[one] = unit
 
 
 # Code on the stack while a forward runs, and the local variable that holds the module.
