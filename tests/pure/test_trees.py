@@ -201,7 +201,7 @@ def test_what_does_not_change_is_not_copied() -> None:
 def test_what_cannot_be_copied_is_left_or_refused_by_name() -> None:
     given = Stubborn(a=ONE)
     with pytest.warns(UserWarning, match="a Stubborn among the inputs"):
-        got = cast([given, ONE])
-    assert got[0] is given and given["a"] is ONE and got[1].dtype is torch.float16
+        got = cast([(given, 3), ONE])
+    assert got[0][0] is given and given["a"] is ONE and got[1].dtype is torch.float16
     with pytest.raises(UnsupportedError, match="a Stubborn among the inputs"):
-        cast([given, ONE], must_copy=True)
+        cast([(given, 3), ONE], must_copy=True)

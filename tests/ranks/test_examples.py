@@ -80,7 +80,7 @@ class Learns(NamedTuple):
 EACH = [
     Learns("minimal.py", 2.8, "blocks.1  Block           49,984  repeated block"),
     Learns("int8_gather.py", 0.9, "Int8Gathered sends 26% of its bytes"),
-    Learns("migrate_fsdp1.py", 1.0, "saved 28 tensors and moments such as (256, 64)"),
+    Learns("migrate_fsdp1.py", 1.0, "saved 28 tensors, and the moments of 28 parameters"),
     Learns("migrate_fsdp2.py", 1.5, "RaggedTensor of (256, 64), this process keeps"),
     Learns("save_memory.py", 0.6, "weights stay torch.float32, this process keeps (128, 64)"),
     Learns(

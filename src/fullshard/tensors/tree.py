@@ -142,16 +142,20 @@ class _Change:
             return self._made[id(value)]
         if id(value) not in self._changed:
             return value
+        parts = [self._new(part) for part in value] if isinstance(value, (tuple, set)) else []
+        reason = "copy.copy() returned something else"
         try:
-            new = self._copied(value)
+            new = self._copied(value, parts)
         except Exception as error:
-            new = self._left(value, error)
-        return self._made.setdefault(id(value), new)
+            new, reason = None, f"{type(error).__name__}: {error}"
+        return self._made.setdefault(id(value), self._left(value, reason) if new is None else new)
 
-    def _copied(self, value: Any) -> Any:
-        if isinstance(value, (tuple, set)):
-            parts = [self._new(part) for part in value]
-            return _tuple_like(value, parts) if isinstance(value, tuple) else type(value)(parts)
+    def _copied(self, value: Any, parts: Sequence[Any]) -> Any:
+        """Return a copy, of a tuple or set with new ``parts``; None if it is no proper one."""
+        if isinstance(value, tuple):
+            return _tuple_like(value, parts)
+        if isinstance(value, set):
+            return type(value)(parts)
         try:
             new = copy.copy(value)
         except Exception:  # by a class that refuses to set items
@@ -159,17 +163,17 @@ class _Change:
                 raise
             new = _dict_like(value)
         if new is value or type(new) is not type(value) or len(_parts(new)) != len(_parts(value)):
-            raise TypeError(f"copy.copy() returned {new!r:.80}")
+            return None
         self._unfilled.append((value, new))
         return new
 
-    def _left(self, value: Any, error: Exception) -> Any:
+    def _left(self, value: Any, reason: str) -> Any:
         words = (
             f"a {type(value).__name__} among the inputs or outputs of a sharded module cannot be "
-            f"copied ({type(error).__name__}: {error})"
+            f"copied ({reason})"
         )
         if self._must_copy:
-            raise UnsupportedError(f"{words}; pass its tensors in a class that can be") from error
+            raise UnsupportedError(f"{words}; pass its tensors in a class that can be")
         warnings.warn(f"{words}, so its tensors are left as they are", stacklevel=2)
         return value
 
