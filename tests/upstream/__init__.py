@@ -1,0 +1,9 @@
+"""PyTorch's own tests of FSDP, run on a CPU over gloo, on PyTorch's engine and on ours.
+
+    python -m tests.upstream FOLDER             # every test_*.py in it, with a table of results
+    python -m tests.upstream FOLDER -k parity   # tests with this word
+
+The files are PyTorch's, fetched by hand from a version near the installed one; none is kept here.
+Nothing is edited: ``stand_in`` changes what the files import before they are imported. A test
+counts only if it passes on PyTorch's own engine.
+"""
