@@ -6,20 +6,23 @@ Ranks of different ``MACHINES`` see different folders here, as machines do.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpointer, machines, peers
 from fullshard.checkpoint.manifest import MANIFEST
+from fullshard.checkpoint.saving import save_collected
 from fullshard.errors import CheckpointError, ConfigError
 from tests.ranks.models import noise
 from tests.ranks.pool import RankPool
@@ -293,6 +296,63 @@ def test_the_newest_of_memory_and_disk_is_loaded(
     roots = folders(tmp_path, "0011")
     expected = [0, 0, 2, 2, 4, 5, 6, 5]
     assert pool.run(4, takes_the_newest, roots, tmp_path / "disk") == [expected] * 4
+
+
+def give_away(root: Path) -> None:
+    """Give a folder to another user, or let this process believe that it is another one."""
+    root.mkdir(mode=0o700)
+    os.chown(root, 12345, -1)
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "another user's": give_away,
+    "a link": lambda root: ((root.parent / "own").mkdir(), root.symlink_to("own")),
+    "a dangling link": lambda root: root.symlink_to("nowhere"),
+    "the group's": lambda root: (root.mkdir(), root.chmod(0o770)),
+    "everybody's": lambda root: (root.mkdir(), root.chmod(0o1777)),
+    "a file": lambda root: root.write_text(""),
+}
+
+
+@pytest.mark.parametrize("foreign", list(FOREIGN))
+def test_a_folder_that_others_can_change_is_refused_each_time(tmp_path: Path, foreign: str) -> None:
+    if foreign == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    root = tmp_path / "memory"
+    checkpointer = Checkpointer(root, copies=1)
+    model = nn.Linear(2, 2)
+    checkpointer.save(model, step=1)
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.rename(tmp_path / "ours")
+    FOREIGN[foreign](root)
+    there = sorted(tmp_path.rglob("*"))
+    for call in (
+        lambda: checkpointer.save(model, step=2),
+        lambda: checkpointer.load(model),
+        checkpointer.steps,
+        lambda: save_collected(root / "step-0", lambda: pytest.fail("it was asked"), None, step=1),
+    ):
+        with pytest.raises(ConfigError, match=rf"{root}.* chmod 700"):
+            call()
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+def reads_another_users(roots: Sequence[Path]) -> str:
+    """Save where the second machine has a folder that all users may change."""
+    root = roots[dist.get_rank()]
+    if dist.get_rank() == 1:
+        root.mkdir()
+        root.chmod(0o777)
+    with pytest.raises(ConfigError) as caught:
+        Checkpointer(root, copies=2).save(nn.Linear(2, 2), step=1)
+    return str(caught.value)
+
+
+def test_a_folder_that_others_can_change_is_told_on_all_ranks(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    for said in pool.run(2, reads_another_users, folders(tmp_path, "01")):
+        assert "rank 1: " in said and "machine-1" in said
 
 
 @pytest.mark.parametrize("copies", [0, -1, True, 1.5])

@@ -9,7 +9,9 @@ somewhere.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +23,7 @@ from fullshard.checkpoint.folders import in_folder, present
 from fullshard.checkpoint.manifest import MANIFEST, FileInfo, Manifest, digest_in
 from fullshard.checkpoint.peers import PeerFile, Server, copy
 from fullshard.comm.council import Council
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, ConfigError
 
 _MARK = ".machine"
 
@@ -76,17 +78,57 @@ class Machines(NamedTuple):
 
 
 def _mark(root: Path) -> str:
-    """Return a name that only those who see this folder know."""
+    """Return a name that only those who see this folder know; make the folder if need be.
+
+    Raises:
+        ConfigError: others than this user can change the folder.
+    """
     root.parent.mkdir(parents=True, exist_ok=True)  # several ranks may do so at once
-    root.mkdir(mode=0o700, exist_ok=True)  # others may look into /dev/shm
-    mark = root / _MARK
-    if not mark.exists():
-        new = root / f"{_MARK}-{uuid.uuid4().hex}"
-        new.write_text(uuid.uuid4().hex)
-        with suppress(FileExistsError):
-            os.link(new, mark)
-        new.unlink()
-    return mark.read_text()
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700)  # others may look into /dev/shm
+    # Others may have made it there, at any time: what counts is whose the opened folder is.
+    try:
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise _not_own(root, "is a link or a file") from error
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid():
+            raise _not_own(root, f"belongs to another user, of uid {status.st_uid}")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise _not_own(root, f"has mode {stat.S_IMODE(status.st_mode):o}")
+        return _mark_in(folder)
+    finally:
+        os.close(folder)
+
+
+def _not_own(root: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{root} {why}; expected a folder that only this user can change: remove it, choose "
+        "another one, or if it is yours chmod 700 it"
+    )
+
+
+def _mark_in(folder: int) -> str:
+    """Return the name that is in the open folder, or put one there."""
+    new = f"{_MARK}-{uuid.uuid4().hex}"
+    with suppress(FileNotFoundError):
+        return _read(_MARK, folder)
+    number = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600, dir_fd=folder)
+    with os.fdopen(number, "w") as file:
+        file.write(uuid.uuid4().hex)
+    with suppress(FileExistsError):
+        os.link(new, _MARK, src_dir_fd=folder, dst_dir_fd=folder)
+    os.unlink(new, dir_fd=folder)
+    return _read(_MARK, folder)
+
+
+def _read(name: str, folder: int) -> str:
+    number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+    with os.fdopen(number) as file:
+        return file.read()
 
 
 def copy_files(
