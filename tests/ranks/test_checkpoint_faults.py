@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import checkpoint, fully_shard
 from fullshard.checkpoint import committing, datafile, saving
+from fullshard.checkpoint.collecting import collected
 from fullshard.checkpoint.manifest import MANIFEST, digest_of
+from fullshard.checkpoint.saving import save_collected
 from fullshard.comm import council, pulse
 from fullshard.comm.council import Council
 from fullshard.errors import (
@@ -737,6 +739,70 @@ class Random(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.loaded = state
+
+
+def staged(path: Path, mode: str, what: str) -> tuple[str, bool]:
+    """Save two stages of a pipeline whose layers have one name; return what was raised."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
+    frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    scale = 2.0 if rank and what == "state" else 1.0
+    model(torch.randn(4, 300)).square().sum().mul(scale).backward()
+    with torch.no_grad():
+        cast(nn.BatchNorm1d, model[1]).running_mean += rank  # statistics of batches may differ
+    optimizer.step()
+    with torch.no_grad():
+        if what == "weight" and rank:
+            cast(nn.Linear, model[0]).weight[-1, -1] += 1e-3
+        if what == "frozen":
+            frozen.add_(rank)
+        if what == "state":
+            broadcast(model)
+    said = ""
+    try:
+        checkpoint.save(path, model, optimizer, step=1, mode=mode).wait()
+    except ConfigError as error:
+        said = str(error)
+    if what == "weight":
+        with pytest.raises(ConfigError, match=r"0\.weight on ranks 0 and 1.*prefix their"):
+            checkpoint.save_weights(model, path.with_name("weights"))
+        kept = collected(rank, 2, model, optimizer).bare()  # by a rank that lost others
+        memory = path.parent.with_name(f"{path.parent.name}-memory")
+        with pytest.raises(ConfigError, match=r"0\.weight on ranks 0 and 1"):
+            save_collected(memory / "step-0", lambda: kept.left_to({0: 0, 1: 1}), None, step=1)
+    dist.barrier()
+    left = [one.name for one in path.parent.iterdir()]
+    if what == "equal":
+        checkpoint.load(path, model, optimizer)
+        checkpoint.verify(path)
+    return said, left == [] if said else path.name in left
+
+
+def broadcast(model: nn.Module) -> None:
+    for param in model.parameters():
+        dist.broadcast(param.detach(), 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "names"),
+    [
+        ("sync", "equal", ""),
+        ("async", "equal", ""),
+        ("sync", "weight", "model/0.weight on ranks 0 and 1."),
+        ("async", "weight", "model/0.weight on ranks 0 and 1."),
+        ("sync", "frozen", "model/frozen on ranks 0 and 1."),
+        ("async", "state", "optimizer/0.weight/exp_avg on ranks 0 and 1, "),
+    ],
+)
+def test_plain_tensors_of_one_name_have_to_be_equal(
+    pool: RankPool, tmp_path: Path, mode: str, what: str, names: str
+) -> None:
+    for said, is_right in pool.run(2, staged, tmp_path / "step-1", mode, what):
+        assert is_right
+        assert (names in said and "prefix their names" in said) if names else said == ""
 
 
 def much_extra_state(path: Path) -> bool:

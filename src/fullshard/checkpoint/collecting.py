@@ -35,6 +35,7 @@ class Collected:
         tensors: the tensors of which this rank holds a part.
         held: this rank's parts of them.
         parts: those of these that this rank writes.
+        replicas: plain parameters that several ranks hold, and their optimizer state; equal there.
         params: the parameters and buffers of which these are parts, by the same names.
         values: what the model and the optimizer have besides.
         stepped: names of the parameters that the optimizer steps.
@@ -48,6 +49,7 @@ class Collected:
         self.tensors: dict[str, Entry] = {}
         self.held: dict[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
+        self.replicas: dict[str, Tensor] = {}
         self.params: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
         self.stepped: set[str] = set()
@@ -80,7 +82,8 @@ class Collected:
                 ties[row.name] = first[id(row.value)]
             else:
                 first[id(row.value)] = row.name
-                self.add(f"model/{row.name}", value)
+                is_replica = isinstance(row.value, nn.Parameter)
+                self.add(f"model/{row.name}", value, is_replica=is_replica)
                 own = row.value if row.held is None else row.held.param
                 self.params[f"model/{row.name}"] = own
         self.values |= {"ties": ties, "states": states}
@@ -97,7 +100,8 @@ class Collected:
                         f"optimizer state {key!r} of {name}: expected a name without a slash"
                     )
                 if isinstance(value, Tensor):
-                    self.add(f"optimizer/{name}/{key}", value)
+                    is_replica = f"model/{name}" in self.replicas
+                    self.add(f"optimizer/{name}/{key}", value, is_replica=is_replica)
                 else:
                     single[name][key] = encode(value, f"optimizer state {key!r} of {name}")
         spread = (name for name, kept in state["state"].items() if self._is_cut(name, kept))
@@ -111,8 +115,15 @@ class Collected:
         is_cut = entry is not None and entry.placements is not None
         return is_cut or any(isinstance(value, DTensor) for value in kept.values())
 
-    def add(self, name: str, value: Tensor) -> None:
-        """Add a tensor; a DTensor is one on all ranks of its mesh."""
+    def add(self, name: str, value: Tensor, *, is_replica: bool = False) -> None:
+        """Add a tensor; a DTensor is one on all ranks of its mesh.
+
+        Args:
+            name: in the checkpoint.
+            value: what this rank has of it.
+            is_replica: whether a plain tensor has to be equal on all ranks. Buffers may differ, as
+                statistics of batches do; the first rank's are saved.
+        """
         local, grid, placements = value, self._everyone, None
         if isinstance(value, DTensor):
             local, grid = _torch.local_of(value), grid_of(value.device_mesh)
@@ -132,11 +143,12 @@ class Collected:
                     f"{name} has {local.numel()} elements on rank {self._rank}, its placements "
                     f"say {held}; cut it as torch.distributed.tensor does"
                 )
-        # Plain tensors may differ, as statistics of batches do: all are the first rank's.
-        self._put(name, entry, local.detach())
+        self._put(name, entry, local.detach(), is_replica=is_replica and placements is None)
 
-    def _put(self, name: str, entry: Entry, local: Tensor) -> None:
+    def _put(self, name: str, entry: Entry, local: Tensor, *, is_replica: bool) -> None:
         self.tensors[name], self.held[name] = entry, local
+        if is_replica and local.numel() and entry.num_copies > 1:
+            self.replicas[name] = local
         if local.numel() and entry.is_written_by(self._rank):
             self.parts[name] = local
 
@@ -163,7 +175,7 @@ class Collected:
             if entry is None:
                 lost.append(name)
             else:
-                left._put(name, entry, local)
+                left._put(name, entry, local, is_replica=name in self.replicas)
         if lost:
             raise CheckpointError(f"no rank that is left has all of {some(lost)}")
         return left

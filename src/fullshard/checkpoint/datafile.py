@@ -155,9 +155,8 @@ class FileWriter:
             data: bytes on the CPU, ``CHUNK_NBYTES`` or the rest of the part.
         """
         view = memoryview(array_of(data))
-        digests = map(xxhash.xxh3_64_hexdigest, _blocks(view))
         first = start // BLOCK_NBYTES
-        self._digests[name][first : first + num_blocks(len(view))] = digests
+        self._digests[name][first : first + num_blocks(len(view))] = digests_of_blocks(view)
         self._write(self._offsets[name] + start, view)
         self._unsynced_nbytes += len(view)
         if self._unsynced_nbytes > _SYNC_NBYTES:
@@ -171,6 +170,10 @@ class FileWriter:
         os.fsync(self._file.fileno())
         return self._nbytes, digest_of(header)
 
+    def digest(self, name: str) -> str:
+        """Return the digest of a part whose data were put: of the digests of its blocks."""
+        return digest_of("".join(self._digests[name]).encode())
+
     def _header(self) -> bytes:
         digests = "".join(one for name, _ in self._parts for one in self._digests[name])
         metadata = {"block_nbytes": str(BLOCK_NBYTES), "digests": digests}
@@ -180,6 +183,11 @@ class FileWriter:
         while data:
             count = os.pwrite(self._file.fileno(), data, offset)
             offset, data = offset + count, data[count:]
+
+
+def digests_of_blocks(data: memoryview) -> list[str]:
+    """Return the digest of each block of ``data``."""
+    return [*map(xxhash.xxh3_64_hexdigest, _blocks(data))]
 
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:

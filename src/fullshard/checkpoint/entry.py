@@ -182,6 +182,12 @@ class Entry(NamedTuple):
         Args:
             numbers: for each of these ranks the number that it has in what is returned.
         """
+        if self.placements is None:  # all keep it, so that they can be compared
+            all_left = [numbers[rank] for rank in self.grid.ranks if rank in numbers]
+            if not all_left:
+                return None
+            grid = Grid((len(all_left),), tuple(all_left))
+            return self._replace(grid=grid, writer=self.writer % len(all_left))
         is_copied = tuple(isinstance(one, Replicate) for one in self._placements())
         ranks = []
         for copies in _copies(self.grid, is_copied):

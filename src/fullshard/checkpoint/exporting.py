@@ -34,6 +34,7 @@ from fullshard.checkpoint.outgoing import (
     unpack,
 )
 from fullshard.checkpoint.pending import settle
+from fullshard.checkpoint.replicas import digests_of, refuse_apart, shared_digests
 from fullshard.checkpoint.stored import INDEX, SINGLE, pretrained
 from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
@@ -66,7 +67,8 @@ def save_weights(
         max_file_nbytes: the size of files, unless one tensor is larger.
 
     Raises:
-        ConfigError: there is something at ``folder``.
+        ConfigError: there is something at ``folder``, or ranks hold plain parameters of one name
+            with different values.
         UnsupportedError: such files cannot hold something of this model.
         CheckpointError: a rank could not write; nothing is left behind.
         LostRankError: a rank ended or hangs.
@@ -81,12 +83,14 @@ def save_weights(
     manifest = described(council, found, model, [str(dtype), max_file_nbytes])
     plans: list[_Plan] = []
 
-    def plan() -> None:
+    def plan() -> str:
         if max_file_nbytes < 1:
             raise ConfigError(f"max_file_nbytes={max_file_nbytes}: expected a positive number")
         plans.append(_Plan(model, manifest, dtype, max_file_nbytes))
+        return shared_digests(council, digests_of(found.replicas))
 
-    def begin(_: list[None]) -> str:
+    def begin(keys: list[str]) -> str:
+        refuse_apart(council, keys)
         if folder.exists():
             raise ConfigError("there is something at this path; weights need a new one")
         unfinished = folder.with_name(f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}")

@@ -30,6 +30,7 @@ from fullshard.checkpoint.manifest import (
     digest_of,
 )
 from fullshard.checkpoint.pending import PendingSave, settle
+from fullshard.checkpoint.replicas import are_apart, by_mesh, refuse_apart, shared_digests
 from fullshard.checkpoint.tree import Tree, some
 from fullshard.checkpoint.values import decode, encode
 from fullshard.checkpoint.writing import CopyMemory, Pace, Writing
@@ -81,7 +82,8 @@ def save(
         If it fails, they raise why.
 
     Raises:
-        ConfigError: something cannot be saved, or there is something at ``path``. Nothing changed.
+        ConfigError: something cannot be saved, or there is something at ``path``, or ranks hold
+            plain parameters of one name with different values. Nothing changed.
         CheckpointError: a rank could not write; nothing is left behind.
         LostRankError: a rank ended or hangs; other checkpoints are as they were.
         TornStepError: an exception was caught that left a step of the optimizer on some rank, so
@@ -249,13 +251,15 @@ class _Saving:
 
     def _writing(self, optimizer: Optimizer | None, how: How) -> Writing:
         """Return the writing of this rank's parts."""
-        parts, params = self.found.parts, self.found.params
+        parts, params, replicas = self.found.parts, self.found.params, self.found.replicas
         if how.mode == "sync":
-            return Writing(parts, params, waits=parts.keys(), memory=CopyMemory(0))
-        waits = {name for name in parts if name.startswith("optimizer/")}
+            waits = {*parts, *replicas}
+            return Writing(parts, params, replicas=replicas, waits=waits, memory=CopyMemory(0))
+        waits = {name for name in (*parts, *replicas) if name.startswith("optimizer/")}
         waits |= {f"model/{name}" for name in self.found.stepped}
         state = [] if optimizer is None else _tensors(optimizer.state.values())
-        return Writing(parts, params, state, waits=waits, memory=how.memory)
+        memory = how.memory
+        return Writing(parts, params, state, replicas=replicas, waits=waits, memory=memory)
 
     def write_all(self, unfinished: Path, pace: Pace | None) -> None:
         """Write the files, give copies to other machines, and then the folders their names."""
@@ -275,7 +279,10 @@ class _Saving:
         appear = appear or partial(publish, path=path)
 
         def describe(said: list[dict[str, Any]]) -> str | None:
+            replicas = [one.pop("replicas") for one in said]
             manifest = self._described(said).to_json()
+            if are_apart(replicas):
+                return ""
             if machines.total > 1:
                 return manifest.decode()
             seal(unfinished, manifest)
@@ -285,6 +292,14 @@ class _Saving:
         told = council.agree(lambda: self._write(unfinished, pace), describe, undo)
         if told is None:
             return
+        if not told:  # seldom, so what differs is asked for only now
+            digests = self.writing.digests
+
+            def refuse(keys: list[str]) -> None:
+                refuse_apart(council, keys)
+                raise ConfigError("ranks differ in which plain tensors are parameters")
+
+            council.agree(lambda: shared_digests(council, digests), refuse, undo)
         manifest = told.encode()
         files = Manifest.from_json(manifest).files
         copy_files(council, machines, copies, unfinished, files)
@@ -298,7 +313,9 @@ class _Saving:
         name = f"rank-{self._council.rank:05d}.safetensors"
         nbytes, digest = self.writing.run(unfinished / name, pace)
         key = shared(self._council, self.found)
-        return {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
+        replicas = by_mesh(self.writing.digests, self.found.tensors)
+        file = {"name": name, "nbytes": nbytes, "digest": digest, "contents": key}
+        return {**file, "replicas": replicas}
 
     def _described(self, said: list[dict[str, Any]]) -> Manifest:
         """Return the manifest for what all ranks have written."""

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.checkpoint.datafile import CHUNK_NBYTES, FileWriter, flat_bytes
+from fullshard.checkpoint.datafile import (
+    CHUNK_NBYTES,
+    FileWriter,
+    array_of,
+    digests_of_blocks,
+    flat_bytes,
+)
+from fullshard.checkpoint.manifest import digest_of
 from fullshard.device import HostReader, host_tensor
 from fullshard.errors import ProtocolError
 
@@ -79,6 +86,8 @@ class Writing:
         parts: what to write, plain tensors by name.
         params: by the same names, if they are parts of something that people write to.
         state: more that nobody may write to before ``wait_until_copied`` returns.
+        replicas: parts of other ranks, too, by name; those that are not among ``parts`` are not
+            written, but digested like those.
         waits: names of parts that nobody writes to before ``wait_until_copied`` returns; for all
             others that is ``wait_for_others``.
         memory: for copies; what has no room there is written from where it is.
@@ -90,12 +99,20 @@ class Writing:
         params: Mapping[str, Tensor],
         state: Sequence[Tensor] = (),
         *,
+        replicas: Mapping[str, Tensor],
         waits: Collection[str],
         memory: CopyMemory,
     ) -> None:
+        self._replicas = replicas.keys()
+        self._written = parts.keys()
+        parts = {**parts, **replicas}
         others = [name for name in parts if name not in waits]
         self._num_others = len(others)
         self._parts = {name: parts[name] for name in dict.fromkeys((*others, *parts))}
+        self._digests: dict[str, list[str]] = {}
+        self._buffer: Tensor | None = None
+        self.digests: dict[str, str] = {}
+        """Of the replicas, by name, once ``run`` has returned."""
         # A DTensor has a version of its own, and its local tensor keeps the one that it has.
         self._watched = {
             name: [one for one in (params.get(name, part), part) if not one.is_inference()]
@@ -145,12 +162,16 @@ class Writing:
             ProtocolError: a part was written to before it was copied.
         """
         try:
-            kinds = {name: (part.dtype, part.shape) for name, part in self._parts.items()}
+            kinds = {n: (p.dtype, p.shape) for n, p in self._parts.items() if n in self._written}
             with FileWriter(path, kinds) as file:
                 self._put_all(file, pace)
+                for name in self._replicas:
+                    digests = "".join(self._digests.get(name, ())).encode()
+                    written = name in self._written
+                    self.digests[name] = file.digest(name) if written else digest_of(digests)
                 return file.finish()
         finally:
-            self._parts, self._watched = {}, {}
+            self._parts, self._watched, self._buffer = {}, {}, None
             self.release()
 
     def _put_all(self, file: FileWriter, pace: Pace | None) -> None:
@@ -173,6 +194,11 @@ class Writing:
 
         for chunk in self._chunks():
             nbytes = chunk.data.nbytes
+            if chunk.name not in self._written:
+                self._digest(chunk)
+                if pace is not None:
+                    pace.rest(self._is_awaited)
+                continue
             while copies and not self._memory.has_room(nbytes):
                 put_copy()
             if self._memory.has_room(nbytes):
@@ -207,6 +233,16 @@ class Writing:
                 f"{name} was written to while it was being saved: call wait_until_copied() of "
                 "what save() returned before, unless it is the optimizer that writes"
             )
+
+    def _digest(self, chunk: _Chunk) -> None:
+        """Digest a chunk as if it were written."""
+        data = chunk.data
+        if data.device.type != "cpu":
+            if self._buffer is None:
+                self._buffer = host_tensor(CHUNK_NBYTES, torch.uint8, pinned=True)
+            data = self._copied(chunk, self._buffer[: data.nbytes]).data
+        digests = digests_of_blocks(memoryview(array_of(data)))
+        self._digests.setdefault(chunk.name, []).extend(digests)
 
     def _copied(self, chunk: _Chunk, copy: Tensor) -> _Chunk:
         self._readers[chunk.data.device].read(chunk.data, copy)
