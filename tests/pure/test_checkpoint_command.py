@@ -46,6 +46,11 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["step"] for one in found["checkpoints"]] == [1, 2]
 
 
+def test_list_says_what_was_put_aside(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-1").rename(root / "step-1.replaced-1f0e66a2")
+    assert "step-1.replaced-1f0e66a2: put aside" in run(capsys, "list", root)[1]
+
+
 def test_inspect(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, "inspect", root / "step-2")
     assert code == 0

@@ -46,8 +46,7 @@ def list_command(path: Root, *, as_json: AsJson = False) -> None:
     ]
     print_table(("folder", "step", "ranks", "size", "written"), rows)
     for name in others:
-        what = "left by a job that was stopped" if name.startswith(".") else "not complete"
-        print(f"{name}: {what}")
+        print(f"{name}: {_why_not_listed(name)}")
 
 
 @app.command("inspect")
@@ -147,6 +146,12 @@ def _folders(path: Path) -> list[Path]:
     if not found:
         raise CheckpointError(f"{path}: no checkpoint in this folder")
     return found
+
+
+def _why_not_listed(name: str) -> str:
+    if name.startswith("."):
+        return "left by a job that was stopped"
+    return "put aside, as the training went back" if ".replaced-" in name else "not complete"
 
 
 def _as_dict(info: CheckpointInfo) -> dict[str, Any]:
