@@ -3,11 +3,7 @@
     python examples/migrate_fsdp1.py
     torchrun --nproc-per-node 2 examples/migrate_fsdp1.py
 
-<<<<<<< HEAD
 It wraps by a policy, computes in bf16, accumulates, clips, saves and resumes: seconds on a CPU.
-=======
-It wraps by a policy, computes in bf16, accumulates without synchronisation, clips, and saves.
->>>>>>> a7bcc16 (Name the container that cannot be copied, not the one around it)
 """
 
 import functools
