@@ -17,6 +17,17 @@ from fullshard.errors import PeerError, ProtocolError
 from fullshard.watch import Step
 
 
+class Fails:
+    """A collective that cannot be waited for, and would never end if that were tried again."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        raise OSError("no descriptors are left")
+
+
 @contextmanager
 def job() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -185,3 +196,27 @@ def test_a_fault_that_comes_before_the_wait_ends_it() -> None:
 class Never:
     def wait(self) -> None:
         pytest.fail("waits for ever")
+
+
+@pytest.mark.parametrize("at", ["start", "wait"])
+def test_any_exception_of_a_collective_is_explained(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    monkeypatch.setattr(ledger_room, "explain", lambda error, ledger, entry: failed())
+    with job() as group, pytest.raises(PeerError) as raised:
+        ledger = ledger_of(group)
+        if at == "start":
+            ledger.issue("gather", "", 8, lambda: Fails().wait() or Done())
+        ledger.issue("gather", "", 8, Fails).wait()
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_a_wait_that_failed_is_not_tried_again() -> None:
+    fails = Fails()
+    with job() as group:
+        pending = ledger_of(group).issue("gather", "", 8, lambda: fails)
+        with pytest.raises(OSError, match="no descriptors"):
+            pending.wait()
+        with pytest.raises(ProtocolError, match=r"this gather failed.*OSError: no descriptors"):
+            pending.wait()
+    assert fails.num_waits == 1

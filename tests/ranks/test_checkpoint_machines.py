@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -407,6 +408,24 @@ def test_files_are_sent_to_who_shows_the_key_alone(server: peers.Server) -> None
     for offset, nbytes in [(-1, 5), (0, -5), (0, 0)]:
         assert asked(server, key, 0, offset, nbytes) == b""
     assert asked(server, key, 0, 95, 10) == bytes(range(95, 100))  # and then it hangs up
+
+
+def test_others_are_served_after_a_thread_that_could_not_start(
+    server: peers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(peers, "stall_s", lambda: 5.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        unserved = peers.PeerFile(server.address, 0, "a", 100)
+        with pytest.raises(CheckpointError, match="does not send byte 0"):
+            unserved.read(0, memoryview(bytearray(10)))
+        unserved.close()
+    served = peers.PeerFile(server.address, 0, "a", 100)
+    served.read(0, memoryview(bytearray(10)))
+    served.close()
 
 
 def test_nobody_is_served_any_longer_when_the_block_ends(tmp_path: Path) -> None:

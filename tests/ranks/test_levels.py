@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, Ragged
-from fullshard.comm import C10d, links, meeting
+from fullshard.comm import C10d, crossing, links, meeting
 from fullshard.comm.c10d import Choice, Transport, ways_of
 from fullshard.comm.levels import Levels
-from fullshard.errors import LostRankError, ProtocolError
+from fullshard.errors import LostRankError, PeerError, ProtocolError
 from tests.ranks import test_shared
 from tests.ranks.models import noise
 from tests.ranks.net import batch, make, shard
@@ -333,6 +334,69 @@ def a_rank_is_silent(hosts: str) -> None:
 @pytest.mark.parametrize("hosts", ["aba", "aab"])
 def test_a_rank_that_is_silent_is_told_after_the_time_out(pool: RankPool, hosts: str) -> None:
     pool.run(3, a_rank_is_silent, hosts)
+
+
+def without_memory_for_a_sum() -> str:
+    """Rank 0, which adds up for rank 2, has no memory for it in the thread that carries on."""
+    wire, struck = wire_on("aab", timeout_s=4), threading.Event()
+
+    def put_sum(*_: Any) -> None:
+        assert threading.current_thread().name == "fullshard-courier"
+        struck.set()
+        raise MemoryError("no memory for a sum")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(crossing, "put_sum", put_sum)
+        if wire.rank > 0:
+            dist.barrier()
+        output = torch.empty(1000)
+        pending = wire.reduce_scatter_mean(output, torch.ones(3000))
+        if wire.rank == 0:
+            dist.barrier()
+            assert struck.wait(30)
+        said = ""
+        if wire.rank != 1:  # which has all it needs
+            with pytest.raises(PeerError if wire.rank else ProtocolError) as raised:
+                pending.wait()
+            said = str(raised.value)
+    dist.barrier()
+    with pytest.raises(ProtocolError if wire.rank == 0 else LostRankError):
+        gather(wire)()
+    return said
+
+
+def test_an_exception_in_the_thread_that_carries_on_is_told_to_all(pool: RankPool) -> None:
+    own, _, other = pool.run(3, without_memory_for_a_sum)
+    assert "an exception ended the exchanges of this rank" in own
+    assert "MemoryError: no memory for a sum" in own
+    assert "rank 0 of the process group is gone: its exchanges failed with MemoryError" in other
+
+
+def once_no_thread_starts() -> bool:
+    """Rank 0 can start no thread once; then it has to carry on for others, who wait first."""
+    wire = wire_on("aab", timeout_s=4)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if wire.rank == 0:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                gather(wire)
+        finish = gather(wire)
+        dist.barrier()
+        dist.barrier()
+        return finish()
+    dist.barrier()
+    gather(wire)
+    right = gather(wire)()
+    dist.barrier()
+    return right
+
+
+def test_a_thread_that_did_not_start_is_tried_again(pool: RankPool) -> None:
+    assert pool.run(3, once_no_thread_starts) == [True] * 3
 
 
 def leave_at_once(hosts: str) -> bool:

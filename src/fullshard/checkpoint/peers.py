@@ -71,9 +71,14 @@ class Server:
             except OSError:  # closed
                 return
             self._connections.add(connection)
-            threading.Thread(
+            serving = threading.Thread(
                 target=self._serve, args=(connection,), name="fullshard files", daemon=True
-            ).start()
+            )
+            try:
+                serving.start()
+            except RuntimeError:  # there are too many threads: who reads is told, others are served
+                self._connections.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:

@@ -38,20 +38,24 @@ class Courier:
         self._timeout_s = timeout_s
         self._era = now()
         self._seat = threading.Lock()  # held by the thread that carries exchanges on
+        self._failure: Exception | None = None  # what left the office in the middle of a step
         self._waiting: set[object] = set()  # one for each thread that waits for an exchange
         self._lock = threading.RLock()  # guards what follows; garbage collection may close
         self._thread: threading.Thread | None = None
         self._called = threading.Event()
         self._is_closing = False
-        self._failure: Exception | None = None  # that ended the thread; the connections are closed
 
     def start(self, *crossings: Crossing) -> None:
-        """Start exchanges; what sockets take at once is sent."""
+        """Start exchanges; what sockets take at once is sent.
+
+        Raises:
+            ProtocolError: an earlier exception ended all exchanges of this rank.
+        """
         self._check()
         self._office.starting.extend(crossings)
         if self._seat.acquire(blocking=False):
             try:
-                self._office.step(0)
+                self._step(0)
             finally:
                 self._seat.release()
             self._leave()
@@ -62,7 +66,8 @@ class Courier:
         """Yield whose data ``crossing`` found, and the data unless it is where it should be.
 
         Raises:
-            ProtocolError: if a rank runs a different collective.
+            ProtocolError: if a rank runs a different collective, or an exception ended all
+                exchanges of this rank.
             LostRankError: if a rank is gone, or all are silent for the group's time-out.
             PeerError: the error of the fault that ended the era.
         """
@@ -83,8 +88,8 @@ class Courier:
         """Wait for the next thing that ``crossing`` finds: the only place where a rank waits."""
         deadline = time.monotonic() + self._timeout_s
         while crossing.found.empty():
-            self._check()
             self._era.check()
+            self._check()
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._silent(crossing)
@@ -94,12 +99,33 @@ class Courier:
                     return crossing.found.get(timeout=turn_s)
                 continue
             try:
-                self._check()
                 if crossing.found.empty():  # who had the seat may have found it meanwhile
-                    self._office.step(turn_s)
+                    self._step(turn_s)
             finally:
                 self._seat.release()
         return crossing.found.get()
+
+    def _step(self, timeout_s: float) -> bool:
+        """Carry exchanges on, in the thread that holds the seat; see ``Office.step``.
+
+        An exception, such as for lack of memory, leaves exchanges half done: it ends all of them.
+        """
+        self._check()
+        try:
+            return self._office.step(timeout_s)
+        except Exception as error:
+            self._failure = error
+            self._office.fail(f"its exchanges failed with {type(error).__name__}: {error}")
+            raise
+
+    def _check(self) -> None:
+        """Raise if an exception, perhaps in another thread, has ended all exchanges."""
+        if self._failure is not None:
+            raise ProtocolError(
+                "an exception ended the exchanges of this rank with other hosts: "
+                f"{type(self._failure).__name__}: {self._failure}. The process group is of no use "
+                "any more"
+            ) from self._failure
 
     def close(self) -> None:
         """End when nobody needs this rank anymore; returns at once."""
@@ -109,17 +135,7 @@ class Courier:
                 with contextlib.suppress(RuntimeError):  # the interpreter starts no more threads
                     self._call()
                     return
-            if self._failure is None:
-                self._office.close()
-
-    def _check(self) -> None:
-        """Raise if the thread has failed, as nothing can be sent or received any more."""
-        if self._failure is not None:
-            raise ProtocolError(
-                "the thread that sends and receives for this rank failed with "
-                f"{type(self._failure).__name__}: {self._failure}; its connections are closed, "
-                "which the other ranks are told. Start the job again"
-            ) from self._failure
+            self._office.close()
 
     def _silent(self, crossing: Crossing) -> LostRankError:
         ranks = sorted(crossing.near | crossing.places.keys() | crossing.passed)
@@ -136,8 +152,10 @@ class Courier:
                 self._call()
 
     def _has_work(self) -> bool:
-        if self._era.error is not None or self._failure is not None:
-            return False  # what is in flight is of no use to anybody
+        if self._failure is not None:
+            return False
+        if self._era.error is not None:  # what is in flight is of no use to anybody
+            return False
         if self._is_closing:
             return not self._office.is_idle
         return bool(self._office.is_urgent or self._waiting)
@@ -146,20 +164,11 @@ class Courier:
         self._called.set()
         if self._thread is None:
             # Not a daemon thread: others may need what this process has still to send or to add up.
-            self._thread = threading.Thread(target=self._run, name="fullshard-courier")
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="fullshard-courier")
+            thread.start()
+            self._thread = thread  # not before: no thread may start; this one waits for our lock
 
     def _run(self) -> None:
-        """Run the thread. If it fails, close the connections, so that other ranks notice."""
-        try:
-            self._serve()
-        except Exception as error:
-            with self._seat, self._lock:
-                self._failure = error
-                self._thread = None
-                self._office.close()
-
-    def _serve(self) -> None:
         while True:
             is_called = self._is_called()
             if is_called:
@@ -187,7 +196,10 @@ class Courier:
         last = time.monotonic()
         while self._has_work():
             with self._seat:
-                has_moved = self._office.step(_TURN_S)
+                try:
+                    has_moved = self._step(_TURN_S)
+                except Exception:  # kept for the threads that wait for an exchange, or start one
+                    return
             now = time.monotonic()
             last = now if has_moved else last
             is_leaving = self._is_closing or not threading.main_thread().is_alive()

@@ -217,8 +217,11 @@ class Ledger:
         self.entries.append(entry)
         try:
             pending = _Awaited(start(), entry, self)
-        except RuntimeError as error:
-            raise self.explained(error, entry) from error
+        except Exception as error:
+            explained = self.explained(error, entry)
+            if explained is error:
+                raise
+            raise explained from error
         if mark is not None and (point := mark()) is not None:
             self._underway.add(entry, point)
         return pending
@@ -263,7 +266,7 @@ class Ledger:
         self.entries.clear()
         self._underway.clear()
 
-    def explained(self, error: RuntimeError, entry: Entry) -> Exception:
+    def explained(self, error: Exception, entry: Entry) -> Exception:
         """Return what to raise for ``error``, which ``entry`` ended by."""
         return error if explain is None else explain(error, self, entry)
 
@@ -276,26 +279,34 @@ def _is_passed(mark: Mark) -> bool:
 
 
 class _Awaited:
-    """A collective whose wait can be seen, and ended, by those who watch."""
+    """A collective whose wait can be seen, and ended, by those who watch.
 
-    __slots__ = ("_entry", "_era", "_ledger", "_pending")
+    After a wait that failed, later ones raise at once: what failed half-way may never end.
+    """
+
+    __slots__ = ("_entry", "_era", "_failure", "_ledger", "_pending")
 
     def __init__(self, pending: Pending, entry: Entry, ledger: Ledger) -> None:
         self._pending = pending
         self._entry = entry
         self._ledger = ledger
         self._era = ledger.era
+        self._failure = ""  # in words: an exception would keep the stack that it left
 
     def wait(self) -> None:
         """See ``Pending``."""
+        if self._failure:
+            kind = self._entry[1]
+            raise ProtocolError(f"this {kind} failed when it was waited for: {self._failure}")
         ledger = self._ledger
         ledger.waiting_since_s = time.monotonic()
         ledger.waiting = self._entry
         try:
             self._era.check()  # only now: a fault that comes later ends the wait
             self._pending.wait()
-        except RuntimeError as error:
+        except Exception as error:
             explained = ledger.explained(error, self._entry)
+            self._failure = f"{type(explained).__name__}: {explained}"
             if explained is error:
                 raise
             raise explained from error
@@ -303,7 +314,7 @@ class _Awaited:
             ledger.waiting = None
 
 
-explain: Callable[[RuntimeError, Ledger, Entry], Exception] | None = None
+explain: Callable[[Exception, Ledger, Entry], Exception] | None = None
 """Finds out why a collective failed, and returns what to raise instead; set by who watches."""
 
 unsettled = False

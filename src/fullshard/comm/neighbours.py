@@ -11,6 +11,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -221,7 +222,9 @@ class _Outbox:
             if sent < len(packed):
                 self._unsent += packed[sent:]
                 # Not a daemon thread: a process sends its remaining notices before it ends.
-                threading.Thread(target=self._send_rest, name="fullshard-outbox").start()
+                thread = threading.Thread(target=self._send_rest, name="fullshard-outbox")
+                with self._giving_up():
+                    thread.start()
 
     def close(self) -> None:
         """Close the connection once everything is sent."""
@@ -239,7 +242,22 @@ class _Outbox:
         except OSError:
             return len(packed)  # whoever waits for this peer gets an error in ``receive``
 
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Leave the reader if the block raises: both ends find the connection closed then."""
+        try:
+            yield
+        except BaseException:
+            self._unsent.clear()
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            raise
+
     def _send_rest(self) -> None:
+        with suppress(Exception), self._giving_up():
+            self._send_all()
+
+    def _send_all(self) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLOUT)
         while True:

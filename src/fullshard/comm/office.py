@@ -159,6 +159,21 @@ class Office:
         for line in self._lines.values():
             line.tell(packed)
 
+    def fail(self, why: str) -> None:
+        """Tell the other ranks ``why`` this one carries no exchange on any more, and leave them.
+
+        Ranks that are not told by the message, as sockets may be full, find connections closed.
+        """
+        with contextlib.suppress(Exception):
+            for crossing in self._open.values():
+                trouble = Trouble(crossing.routes.rank, True, why)
+                for rank in self._links:
+                    self.send(crossing, rank, trouble)
+                self.tell(crossing, 0, trouble, crossing.routes.rank)
+            for link in self._links.values():
+                link.send()
+        self.close()
+
     def close(self) -> None:
         """Close the connections; those to neighbours close when all was sent."""
         self._doors.close()

@@ -22,7 +22,7 @@ __all__ = ["begin", "confess", "explain", "settle", "tear"]
 _PAUSE_S = 0.02
 
 
-def explain(error: RuntimeError, of: Ledger, entry: Entry) -> Exception:
+def explain(error: Exception, of: Ledger, entry: Entry) -> Exception:
     """Return what to raise for ``error``, which ended collective ``entry``: the fault, if found."""
     watching = watcher()
     if of.era.error is None and watching is not None:
