@@ -599,6 +599,8 @@ NEIGHBOURS: dict[str, Callable[[Path], object]] = {
     "a time without end": partial(set_in_manifest, key="time", value=float("inf")),
     "versions of nothing": partial(set_in_manifest, key="versions", value=None),
     "an extra of another kind": partial(set_in_manifest, key="extra", value={"$tensor": [1]}),
+    "no values": partial(replace_in_manifest, old='"ties"', new='"knots"'),
+    "values of a list": partial(replace_in_manifest, old='"states":{}', new='"states":[]'),
     "no file": unreadable,
     "a loop of links": lambda path: (
         (path / MANIFEST).unlink(),

@@ -249,6 +249,10 @@ class Manifest:
             )
             if not math.isfinite(manifest.time) or not isinstance(manifest.versions, dict):
                 raise CheckpointError("its time or its versions do not follow its format")
+            for one in manifest.contents:
+                values = one.values["ties"], one.values["states"], one.values.get("optimizer", {})
+                if not all(isinstance(its, dict) for its in values):
+                    raise CheckpointError("its values do not follow its format")
             manifest.check()
         except CheckpointError:
             raise
