@@ -7,11 +7,13 @@ import json
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint
@@ -26,9 +28,11 @@ from fullshard.train import launch
 from fullshard.train.config import TrainConfig
 from fullshard.train.rundir import RunDir
 from fullshard.train.saves import Saves
+from fullshard.train.world import meeting_place
 from tests.pure.import_rules import package_sources
 from tests.pure.test_trace_report import Page
 from tests.pure.trace_files import rank_file, step, unit
+from tests.ranks.train_shell import listening
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,6 +241,31 @@ def test_local_workers_meet_in_a_folder_of_their_user(monkeypatch: pytest.Monkey
     finally:
         os.umask(before)
     assert seen == [0o700]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: reads /proc")
+def test_the_store_of_workers_that_may_be_killed_is_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a store in a file, a worker that is killed while it writes hangs the others."""
+    seen: list[set[str]] = []
+
+    def started(nproc: int, folder: Path, *arguments: str) -> None:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", str(nproc))
+        store = meeting_place()[0]["store"]
+        assert isinstance(store, dist.TCPStore)
+        store.set("of", "a worker")
+        assert meeting_place()[0]["store"].get("of") == b"a worker"
+        seen.append(listening([os.getpid()]))
+
+    monkeypatch.setattr(launch, "run_survivors", started)
+    for name in (launch.STORE, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    before = listening([os.getpid()])
+    launch._start_workers(TrainConfig(nproc=2, min_workers=1), tmp_path / "config.json")
+    assert seen == [{"0100007F"} | before]
+    assert listening([os.getpid()]) == before
 
 
 def test_a_doctor_tells_no_secrets_of_the_environment() -> None:

@@ -22,7 +22,15 @@ from fullshard.cli import main
 from fullshard.train.config import TrainConfig
 from fullshard.train.rundir import RunDir
 from fullshard.train.runlock import RunLock
-from tests.ranks.train_shell import Outcome, Shell, children_of, is_alive, listening, torchrun
+from tests.ranks.train_shell import (
+    LOOPBACK,
+    Outcome,
+    Shell,
+    children_of,
+    is_alive,
+    listening,
+    torchrun,
+)
 
 STEPS = 8
 STOP = 5
@@ -234,9 +242,6 @@ def test_torchrun_restarts_a_run_where_it_saved(shell: Shell, whole: Outcome) ->
     assert outcome.exitcode == 0, outcome.err
     assert_same_run(shell, "whole", "restarted")
     assert not (run.path / "earlier-1").exists()
-
-
-LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: reads /proc")

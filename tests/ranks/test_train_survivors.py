@@ -13,7 +13,14 @@ import time
 import pytest
 
 from fullshard.train.rundir import RunDir
-from tests.ranks.train_shell import Outcome, Shell, children_of, torchrun
+from tests.ranks.train_shell import (
+    LOOPBACK,
+    Outcome,
+    Shell,
+    children_of,
+    listening,
+    torchrun,
+)
 
 STEPS = 8
 OPTIONS = f"--data text --steps {STEPS} --batch 2 --seq 32 --save-every 2 --eval-every 8".split()
@@ -30,6 +37,7 @@ def bereft(shell: Shell) -> Outcome:
     options = ("--out", "bereft", "--nproc", "3", "--min-workers", "2", *OPTIONS)
     with shell.started(*options, "--save-every", "8", "--memory-every", "2") as job:
         shell.wait_for(RunDir(shell.folder / "bereft").memory / "step-000002")
+        assert listening([job.pid, *children_of(job.pid)]) <= LOOPBACK
         os.kill(_first_of(job.pid), signal.SIGKILL)
         return shell.end_of(job)
 

@@ -124,6 +124,10 @@ def _ps(*options: str) -> str:
     return subprocess.run(["ps", *options], capture_output=True, text=True).stdout
 
 
+LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"}
+"""As ``listening`` returns it."""
+
+
 def listening(pids: Iterable[int]) -> set[str]:
     """The addresses, as Linux writes them, on which these processes wait for TCP connections."""
     sockets = set()

@@ -215,5 +215,5 @@ def _store_answers() -> Iterator[None]:
             f"resilient: the store of the process group does not answer ({error}), so the ranks "
             "that are left cannot meet. It has to outlive every rank: let the launcher keep it, as "
             "torchrun does, or give init_process_group a TCPStore(is_master=False) of another "
-            "process, or a FileStore"
+            "process"
         ) from error

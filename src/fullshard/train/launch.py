@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -23,7 +25,7 @@ from .config import TrainConfig
 from .prepare import prepare
 from .rundir import RunDir
 from .survivors import run_survivors
-from .world import STORE, check_gpus
+from .world import LOOPBACK, STORE, TCP, check_gpus
 
 
 def default_nproc() -> int:
@@ -70,7 +72,7 @@ def _start_workers(config: TrainConfig, path: Path) -> None:
     if config.min_workers is None:
         start_workers(config.nproc, *arguments)
         return
-    with _shared_folder(config.nproc) as folder:
+    with _shared_folder(config.nproc) as folder, _kept_store():
         run_survivors(config.nproc, Path(folder), *arguments)
 
 
@@ -88,6 +90,24 @@ def _shared_folder(nproc: int) -> Iterator[str]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         yield folder
+
+
+@contextmanager
+def _kept_store() -> Iterator[None]:
+    """Keep the store of workers that may be killed in this process; it listens on loopback.
+
+    A worker that is killed while it writes to a file leaves half a record, and hangs all others.
+    """
+    with socket.socket() as listening:
+        listening.bind((LOOPBACK, 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # else it would listen to the network
+        )  # fmt: skip
+    os.environ[STORE] = f"{TCP}{store.port}"
+    yield
 
 
 def start_workers(nproc: int, *arguments: str) -> None:

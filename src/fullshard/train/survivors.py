@@ -22,8 +22,8 @@ _Worker = subprocess.Popen[bytes]
 def run_survivors(nproc: int, folder: Path, *arguments: str) -> None:
     """Run ``nproc`` times ``python ARGUMENTS``, and wait until all have ended.
 
-    What workers share, their store above all, lies in ``folder`` and outlives each of them. Who is
-    lost is told; the others are left alone.
+    Their store must outlive each of them. Workers leave their errors in ``folder``. A worker that
+    is lost is reported; the others are left alone.
 
     Raises:
         ChildFailedError: none of them ended well.

@@ -18,7 +18,11 @@ from torch import Tensor
 from fullshard.errors import ConfigError
 
 STORE = "FULLSHARD_STORE"
-"""Environment variable: the rendezvous file of workers that our launcher started."""
+"""Environment variable: where workers that our launcher started meet: a file, or ``TCP`` and the
+port of a store on loopback."""
+
+TCP = "tcp:"
+LOOPBACK = "127.0.0.1"
 
 _PREPARED = "fullshard/prepared"
 _START_S = 600.0  # machines may be slow to start
@@ -159,11 +163,15 @@ class HasPrepared:
 
 
 def meeting_place() -> tuple[dict[str, Any], HasPrepared]:
-    """Return rendezvous arguments: the file store of our launcher, or torchrun's store."""
-    path = os.environ.get(STORE)
+    """Return rendezvous arguments: the store of our launcher, or torchrun's."""
+    place = os.environ.get(STORE)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if path is not None:
-        store: dist.Store = dist.FileStore(path, size)
+    if place is not None:
+        store: dist.Store
+        if place.startswith(TCP):
+            store = dist.TCPStore(LOOPBACK, int(place.removeprefix(TCP)), is_master=False)
+        else:
+            store = dist.FileStore(place, size)
         return {"store": store, "rank": rank, "world_size": size}, HasPrepared()
     kept, rank, size = next(dist.rendezvous("env://"))
     # torchrun keeps its store when it starts workers again, who would find what dead ones left.
