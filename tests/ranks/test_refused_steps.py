@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ def nothing(_: Any) -> Callable[[], None]:
 def with_plain_matrix() -> Any:
     model: Any = tower("fully_shard", "rows")
     model.plain = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
+    warnings.filterwarnings("ignore", "parameters plain of FSDPTower were added")
     return model
 
 

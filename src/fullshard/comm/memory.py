@@ -11,6 +11,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from fullshard.errors import ProtocolError
+
 _ALIGNMENT = 64
 
 
@@ -98,10 +100,13 @@ def _mapped_read_only(fd: int, size: int) -> Tensor:
     """
     address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address in (None, _FAILED):
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {size} bytes of another rank's memory")
+        raise ProtocolError(
+            f"cannot map {size} bytes of another rank's memory: {os.strerror(ctypes.get_errno())}; "
+            "raise the limit (ulimit -v), or set FULLSHARD_SHARED_MEMORY=0 on all ranks"
+        )
     own = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(own, _munmap, address, size)  # once no tensor refers to it any more
+    # Once no tensor refers to it any more. Not at exit: tensors may outlive the interpreter.
+    weakref.finalize(own, _munmap, address, size).atexit = False
     with torch.inference_mode(False):
         return torch.frombuffer(own, dtype=torch.uint8)
 

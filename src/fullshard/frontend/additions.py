@@ -6,7 +6,7 @@ PyTorch's FSDP says nothing of them, and ranks then train different values.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from torch import nn
@@ -46,9 +46,15 @@ class Additions:
     """The modules of a unit as they were, to notice what was added since."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Take the modules that the unit manages, see ``ownership.managed``."""
+        """Take the modules that the unit manages, see ``ownership.managed``.
+
+        Units have taken their parameters. The other parameters were left out on purpose, and may
+        be replaced.
+        """
         self._modules = list(modules)
-        self._known = [set(module._parameters) | {FLAT_PARAM} for module in self._modules]
+        self._known = [
+            {FLAT_PARAM, *module._parameters, *_left_out(module)} for module in self._modules
+        ]
         self._children = [module._modules for module in self._modules]
         self._params = [module._parameters for module in self._modules]
         self._seen = self._now()
@@ -82,13 +88,10 @@ class Additions:
 
     def _added(self) -> Iterator[str]:
         for module, known in zip(self._modules, self._known, strict=True):
-            yield from _named_plain(module, set(module._parameters) - known)
-            known |= set(module._parameters)
-            for child in module._modules.values():
-                if child is not None and not _is_managed(child):
-                    for inner in child.modules():
-                        if not _is_managed(inner):
-                            yield from _named_plain(inner, set(inner._parameters))
+            for path, described in _plain_in(module).items():
+                if path not in known:
+                    yield described
+                    known.add(path)
 
 
 def _is_managed(module: nn.Module) -> bool:
@@ -96,13 +99,38 @@ def _is_managed(module: nn.Module) -> bool:
     return is_sharded or _torch.is_replicated(module)
 
 
-def _named_plain(module: nn.Module, names: Iterable[str]) -> Sequence[str]:
-    """Describe the trainable parameters among ``names`` that no unit owns."""
+def _left_out(module: nn.Module) -> list[str]:
+    """Return the paths of parameters below ``module`` that no unit owns."""
     return [
-        f"{name} of {type(module).__name__}"
-        for name in sorted(names)
-        if (param := module._parameters[name]) is not None
+        f"{path}.{name}"
+        for child_name, child in module._modules.items()
+        if child is not None
+        for path, inner in child.named_modules(prefix=child_name)
+        for name in inner._parameters
+        if owner_of(Place(inner, name)) is None
+    ]
+
+
+def _plain_in(module: nn.Module) -> dict[str, str]:
+    """Return paths and descriptions of trainable parameters that no unit owns.
+
+    These are the parameters of ``module`` and of modules below it that no unit manages.
+    """
+    found = _described("", module)
+    for name, child in module._modules.items():
+        if child is not None and not _is_managed(child):
+            for path, inner in child.named_modules(prefix=name):
+                if not _is_managed(inner):
+                    found |= _described(f"{path}.", inner)
+    return found
+
+
+def _described(prefix: str, module: nn.Module) -> dict[str, str]:
+    return {
+        prefix + name: f"{name} of {type(module).__name__}"
+        for name, param in sorted(module._parameters.items())
+        if param is not None
         and param.requires_grad
         and not isinstance(param, DTensor)
         and owner_of(Place(module, name)) is None
-    ]
+    }

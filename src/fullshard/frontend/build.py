@@ -83,13 +83,13 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
         for module in modules:
             module.__class__ = sharded_class(type(module))
             _torch.mark_sharded(module)
-    places.warn_of_additions = Additions(below.modules).warn
     for module in below.modules:
         # Dynamo treats modules with these attributes as sharded.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = choices.shown is not Shown.FLAT  # type: ignore[assignment]
     check_optimizers_again()
     enlist(modules, chain.from_iterable(plan.params), unit)
+    places.warn_of_additions = Additions(below.modules).warn
     _name_units(modules, unit)
     _log(unit, modules)
     return unit
