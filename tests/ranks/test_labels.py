@@ -7,14 +7,16 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
-from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, Ragged, fully_shard
 from fullshard import _torch as torch_names
 from fullshard.comm import C10d, Collectives, labels, wrapped
 from fullshard.comm.c10d import Transport
@@ -120,15 +122,22 @@ def differ_in(what: str, transport: Transport) -> None:
         model = nn.Sequential(nn.Linear(6, 4, bias=False))
     elif what == "dtype":
         policy = MixedPrecisionPolicy(param_dtype=torch.float16 if odd else torch.bfloat16)
+    options: dict[str, Any] = {}
+    if what == "layout" and odd:
+        options["layout"] = Ragged()
+    elif what == "granularity":
+        options["layout"] = Ragged(8 if odd else "row")
+    elif what == "dim" and odd:
+        options["shard_placement_fn"] = lambda _: Shard(1)
     with wrapped(by(transport)):
-        fully_shard(model, mp_policy=policy)
+        fully_shard(model, mp_policy=policy, **options)
     x = torch.ones(2, 6 if what == "shape" and odd else 4)
     with pytest.raises(ProtocolError, match=r"unit \(root\) \((0|1).weight"):
         model(x)
 
 
 @every_transport
-@pytest.mark.parametrize("what", ["name", "shape", "dtype"])
+@pytest.mark.parametrize("what", ["name", "shape", "dtype", "layout", "granularity", "dim"])
 def test_other_units_of_equal_size_are_an_error(
     pool: RankPool, what: str, transport: Transport
 ) -> None:

@@ -80,12 +80,14 @@ class BucketSpec:
     def described(self, unit: str, dtype: torch.dtype) -> str:
         """Return the text that ranks compare before communication for a bucket of ``unit``.
 
-        ``dtype`` is the dtype of the shards. The text has a digest of all names, shapes and dtypes.
+        ``dtype`` is the dtype of the shards. The text has a digest of all names, shapes and dtypes,
+        and of the layout.
         """
         params = [(param.name, param.shape) for param in self.layout.params]
         wire = str(self.wire)
         dtypes = (dtype, self.param_dtype, self.reduce_dtype)
-        all_of_it = repr((unit, params, *dtypes, *filter(None, [wire])))
+        places = (type(self.form).__name__, self.layout.shard_numel, self.layout.bands)
+        all_of_it = repr((unit, params, places, *dtypes, *filter(None, [wire])))
         digest = hashlib.blake2b(all_of_it.encode(), digest_size=8).hexdigest()
         names = [param.name for param in self.layout.params[:3]]
         more = len(params) - len(names)
