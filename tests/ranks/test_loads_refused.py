@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from fullshard import FullyShardedDataParallel, Ragged, StateDictType, checkpoint
+from fullshard.errors import ConfigError
 from tests.ranks.models import full_parameters
 from tests.ranks.net import make, optimizer_of, shard, step
 from tests.ranks.pool import RankPool
@@ -79,3 +84,33 @@ def test_wrappers_raise_on_all_ranks_if_some_have_no_state(pool: RankPool) -> No
     first, second = pool.run(2, wrapped_on_the_first_alone)
     assert 'a dictionary without "state"' in first
     assert 'a dictionary without "state"' in second
+
+
+def options_of_the_second_rank(path: Path, **options: Any) -> tuple[str, bool]:
+    """What ``load`` raises if rank 1 has other options, and whether anything was changed."""
+    model = shard(make(), layout=Ragged())
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    checkpoint.save(path, model, optimizer, step=1)
+    step(model, optimizer)
+    before = full_parameters(model)
+    given = {"optimizer": optimizer, **(options if dist.get_rank() == 1 else {})}
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.load(path, model, **given)
+    after = full_parameters(model)
+    return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"optimizer": None}, "optimizer of rank 1 .* rank 0, .*: None, not an optimizer"),
+        ({"strict": False}, "strict of rank 1 .*: False, not True"),
+    ],
+)
+def test_all_ranks_raise_if_options_differ(
+    pool: RankPool, tmp_path: Path, options: dict[str, Any], what: str
+) -> None:
+    for said, is_kept in pool.run(2, options_of_the_second_rank, tmp_path / "c", **options):
+        assert re.search(what, said), said
+        assert is_kept

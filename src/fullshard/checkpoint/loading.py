@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.datafile import Bytes
 from fullshard.checkpoint.folders import CheckpointInfo, described, in_folder, read_manifest
-from fullshard.checkpoint.manifest import FileInfo, Manifest
+from fullshard.checkpoint.manifest import FileInfo, Manifest, digest_of
 from fullshard.checkpoint.model import load_into
 from fullshard.checkpoint.optimizer import optim_state_to_load
 from fullshard.checkpoint.pending import settle
@@ -86,14 +86,19 @@ def load_from(
     """
     found: list[Any] = []
 
-    def prepare() -> list[str]:
+    def prepare() -> dict[str, Any]:
         own = read_manifest(path) if manifest is None else manifest
         target = Target(own, model, optimizer, strict=strict)
         reader = Reader(opened, own, target.wanted, rank=council.rank, world=council.world)
         found.extend((target, reader, described(path, own)))
-        return reader.to_exchange()
+        state = "None" if optimizer is None else "an optimizer"
+        return {
+            "model": digest_of("\n".join(target.names).encode()),
+            "options": {"optimizer": state, "strict": str(strict)},
+            "exchange": reader.to_exchange(),
+        }
 
-    exchanged = council.agree(prepare, _union)
+    exchanged = council.agree(prepare, _exchanged)
     target, reader, info = found
     kept = council.agree(lambda: reader.kept_of(exchanged), list) if exchanged else []
 
@@ -110,8 +115,22 @@ def load_from(
     return info  # type: ignore[no-any-return]
 
 
-def _union(said: list[list[str]]) -> list[str]:
-    return list(dict.fromkeys(name for names in said for name in names))
+def _exchanged(said: list[dict[str, Any]]) -> list[str]:
+    """Return the names of all tensors that ranks exchange.
+
+    Raises:
+        ConfigError: two ranks of one model, not of two stages of a pipeline, differ in options.
+    """
+    first_of: dict[str, int] = {}
+    for rank, one in enumerate(said):
+        first = first_of.setdefault(one["model"], rank)
+        given, expected = one["options"], said[first]["options"]
+        for key in (key for key in given if given[key] != expected[key]):
+            raise ConfigError(
+                f"{key} of rank {rank} differs from that of rank {first}, which has the same "
+                f"model: {given[key]}, not {expected[key]}; give all ranks the same"
+            )
+    return list(dict.fromkeys(name for one in said for name in one["exchange"]))
 
 
 class Target:
@@ -144,6 +163,11 @@ class Target:
             self._add_optimizer(optimizer)
         if self._problems:
             raise ConfigError("it does not fit; " + "; ".join(self._problems))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what the model loads."""
+        return sorted(self._model_state)
 
     def convert(self, optimizer: Optimizer | None) -> None:
         """Make what the optimizer loads; changes nothing yet."""
