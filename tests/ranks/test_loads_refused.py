@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard import FullyShardedDataParallel, Ragged, StateDictType, checkpoint
+from fullshard.checkpoint import Checkpointer, load_newest
 from fullshard.errors import ConfigError
 from tests.ranks.models import full_parameters
 from tests.ranks.net import make, optimizer_of, shard, step
@@ -114,3 +115,32 @@ def test_all_ranks_raise_if_options_differ(
     for said, is_kept in pool.run(2, options_of_the_second_rank, tmp_path / "c", **options):
         assert re.search(what, said), said
         assert is_kept
+
+
+def with_other_checkpointers(folder: Path, what: str) -> str:
+    """What is raised if rank 1 has another ``Checkpointer``, or none."""
+    model, odd = shard(make()), dist.get_rank() == 1
+    keep, copies = (2 if what == "keep" and odd else 1), (2 if what == "copies" and odd else None)
+    one = Checkpointer(folder, keep=keep, copies=copies)
+    with pytest.raises(ConfigError) as caught:
+        if what == "none":
+            load_newest([] if odd else [one], model)
+        else:
+            one.save(model, step=1)
+    assert not list(folder.glob("step-*"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("keep", "rank 1 has Checkpointer(keep=2, copies=None), rank 0 Checkpointer(keep=1"),
+        ("copies", "rank 1 has Checkpointer(keep=1, copies=2), rank 0 Checkpointer(keep=1"),
+        ("none", "rank 1 has no Checkpointer, rank 0 Checkpointer(keep=1, copies=None)"),
+    ],
+)
+def test_all_ranks_raise_if_checkpointers_differ(
+    pool: RankPool, tmp_path: Path, what: str, told: str
+) -> None:
+    for said in pool.run(2, with_other_checkpointers, tmp_path, what, timeout_s=20.0):
+        assert told in said

@@ -101,6 +101,7 @@ class Checkpointer:
         settle()
         path = self.path(step)
         council = Council(f"save to {path}", "save", "a checkpoint")
+        _check_alike(council, [self])
         machines = self._machines(council)
         folders = _Folders(council, machines, self.root)
         if not self._is_clean:
@@ -132,6 +133,7 @@ class Checkpointer:
         A checkpoint is complete if its manifest and all files, in their sizes, are there.
         """
         council = Council(f"look at {self.root}", "list", "checkpoints")
+        _check_alike(council, [self])
         return _Folders(council, self._machines(council), self.root).steps()
 
     def load(
@@ -194,6 +196,7 @@ def load_newest(
     council = Council(
         "load from " + ", ".join(str(one.root) for one in checkpointers), "list", "checkpoints"
     )
+    _check_alike(council, checkpointers)
     found: list[tuple[Numbered, Path, Machines, bool]] = []
     for one in checkpointers:
         one._saved.clear()  # what is saved again from now on is no mistake
@@ -215,6 +218,25 @@ def load_newest(
     if failure is not None:
         raise failure
     return None
+
+
+def _check_alike(council: Council, checkpointers: Sequence[Checkpointer]) -> None:
+    """Compare what decides which decisions ranks make together.
+
+    Raises:
+        ConfigError: on all ranks, if any rank has other options or more checkpointers than rank 0.
+    """
+
+    def compare(said: list[str]) -> None:
+        for rank, own in enumerate(said):
+            if own != said[0]:
+                raise ConfigError(
+                    f"rank {rank} has {own or 'no Checkpointer'}, rank 0 {said[0] or 'none'}; give "
+                    "all ranks the same"
+                )
+
+    shown = [f"Checkpointer(keep={one._keep}, copies={one._copies})" for one in checkpointers]
+    council.agree(lambda: ", ".join(shown), compare)
 
 
 def _load_lent(
