@@ -63,7 +63,7 @@ def test_all_ranks_raise_if_some_have_no_state(pool: RankPool, what: str) -> Non
         for message in said[:2]:
             assert "broadcast_from_rank0=True on all ranks" in message
             assert "1 of 2 ranks" in message
-        assert "broadcast_from_rank0 is True on ranks 0 only" in said[2]
+        assert "broadcast_from_rank0 is True on rank 0 and False on the others" in said[2]
     assert first[0].startswith("rank 1: ")
     assert first[0].removeprefix("rank 1: ") == second[0]
 

@@ -51,8 +51,8 @@ def refused_by_all(what: str, mesh: DeviceMesh | None, *, sends: bool) -> Iterat
     sending = [str(rank) for rank, sends, _ in found if sends]
     if 0 < len(sending) < len(found):
         raise ConfigError(
-            f"{what}: broadcast_from_rank0 is True on ranks {', '.join(sending)} only; pass the "
-            "same on all ranks"
+            f"{what}: broadcast_from_rank0 is True on {'rank' if len(sending) == 1 else 'ranks'} "
+            f"{', '.join(sending)} and False on the others; pass the same value on all ranks"
         )
     failed = [(rank, text) for rank, _, text in found if text]
     if failure is None and failed:

@@ -73,13 +73,13 @@ def commit(unfinished: Path, path: Path, manifest: bytes) -> None:
 
 
 def seal(unfinished: Path, manifest: bytes) -> None:
-    """Make a checkpoint of the flushed data files in ``unfinished``, which still has to appear."""
+    """Write the manifest next to the flushed data files; ``publish`` then gives the name."""
     write_flushed(unfinished / MANIFEST, manifest)
     flush_folder(unfinished)
 
 
 def publish(unfinished: Path, path: Path) -> None:
-    """Have the checkpoint in ``unfinished`` appear at ``path``, at once or not at all."""
+    """Rename ``unfinished`` to ``path``, so that the checkpoint appears at once or not at all."""
     unfinished.rename(path)
     flush_folder(path.parent)
     pointer = path.parent / LATEST

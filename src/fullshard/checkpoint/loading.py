@@ -166,7 +166,7 @@ class Target:
 
     @property
     def names(self) -> list[str]:
-        """The names of what the model loads."""
+        """The names of the tensors that the model loads, in order."""
         return sorted(self._model_state)
 
     def convert(self, optimizer: Optimizer | None) -> None:

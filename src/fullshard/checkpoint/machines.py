@@ -81,12 +81,12 @@ def _mark(root: Path) -> str:
     """Return a name that only those who see this folder know; make the folder if need be.
 
     Raises:
-        ConfigError: others than this user can change the folder.
+        ConfigError: another user can change the folder.
     """
     root.parent.mkdir(parents=True, exist_ok=True)  # several ranks may do so at once
     with suppress(FileExistsError):
         root.mkdir(mode=0o700)  # others may look into /dev/shm
-    # Others may have made it there, at any time: what counts is whose the opened folder is.
+    # Another user may have made the folder, at any time, so the opened folder is what is checked.
     try:
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:

@@ -76,7 +76,7 @@ class Server:
             )
             try:
                 serving.start()
-            except RuntimeError:  # there are too many threads: who reads is told, others are served
+            except RuntimeError:  # too many threads: close, so that this reader gets an error
                 self._connections.discard(connection)
                 connection.close()
 

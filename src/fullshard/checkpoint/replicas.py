@@ -1,7 +1,7 @@
 """Plain parameters that ranks hold under one name have to be equal: one rank's are saved.
 
-Each rank digests its own as if it wrote them. Stages of a pipeline that give different layers one
-name would load each other's without this.
+Each rank digests its own as if it wrote them. Without this check, pipeline stages that use one name
+for different layers would load each other's parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fullshard.errors import ConfigError
 
 
 def by_mesh(digests: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return one digest for all replicas of each mesh, by what is equal on its ranks alone.
+    """Return one digest for all replicas of each mesh, keyed by a digest of the mesh itself.
 
     Args:
         digests: of this rank's replicas, by name.
@@ -55,7 +55,7 @@ def digests_of(replicas: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def shared_digests(council: Council, digests: Mapping[str, str]) -> str:
-    """Hand digests to the first rank; return what ``refuse_apart`` takes, empty for none."""
+    """Hand digests to the first rank; return a key for ``refuse_apart``, empty without digests."""
     return council.share(json.dumps(digests)) if digests else ""
 
 

@@ -244,7 +244,7 @@ class _Outbox:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Leave the reader if the block raises: both ends find the connection closed then."""
+        """Shut the connection down if the block raises, so that both ends see it closed."""
         try:
             yield
         except BaseException:

@@ -38,9 +38,9 @@ class IneffectivePatches:
         self._told |= set(new)
         if new:
             warnings.warn(
-                f"{', '.join(new)} of torch.distributed.fsdp: this program put functions of its "
-                "own in their place. Modules that fullshard shards do not call them, so the "
-                "change has no effect; docs/compat.md lists the methods and hooks to use instead",
+                f"this program replaced {', '.join(new)} of torch.distributed.fsdp. Modules that "
+                "fullshard shards do not call these functions, so the replacements have no effect; "
+                "docs/compat.md lists the methods and hooks to use instead",
                 stacklevel=3,
             )
 

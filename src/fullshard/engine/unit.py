@@ -34,8 +34,8 @@ class Registration(Protocol):
         """Adopt parameters that the user put into modules in place of our sharded parameters.
 
         Parameters of this unit that the user tied or exchanged are shown so from now on.
-        ``keeps_ties``: a conversion or a load put parameters into modules one by one, so places
-        that were tied stay tied, and show the last one.
+        ``keeps_ties``: True after a conversion or a load, which replaces parameters one by one.
+        Tied places then stay tied, and show the parameter that was put there last.
 
         Raises:
             ConfigError: new parameters have another placement, replace unsharded parameters, or
@@ -61,10 +61,10 @@ class Registration(Protocol):
         """
 
     def lent_ties(self, buckets: Sequence[Bucket]) -> list[str]:
-        """Return the FQNs of parameters in whose places the user put others during the loan."""
+        """Return the FQNs of lent parameters that the user replaced by other lent parameters."""
 
     def tie(self, buckets: Sequence[Bucket]) -> None:
-        """Show other parameters there from now on: those of ``lent_ties`` are tied."""
+        """Keep the ties that ``lent_ties`` found: their places show the other parameter now."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _left_out(module: nn.Module) -> list[str]:
 def _plain_in(module: nn.Module) -> dict[str, str]:
     """Return paths and descriptions of trainable parameters that no unit owns.
 
-    These are the parameters of ``module`` and of modules below it that no unit manages.
+    The walk covers ``module`` and the modules below it that no unit manages.
     """
     found = _described("", module)
     for name, child in module._modules.items():

@@ -67,6 +67,6 @@ def _check(unit: Unit, module: nn.Module) -> None:
     if inside < unit.num_members:
         raise ConfigError(
             f"deepcopy of {type(module).__name__}: unit {unit.name or '(root)'} has "
-            f"{unit.num_members} modules, of which {inside} are inside; copy a sharded module that "
-            "holds all of them"
+            f"{unit.num_members} modules, but {type(module).__name__} contains only {inside}; copy "
+            "a sharded module that contains all of them"
         )

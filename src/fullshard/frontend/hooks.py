@@ -150,9 +150,9 @@ def install_state_dict_hooks(unit: Unit, places: Places) -> None:
 class _StateDictHooks:
     """The state dict hooks of a unit; calls nest, as its modules may contain each other.
 
-    torch leaves out the hooks that come after if a state dict raises, so nothing is counted here.
-    The call that begins to hide unsharded parameters ends it; if that call raises, the next
-    forward of the unit does, or ``ShardedModule.state_dict``.
+    If a state dict raises, torch skips the remaining hooks, so these hooks keep no count. The call
+    that hides the unsharded parameters also shows them again. If it raises, they are shown again by
+    ``ShardedModule.state_dict``, ``load_state_dict`` or the unit's next forward.
     """
 
     unit: Unit

@@ -65,7 +65,7 @@ class Places:
         ]
 
     def _point(self, targets: _Targets) -> None:
-        """Let slots show other parameters of the unit from now on, as the user tied them.
+        """Make slots show the parameters of the unit that the user tied them to.
 
         A parameter that no slot shows any more stays in its bucket. It gets no gradient.
         """
@@ -132,7 +132,7 @@ class Places:
     def end_hiding(self, unit: Unit) -> None:
         """Show the unsharded parameters if ``hide_unsharded`` hides them.
 
-        Adopt first the parameters that the user put into modules.
+        Before that, adopt the parameters that the user put into modules.
         """
         if self.hidden_by is not None:
             self.take_over(unit, keeps_ties=True)

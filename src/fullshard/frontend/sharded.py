@@ -158,7 +158,7 @@ class ShardedModule:
             ArgumentTypeError: if ``tolerant`` is not a bool.
             BusyError: during a forward or backward, or while ``unshard_params`` lends a unit.
             ConfigError: if a unit is in no other unit, so that there is nothing to run instead, or
-                any unit of the model is in two that are not in each other.
+                a unit is inside of two units, neither of which is inside of the other.
         """
         engine = unit_and_engine(self)[1]
         _check_may_tolerate(self._units(recurse), engine, tolerant)
