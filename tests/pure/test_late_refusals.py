@@ -47,7 +47,7 @@ def test_a_prefetch_budget_that_cannot_work_is_refused(args: tuple[int, bool], w
 def test_deepcopy_of_a_part_of_a_list_unit_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard([model[0], model[1]])
-    with pytest.raises(errors.ConfigError, match="2 modules, of which 1"):
+    with pytest.raises(errors.ConfigError, match="2 modules, but FSDPLinear contains only 1"):
         copy.deepcopy(model)
     fully_shard(model)
     train_once(copy.deepcopy(model))
