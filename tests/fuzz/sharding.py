@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,7 +88,9 @@ def _wrapped(model: Block, sharding: Sharding) -> nn.Module:
     blocks = blocks_of(model)
     for unit in sharding.units:
         (number,) = unit.nodes
-        wrapper = FullyShardedDataParallel(blocks[number], **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* becomes NO_SHARD")
+            wrapper = FullyShardedDataParallel(blocks[number], **options)
         if blocks[number] is model:
             return wrapper
         for block in blocks.values():
