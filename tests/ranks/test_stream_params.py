@@ -296,7 +296,6 @@ def test_a_tensor_without_elements_may_come_first() -> None:
 
 def groups_made_beside_an_accelerator() -> int:
     """Rounds on a host with a GPU that the default group, gloo alone, does not serve."""
-    model = fully_shard(plain(1))
     made = 0
     new_group = dist.new_group
 
@@ -310,9 +309,9 @@ def groups_made_beside_an_accelerator() -> int:
         mock.patch.object(dist, "new_group", counted),
         mock.patch("torch.cuda.is_available", lambda: True),
     ):
-        streamed(stream_params(model, bucket_nbytes=SIZES[0]))
+        streamed(stream_params(fully_shard(plain(1)), bucket_nbytes=SIZES[0]))
     return made
 
 
-def test_streaming_makes_no_process_groups(pool: RankPool) -> None:
+def test_sharding_and_streaming_make_no_process_groups(pool: RankPool) -> None:
     assert pool.run(2, groups_made_beside_an_accelerator) == [0, 0]

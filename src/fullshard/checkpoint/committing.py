@@ -109,13 +109,22 @@ def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None
             try:
                 moved[name] = _put_aside(path.with_name(name), removes=removes)
             except OSError as error:
-                log.warning("%s cannot be renamed (%s)", path.with_name(name), error)
+                log.warning(
+                    "%s cannot be renamed (%s), so it counts as newer than step %d; move it away",
+                    path.with_name(name),
+                    error,
+                    step,
+                )
     if os.path.lexists(path):
         moved[path.name] = _put_aside(path, removes=removes)
     publish(unfinished, path)
     if moved:
-        names = "removed" if removes else "now " + ", ".join(one.name for one in moved.values())
-        log.warning("%s was saved; earlier checkpoints from step %d on are %s", path, step, names)
+        names = (
+            "removed" if removes else "renamed to " + ", ".join(one.name for one in moved.values())
+        )
+        log.warning(
+            "%s was saved; older folders of step %d and later steps were %s", path, step, names
+        )
     if removes:
         for one in moved.values():
             shutil.rmtree(one, ignore_errors=True)

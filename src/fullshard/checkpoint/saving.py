@@ -297,7 +297,10 @@ class _Saving:
 
             def refuse(keys: list[str]) -> None:
                 refuse_apart(council, keys)
-                raise ConfigError("ranks differ in which plain tensors are parameters")
+                raise ConfigError(
+                    "a plain tensor is a parameter on one rank and a buffer on another; register "
+                    "each tensor in the same way on all ranks that have it"
+                )
 
             council.agree(lambda: shared_digests(council, digests), refuse, undo)
         manifest = told.encode()

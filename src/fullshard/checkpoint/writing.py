@@ -103,14 +103,12 @@ class Writing:
         waits: Collection[str],
         memory: CopyMemory,
     ) -> None:
-        self._replicas = replicas.keys()
         self._written = parts.keys()
         parts = {**parts, **replicas}
         others = [name for name in parts if name not in waits]
         self._num_others = len(others)
         self._parts = {name: parts[name] for name in dict.fromkeys((*others, *parts))}
-        self._digests: dict[str, list[str]] = {}
-        self._buffer: Tensor | None = None
+        self._digests: dict[str, list[str]] = {name: [] for name in replicas}  # of blocks
         self.digests: dict[str, str] = {}
         """Of the replicas, by name, once ``run`` has returned."""
         # A DTensor has a version of its own, and its local tensor keeps the one that it has.
@@ -165,13 +163,13 @@ class Writing:
             kinds = {n: (p.dtype, p.shape) for n, p in self._parts.items() if n in self._written}
             with FileWriter(path, kinds) as file:
                 self._put_all(file, pace)
-                for name in self._replicas:
-                    digests = "".join(self._digests.get(name, ())).encode()
-                    written = name in self._written
-                    self.digests[name] = file.digest(name) if written else digest_of(digests)
+                for name, blocks in self._digests.items():
+                    is_written = name in self._written
+                    own = file.digest(name) if is_written else digest_of("".join(blocks).encode())
+                    self.digests[name] = own
                 return file.finish()
         finally:
-            self._parts, self._watched, self._buffer = {}, {}, None
+            self._parts, self._watched = {}, {}
             self.release()
 
     def _put_all(self, file: FileWriter, pace: Pace | None) -> None:
@@ -238,11 +236,8 @@ class Writing:
         """Digest a chunk as if it were written."""
         data = chunk.data
         if data.device.type != "cpu":
-            if self._buffer is None:
-                self._buffer = host_tensor(CHUNK_NBYTES, torch.uint8, pinned=True)
-            data = self._copied(chunk, self._buffer[: data.nbytes]).data
-        digests = digests_of_blocks(memoryview(array_of(data)))
-        self._digests.setdefault(chunk.name, []).extend(digests)
+            data = self._copied(chunk, host_tensor(data.nbytes, torch.uint8, pinned=True)).data
+        self._digests[chunk.name] += digests_of_blocks(memoryview(array_of(data)))
 
     def _copied(self, chunk: _Chunk, copy: Tensor) -> _Chunk:
         self._readers[chunk.data.device].read(chunk.data, copy)

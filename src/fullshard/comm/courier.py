@@ -123,8 +123,8 @@ class Courier:
         if self._failure is not None:
             raise ProtocolError(
                 "an exception ended the exchanges of this rank with other hosts: "
-                f"{type(self._failure).__name__}: {self._failure}. The process group is of no use "
-                "any more"
+                f"{type(self._failure).__name__}: {self._failure}. This process group cannot be "
+                "used any more; make a new one, or start the job again"
             ) from self._failure
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Courier:
             # Not a daemon thread: others may need what this process has still to send or to add up.
             thread = threading.Thread(target=self._run, name="fullshard-courier")
             thread.start()
-            self._thread = thread  # not before: no thread may start; this one waits for our lock
+            self._thread = thread  # set last, as start() may raise; the thread waits for our lock
 
     def _run(self) -> None:
         while True:

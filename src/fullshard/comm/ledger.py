@@ -297,7 +297,10 @@ class _Awaited:
         """See ``Pending``."""
         if self._failure:
             kind = self._entry[1]
-            raise ProtocolError(f"this {kind} failed when it was waited for: {self._failure}")
+            raise ProtocolError(
+                f"this {kind} cannot be waited for again: an earlier wait failed with "
+                f"{self._failure}"
+            )
         ledger = self._ledger
         ledger.waiting_since_s = time.monotonic()
         ledger.waiting = self._entry

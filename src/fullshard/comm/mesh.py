@@ -137,7 +137,10 @@ def default_mesh(device_type: str | None = None) -> DeviceMesh:
     """
     if not dist.is_initialized():
         _init_process_group()
-    return init_device_mesh(device_type or _device_type(), (dist.get_world_size(),))
+    group, kind = dist.group.WORLD, device_type or _device_type()
+    if group is not None and kind == "cpu":
+        return mesh_of_group(group, kind)  # init_device_mesh makes another group if there are GPUs
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def mesh_of_group(group: dist.ProcessGroup, device_type: str | None = None) -> DeviceMesh:

@@ -35,7 +35,7 @@ For tensor-parallel DTensors, all of these hold local tensors; ``sharded_params`
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -305,8 +305,7 @@ class Bucket:
 
     def differs(self) -> bool:
         """Return whether the sharded parameters now have more than one device or dtype."""
-        locals_now = map(self.spec.form.local, self.sharded_params)
-        return len({(local.device, local.dtype) for local in locals_now}) > 1
+        return len(_kinds(map(self.spec.form.local, self.sharded_params))) > 1
 
     def version(self) -> int:
         """Return a number that grows with each visible write to a sharded or a local tensor.
@@ -359,7 +358,7 @@ class Bucket:
                     f"rank's piece of it, {tuple(ours.shape)}; write whole values inside of "
                     "unshard_params()"
                 )
-        kinds = {(local.device, local.dtype) for local in locals_now}
+        kinds = _kinds(locals_now)
         if len(kinds) > 1:
             differing = (
                 f"{name} {local.dtype} {local.device}"
@@ -386,3 +385,7 @@ class Bucket:
             whole.shard = self.shard
         else:
             self.dematerialize()
+
+
+def _kinds(tensors: Iterable[Tensor]) -> set[tuple[torch.device, torch.dtype]]:
+    return {(tensor.device, tensor.dtype) for tensor in tensors}

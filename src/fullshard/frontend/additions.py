@@ -11,35 +11,13 @@ from itertools import chain
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from fullshard import _torch
 from fullshard.engine import Unit
 from fullshard.frontend.flat_param import FLAT_PARAM
+from fullshard.frontend.hooks import num_registrations
 from fullshard.frontend.ownership import owner_of, unit_of
 from fullshard.frontend.places import Place
-
-
-class _Registrations:
-    """Counts registrations of modules and parameters in this process, from the first unit on."""
-
-    number = 0
-    is_counting = False
-
-    @classmethod
-    def count(cls) -> None:
-        """Begin to count, with hooks of ``torch.nn``, which then cost each root forward nothing."""
-        if not cls.is_counting:
-            cls.is_counting = True
-            register_module_module_registration_hook(cls._note)
-            register_module_parameter_registration_hook(cls._note)
-
-    @classmethod
-    def _note(cls, *_: object) -> None:
-        cls.number += 1
 
 
 class Additions:
@@ -58,8 +36,7 @@ class Additions:
         self._children = [module._modules for module in self._modules]
         self._params = [module._parameters for module in self._modules]
         self._seen = self._now()
-        _Registrations.count()
-        self._looked_at = _Registrations.number
+        self._looked_at = num_registrations()
 
     def _now(self) -> list[object]:
         """Return what is directly below the modules, and how many parameters they have."""
@@ -68,9 +45,9 @@ class Additions:
 
     def warn(self, unit: Unit) -> None:
         """Warn, once each, of trainable parameters that were added below ``unit``."""
-        if self._looked_at == _Registrations.number:
+        looked_at, self._looked_at = self._looked_at, num_registrations()
+        if looked_at == self._looked_at:
             return
-        self._looked_at = _Registrations.number
         now = self._now()
         if now == self._seen:
             return

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ConfigError
 from fullshard.frontend.hooks import engine_of
-from fullshard.frontend.ownership import enlist_copy, num_members_in, units_below
+from fullshard.frontend.ownership import enlist_copy, members_below
 
 _UNDER_WAY = "fullshard: a sharded module is being copied"
 """Key in the memo of a running ``copy.deepcopy``; all other keys of the memo are numbers."""
@@ -26,10 +26,11 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """
     if _UNDER_WAY in memo:  # a sharded module inside the one being copied
         return _copy(module, memo)
-    units = units_below([module])
-    for unit in units:
-        _check(unit, module)
+    members = members_below([module])
+    for unit, num_members in members.items():
+        _check(unit, module, num_members)
         engine_of(unit).check_idle("deepcopy of a sharded module")
+    units = list(members)
     for unit in units:
         engine_of(unit).reshard(unit)
         engine_of(unit).take_over(unit)
@@ -62,8 +63,7 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     return new  # type: ignore[no-any-return]
 
 
-def _check(unit: Unit, module: nn.Module) -> None:
-    inside = num_members_in(module, unit)
+def _check(unit: Unit, module: nn.Module, inside: int) -> None:
     if inside < unit.num_members:
         raise ConfigError(
             f"deepcopy of {type(module).__name__}: unit {unit.name or '(root)'} has "

@@ -220,17 +220,16 @@ class FlatPlaces(Places):
 
     def take_over(self, unit: Unit, *, keeps_ties: bool = False) -> None:
         """See ``engine.Registration``."""
-        if self.warn_of_additions is not None and not keeps_ties:
-            self.warn_of_additions(unit)
         for front in self.fronts:
             shown = self._holder._parameters.get(FLAT_PARAM)
             if shown is not None and shown is not front.param:
                 front.param = shown
                 front.introduce()
             front.follow()
-        if not self.shows_sharded:
-            self._check_unsharded(unit)
-            return
+        super().take_over(unit, keeps_ties=keeps_ties)
+
+    def _take_over_sharded(self, unit: Unit, *, keeps_ties: bool) -> None:
+        """Refuse parameters that were put where modules hold none."""
         for slot in self._slots if self._lent is None and not self._in_pieces else ():
             now = slot.params.get(slot.name)
             if now is not None:

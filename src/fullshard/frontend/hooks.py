@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from fullshard import _torch
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit, refuse_gradients
@@ -129,6 +133,28 @@ class _Cast:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+_registrations = 0
+_counts_registrations = False
+
+
+def num_registrations() -> int:
+    """Return how many modules and parameters were registered in this process since the first call.
+
+    Asking costs a root forward next to nothing; looking at all modules would not.
+    """
+    global _counts_registrations
+    if not _counts_registrations:
+        _counts_registrations = True
+        register_module_module_registration_hook(_count_registration)
+        register_module_parameter_registration_hook(_count_registration)
+    return _registrations
+
+
+def _count_registration(*_: object) -> None:
+    global _registrations
+    _registrations += 1
 
 
 def install_state_dict_hooks(unit: Unit, places: Places) -> None:

@@ -74,9 +74,9 @@ class FSDPModule(CommunicationControls):
         if cls.__bases__[:1] != (FSDPModule,):
             name = cls.__bases__[0].__name__
             raise _Derived(
-                f"{cls.__name__} is derived from {name}, the class of a sharded module, which "
-                f"cannot be built: derive from the class that {name} had before fully_shard, and "
-                "give instances to fully_shard"
+                f"{cls.__name__} cannot be built, because it is derived from {name}, the class "
+                "that fully_shard gave to a sharded module: derive from the module's original "
+                "class, and pass instances to fully_shard"
             )
         original = cls.__bases__[1]
         return original(*args, **kwargs)

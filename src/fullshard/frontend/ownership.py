@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -120,13 +121,13 @@ def enlist_copy(modules: Iterable[nn.Module], memo: Mapping[Any, Any]) -> None:
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
     """Return the units that have members inside ``modules``, in the order of ``modules()``."""
+    return list(members_below(modules))
+
+
+def members_below(modules: Iterable[nn.Module]) -> Counter[Unit]:
+    """Return how many members each unit has inside ``modules``, in the order of ``modules()``."""
     found = (unit_of(inner) for module in modules for inner in module.modules())
-    return list(dict.fromkeys(unit for unit in found if unit is not None))
-
-
-def num_members_in(module: nn.Module, unit: Unit) -> int:
-    """Return the number of members of ``unit`` that are ``module`` or inside of it."""
-    return sum(unit_of(inner) is unit for inner in module.modules())
+    return Counter(unit for unit in found if unit is not None)
 
 
 @dataclass

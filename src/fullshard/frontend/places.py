@@ -276,17 +276,17 @@ class Places:
         self, unit: Unit, ties: _Targets, new: Mapping[int, nn.Parameter | None]
     ) -> None:
         """Refuse a new parameter in some of the places of a tied one: it would need a shard."""
-        for index, now in new.items():
-            slot = self._slots[index]
-            for other, beside in enumerate(self._slots):
-                is_tied = (beside.bucket, beside.number) == (slot.bucket, slot.number)
-                if is_tied and other not in ties and new.get(other) is not now:
-                    raise _CannotTakeOver(
-                        f"Cannot writeback: parameter {_named(slot)} in unit "
-                        f"{unit.name or '(root)'} was tied to {_named(beside)} when it was "
-                        "sharded, and got a parameter of its own after fully_shard. Untie "
-                        "parameters before fully_shard, or put the same one in all places"
-                    )
+        slots = ((index, self._slots[index]) for index in new)
+        replaced = {(slot.bucket, slot.number): index for index, slot in slots}
+        for other, beside in enumerate(self._slots):
+            index = replaced.get((beside.bucket, beside.number), other)
+            if other not in ties and new.get(other) is not new.get(index):
+                raise _CannotTakeOver(
+                    f"Cannot writeback: parameter {_named(self._slots[index])} in unit "
+                    f"{unit.name or '(root)'} was tied to {_named(beside)} when it was sharded, "
+                    "and got a parameter of its own after fully_shard. Untie parameters before "
+                    "fully_shard, or put the same one in all places"
+                )
 
     def note_ties(self, unit: Unit) -> None:
         """Keep ties that the user made while the unit was unsharded, before it is resharded."""

@@ -18,7 +18,7 @@ from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuilt
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
-from fullshard.frontend.ownership import members_of, num_members_in, unit_of, units_below
+from fullshard.frontend.ownership import members_below, members_of, unit_of, units_below
 from fullshard.frontend.places import places_of
 from fullshard.frontend.suspects import look_for_suspects, take_suspects
 from fullshard.schedule import triggers as when
@@ -98,7 +98,7 @@ class ShardedModule:
         refuses the unit if its parameters still differ in device or dtype.
         """
         module: nn.Module = self  # type: ignore[assignment]
-        units = units_below([module])
+        units = members_below([module])
         for unit in units:
             engine = engine_of(unit)
             engine.check_idle("moving or casting a sharded module")
@@ -109,8 +109,8 @@ class ShardedModule:
             for bucket in (bucket for unit in units for bucket in unit.buckets):
                 stack.enter_context(bucket.keeping_grad_dtypes())
             super()._apply(fn, recurse)  # type: ignore[misc]
-            for unit in units:
-                is_whole = recurse and num_members_in(module, unit) == unit.num_members
+            for unit, num_members in units.items():
+                is_whole = recurse and num_members == unit.num_members
                 engine_of(unit).moved(unit, partly=not is_whole)
                 engine_of(unit).weights_changed()
         return self
@@ -272,9 +272,9 @@ def _check_one_around(engine: Engine, what: str) -> None:
             if nearest is not None and nearest not in inside:
                 raise ConfigError(
                     f"{what}: unit {one.name} is inside of two units, {nearest.name} and "
-                    f"{unit.name or '(root)'}, so there is no nearest unit around that all ranks "
-                    "run. Give both units to one call of fully_shard, as a list, or leave out "
-                    "set_skip_tolerance"
+                    f"{unit.name or '(root)'}, neither of which is inside of the other, so ranks "
+                    "may skip one and run the other. Give both units to one call of fully_shard, "
+                    "as a list, or leave out set_skip_tolerance"
                 )
             around[one] = unit
 

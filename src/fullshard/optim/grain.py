@@ -50,12 +50,12 @@ class Recipe(NamedTuple):
 
     @property
     def key(self) -> object:
-        """Return what groups have in common that a trial treats alike."""
+        """Return a key that is equal for groups that a trial treats alike."""
         return exactly((self.optimizer_class, tame(self.kwargs), tame_group(self.options)))
 
     @property
     def kind(self) -> object:
-        """Return what groups have in common whose state has the same form."""
+        """Return a key that is equal for groups whose state has the same form."""
         return kind_of((self.optimizer_class, tame(self.kwargs), tame_group(self.options)))
 
     def made(self, params: Sequence[Tensor]) -> Optimizer:

@@ -34,9 +34,9 @@ def orthogonalise(
     """Return each of ``matrices`` with its singular values moved close to 1.
 
     The products of one matrix are those of ``torch.optim.Muon``, in its order. Products of many
-    matrices at once need fewer kernels, but a device may add up in another order there. Which it
-    does is tried once for each such polynomial, shape, number of matrices, dtype and device, on
-    numbers of our own.
+    matrices at once need fewer kernels, but a device may add up in another order there. A trial on
+    numbers of our own finds out, once for each polynomial, shape, number of matrices, dtype and
+    device.
 
     Args:
         matrices: of one shape (m, n), on one device; they are not changed.

@@ -41,9 +41,8 @@ def check_elementwise(
     counts in its state or options, four late ones.
 
     A class that has passed is not tried again with the same options. The learning rate is not an
-    option here: a trial replaces it, so groups may differ in it. Schedulers change the options of
-    a group that has been tried before; call ``add_param_group`` or load a state dict for a trial of
-    other options.
+    option here: a trial replaces it, so groups may differ in it. Options that a scheduler
+    changes later are not tried; ``add_param_group`` and loading a state dict try theirs.
 
     Args:
         optimizer_class: the class to try.
@@ -162,7 +161,7 @@ def _try(
 
 
 def apart(joined: Tensor, alone: Sequence[Tensor]) -> float:
-    """Return the largest difference, relative to the largest element of each tensor above 1."""
+    """Return the largest difference, relative to each tensor's largest magnitude or 1."""
     parts = joined.detach().flatten().split([one.numel() for one in alone])
     found = []
     for part, one in zip(parts, alone, strict=True):
@@ -174,7 +173,7 @@ def apart(joined: Tensor, alone: Sequence[Tensor]) -> float:
 
 
 def set_forward(optimizer: Optimizer, before: Mapping[str, Any], count: int) -> None:
-    """Set forward what counts ``count`` steps, in the state and among options.
+    """Advance the step counters in the state and among options, which now stand at ``count``.
 
     Args:
         optimizer: whose parameters are in one group.
@@ -258,8 +257,8 @@ def exactly(value: Any) -> Hashable:
 def kind_of(value: Any) -> Hashable:
     """Return a key, equal for options with which a class makes state of the same form.
 
-    Of a float it has only whether the float is zero: schedulers change floats from step to step,
-    and forms are asked for in each save.
+    The key of a float says only whether it is zero: schedulers change floats from step to step, and
+    forms are asked for in each save.
     """
     return _key(value, bool)
 

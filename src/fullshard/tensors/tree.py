@@ -25,6 +25,9 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
     Containers may hold themselves; each is entered once. Sets, mappings that are no ``dict`` or
     ``UserDict``, and objects of other classes are not searched.
     """
+    if isinstance(value, Tensor):
+        yield value
+        return
     open_parts = [iter((value,))]
     entered: dict[int, Any] = {}
     while open_parts:
@@ -143,7 +146,7 @@ class _Change:
         if id(value) not in self._changed:
             return value
         parts = [self._new(part) for part in value] if isinstance(value, (tuple, set)) else []
-        reason = "copy.copy() returned something else"
+        reason = "copy.copy() returned the same object, or one of another class or length"
         try:
             new = self._copied(value, parts)
         except Exception as error:
@@ -173,7 +176,9 @@ class _Change:
             f"copied ({reason})"
         )
         if self._must_copy:
-            raise UnsupportedError(f"{words}; pass its tensors in a class that can be")
+            raise UnsupportedError(
+                f"{words}; pass its tensors in a container that copy.copy() can copy"
+            )
         warnings.warn(f"{words}, so its tensors are left as they are", stacklevel=2)
         return value
 
@@ -186,13 +191,15 @@ class _Change:
         items = _items(value)
         if items is not None:
             for key, part in items:
-                if self._new(part) is not part:
-                    _set_item(new, key, self._new(part))
+                made = self._new(part)
+                if made is not part:
+                    _set_item(new, key, made)
             return
         for field in dataclasses.fields(value):
             part = getattr(value, field.name, None)
-            if self._new(part) is not part:
-                object.__setattr__(new, field.name, self._new(part))  # it may be frozen
+            made = self._new(part)
+            if made is not part:
+                object.__setattr__(new, field.name, made)  # it may be frozen
 
 
 def _tuple_like(value: Any, parts: Sequence[Any]) -> Any:
