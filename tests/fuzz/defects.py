@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+from fullshard.checkpoint import saving
 from fullshard.engine import Unit
 from fullshard.engine.reduce import Gradients
 from fullshard.frontend.places import Places
@@ -61,10 +63,15 @@ def _broken_ties(plain: Changed) -> Changed:
     return lambda self, targets: None
 
 
-class Defect(NamedTuple):
-    """A method of ``cls`` that does something else."""
+def _unseen_differences(plain: Changed) -> Changed:
+    """Replicas that differ by rank are saved, one rank's for all."""
+    return lambda said: False
 
-    cls: type
+
+class Defect(NamedTuple):
+    """A method of ``cls``, or a function of a module, that does something else."""
+
+    cls: type | ModuleType
     method: str
     change: Callable[[Changed], Changed]
     shown_by: tuple[str, ...] = ()
@@ -81,6 +88,9 @@ DEFECTS = {
         Unit, "was_written", _unseen_writes, ("'set_reshard_after_backward', args=(False", "edit")
     ),
     "broken ties": Defect(Places, "_point", _broken_ties, ("'tie'", "face='modules'")),
+    "unseen differences": Defect(
+        saving, "are_apart", _unseen_differences, ("'store'", "differing='weight'")
+    ),
 }
 
 

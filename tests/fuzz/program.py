@@ -150,6 +150,19 @@ class _Writer:
             options["broadcast"] = True
         return step("save", **options)
 
+    def any_store(self) -> Step:
+        """A checkpoint on disk, at times with replicas that differ."""
+        face, other = self.sharding.face, None
+        if self.chance(0.5):
+            other = sharding_of(self.draw, self.model, self.world, face)
+        return step(
+            "store",
+            mode=self.draw.choice(("sync", "async")),
+            differing=self.draw.choice(("", "", "weight", "bias", "seen")),
+            optimizer=self.chance(0.7),
+            other=other,
+        )
+
     def any_load(self) -> Step:
         return step("load", factor=0.5, broadcast=self.chance(0.5))
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fullshard import checkpoint
-from tests.fuzz.compare import compare_tensors
+from fullshard.errors import ConfigError
+from tests.fuzz.compare import Differs, compare_tensors
 
-__all__ = ["change", "compare_and_change", "through_full", "through_sharded"]
+__all__ = [
+    "Pair",
+    "change",
+    "compare_and_change",
+    "through_files",
+    "through_full",
+    "through_sharded",
+]
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -49,3 +61,61 @@ def through_sharded(old: Pair, new: Pair, *, optimizer: bool) -> None:
     if optimizer:
         state = checkpoint.sharded_optim_state_dict(*old)
         checkpoint.load_sharded_optim_state_dict(*new, state)
+
+
+def through_files(old: Pair, new: Pair, *, mode: str, differing: str, optimizer: bool) -> bool:
+    """Save with a plain module beside, and load; False if the save was refused, as it should be.
+
+    Args:
+        old: what is saved.
+        new: what it is loaded into.
+        mode: of the save.
+        differing: the tensor of the plain module that the last rank has otherwise, or "".
+        optimizer: also the optimizer's state.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    beside, loaded = _Plain(1.0), _Plain(0.0)
+    with torch.no_grad():
+        if differing and rank == size - 1:
+            getattr(beside, differing).view(-1)[-1] += 1e-12
+    folders = [tempfile.mkdtemp(prefix="fullshard-fuzz-") if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    root = Path(str(folders[0]))
+    try:
+        said = ""
+        pair = _both(old[0], beside), old[1] if optimizer else None
+        try:
+            checkpoint.save(root / "step-1", *pair, step=1, mode=mode).wait()
+        except ConfigError as error:
+            said = str(error)
+        is_refused = differing in ("weight", "bias") and size > 1
+        if is_refused:
+            expected = f"model/beside.{differing} on ranks 0 and {size - 1}. If they are"
+            if expected not in said or checkpoint.latest(root) is not None:
+                raise Differs(f"a save of replicas that differ: {said!r}")
+            return False
+        if said:
+            raise Differs(f"the save was refused: {said}")
+        checkpoint.load(root / "step-1", _both(new[0], loaded), new[1] if optimizer else None)
+        for name, value in beside.state_dict().items():
+            if differing != name:
+                compare_tensors(f"beside {name}", loaded.state_dict()[name], value)
+        return True
+    finally:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(root)
+
+
+class _Plain(nn.Module):
+    """A module that nobody shards; its buffer may differ by rank, its parameters may not."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 5), value, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.full((), value, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("seen", torch.full((2,), value, dtype=torch.float64))
+
+
+def _both(model: nn.Module, beside: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({"twin": model, "beside": beside})

@@ -33,7 +33,14 @@ from tests.fuzz.draw import below
 from tests.fuzz.modules import Planned, blocks_of, build, invoke
 from tests.fuzz.reference import ROWS, Batch, Reference, batch_of, loss_of
 from tests.fuzz.sharding import make_optimizer, shard
-from tests.fuzz.transfers import change, compare_and_change, through_full, through_sharded
+from tests.fuzz.transfers import (
+    Pair,
+    change,
+    compare_and_change,
+    through_files,
+    through_full,
+    through_sharded,
+)
 
 __all__ = ["Twins"]
 
@@ -433,6 +440,25 @@ class Twins:
         broadcast: bool = False,
     ) -> None:
         """Go on with a fresh model that state dicts are loaded into."""
+        sharding = other or self.sharding
+        old, new = (self.model, self.optimizer), self._fresh(sharding)
+        if full:
+            through_full(old, new, optimizer=optimizer, cpu=cpu, broadcast=broadcast)
+        else:
+            through_sharded(old, new, optimizer=optimizer)
+        self._go_on_with(new, sharding, optimizer=optimizer)
+
+    def store(self, mode: str, differing: str, optimizer: bool, other: Sharding | None) -> None:
+        """Go on with a fresh model that a checkpoint of it and a plain module is loaded into.
+
+        Where the plain module differs by rank in a parameter, the save must be refused by name.
+        """
+        sharding = other or self.sharding
+        old, new = (self.model, self.optimizer), self._fresh(sharding)
+        if through_files(old, new, mode=mode, differing=differing, optimizer=optimizer):
+            self._go_on_with(new, sharding, optimizer=optimizer)
+
+    def _fresh(self, sharding: Sharding) -> Pair:
         fresh = build(self.case.model, seed=self.case.seed + 1)
         reference = self.reference
         for tie in self.ties:
@@ -442,16 +468,13 @@ class Twins:
         for number, block in blocks_of(fresh).items():
             block.times = reference.blocks()[number].times
             block.train(reference.blocks()[number].training)
-        sharding = other or self.sharding
         made = shard(fresh, sharding)
-        new_optimizer = self._optimizer_of(made)
-        old_pair, new_pair = (self.model, self.optimizer), (made, new_optimizer)
-        if full:
-            through_full(old_pair, new_pair, optimizer=optimizer, cpu=cpu, broadcast=broadcast)
-        else:
-            through_sharded(old_pair, new_pair, optimizer=optimizer)
+        return made, self._optimizer_of(made)
+
+    def _go_on_with(self, new: Pair, sharding: Sharding, *, optimizer: bool) -> None:
+        reference = self.reference
         self.sharding = sharding
-        self._begin_with(made, new_optimizer)
+        self._begin_with(*new)
         reference.sharded_as(sharding)
         if optimizer:  # loading casts scalars of a state to their parameter's dtype
             reference.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
