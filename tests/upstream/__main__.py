@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+
+from tests.upstream.stand_in import Result
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = 77
 KINDS = {
     "private names": r"there is none; docs/compat|can only be read|there is none; use"
     r"|has no attribute '_|fullshard that fullshard shards",
@@ -23,88 +22,83 @@ KINDS = {
 """Words of the error by which a failure on our engine is sorted; anything else is "other"."""
 
 
-class Result(NamedTuple):
-    """What a test did on one engine: ok, skipped, FAILED or hangs, and the last error."""
-
-    what: str
-    error: str = ""
-
-
-def run(engine: str, file: Path, test: str, timeout_s: float) -> Result:
-    """Run one test in a process of its own, with the ranks that it starts."""
-    command = [sys.executable, "-m", "tests.upstream.stand_in", engine, str(file), test]
-    paths = (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command,
+def run(engine: str, source: Path, file: Path, given: argparse.Namespace) -> dict[str, Result]:
+    """Run the tests of a file on one engine; return what each did, by name."""
+    command = [sys.executable, "-m", "tests.upstream.stand_in", engine, str(file), given.k]
+    paths = (str(source), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "RANKS": str(given.ranks),
+    }
+    done = subprocess.run(
+        [*command, str(given.timeout), str(given.at_once)],
         cwd=ROOT,
         env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            _, printed = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
-            return Result("hangs", f"no end after {timeout_s:.0f} s")
-    what = {0: "ok", SKIPPED: "skipped"}.get(process.returncode, "FAILED")
-    errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Warning|Exit|Skip): .*$", printed, re.M)
-    own = [error for error in errors if "exited with" not in error and "Process" not in error]
-    return Result(what, (own or errors or [""])[-1] if what == "FAILED" else "")
-
-
-def kind_of(error: str) -> str:
-    """Sort a failure by its error."""
-    return next((kind for kind, words in KINDS.items() if re.search(words, error)), "other")
-
-
-def tests_of(file: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "tests.upstream.stand_in", "torch", str(file), ""]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        check=False,
     )
     if done.returncode:
-        print(f"{file.name}: cannot be imported: {done.stderr.strip().splitlines()[-1]}")
-    yield from done.stdout.split() if not done.returncode else ()
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        print(f"{file.name} on {engine}: {last}", flush=True)
+    lines = (line for line in done.stdout.splitlines() if line.startswith('{"test"'))
+    results = [Result(**json.loads(line)) for line in lines]
+    return {one.test: one for one in results}
+
+
+def kind_of(result: Result | None) -> str:
+    """Sort what a test did on our engine."""
+    if result is None:
+        return "other"
+    if result.what != "FAILED":
+        return result.what
+    return next((kind for kind, words in KINDS.items() if re.search(words, result.error)), "other")
+
+
+def row_of(file: Path, given: argparse.Namespace) -> str:
+    """Run a file everywhere; print what differs, and return its row of the table."""
+    theirs = run("torch", ROOT / "src", file, given)
+    passed = [name for name, one in theirs.items() if one.what == "ok"]
+    for name, one in theirs.items():
+        if one.what not in ("ok", "skipped"):
+            print(f"not counted: {file.stem} {name}: {one.what} {one.error[:150]}", flush=True)
+    cells = [str(len(theirs)), str(len(passed))]
+    for source in (*given.before, ROOT / "src"):
+        ours = run("fullshard", source, file, given) if passed else {}
+        kinds = {name: kind_of(ours.get(name)) for name in passed}
+        counted = Counter(kinds.values())
+        if source == ROOT / "src":
+            for name, kind in kinds.items():
+                if kind != "ok":
+                    error = ours[name].error if name in ours else "no result"
+                    print(f"{kind}: {file.stem} {name}: {error[:250]}", flush=True)
+            cells += [str(counted[kind]) for kind in ("ok", *KINDS, "skipped", "hangs", "other")]
+        else:
+            cells.append(str(counted["ok"]))
+    return f"| {file.stem} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="with PyTorch's test files")
+    parser.add_argument("folder", type=Path, help="with PyTorch's test files, or one file")
     parser.add_argument("-k", default="", help="only tests whose names have this word")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a test")
+    parser.add_argument("--ranks", type=int, default=2, help="devices that tests find")
     parser.add_argument("--at-once", type=int, default=2, help="tests that run at the same time")
+    parser.add_argument(
+        "--before", type=Path, action="append", default=[], help="src of a checkout to compare with"
+    )
     given = parser.parse_args()
+    files = sorted(given.folder.rglob("test_*.py")) if given.folder.is_dir() else [given.folder]
     rows = []
-    for file in sorted(given.folder.glob("test_*.py")):
-        names = [name for name in tests_of(file) if given.k in name]
-        counted: Counter[str] = Counter()
-
-        def both(name: str, file: Path = file) -> tuple[str, Result, Result]:
-            theirs = run("torch", file, name, given.timeout)
-            is_ok = theirs.what == "ok"
-            ours = run("fullshard", file, name, given.timeout) if is_ok else Result("not run")
-            return name, theirs, ours
-
-        with ThreadPoolExecutor(given.at_once) as pool:
-            for name, theirs, ours in pool.map(both, names):
-                counted[f"torch {theirs.what}"] += 1
-                if theirs.what == "ok":
-                    kind = ours.what if ours.what in ("ok", "hangs") else kind_of(ours.error)
-                    counted[f"fullshard {kind}"] += 1
-                    if kind != "ok":
-                        print(f"{kind}: {file.stem} {name}: {ours.error[:200]}", flush=True)
-                else:
-                    print(f"not counted: {file.stem} {name}: {theirs.error[:120]}", flush=True)
-        kinds = ("ok", *KINDS, "other", "hangs")
-        cells = [counted["torch ok"], *(counted[f"fullshard {kind}"] for kind in kinds)]
-        rows.append(f"| {file.stem} | {' | '.join(map(str, cells))} |")
-    print(f"\n| file | PyTorch | fullshard | {' | '.join(KINDS)} | other | hangs |")
-    print(f"|---|{'---|' * (len(KINDS) + 4)}")
+    for file in files:
+        rows.append(row_of(file, given))
+        print(rows[-1], flush=True)
+    before = "".join(f" fullshard in {one} |" for one in given.before)
+    heads = f"| file | tests | PyTorch |{before} fullshard | {' | '.join(KINDS)} |"
+    print(f"\n{heads} skipped | hangs | other |")
+    print(f"|---|{'---|' * (len(KINDS) + 6 + len(given.before))}")
     print("\n".join(rows))
 
 

@@ -1,23 +1,55 @@
-"""Run one of PyTorch's test files on a CPU: ``-m tests.upstream.stand_in ENGINE FILE TEST``."""
+"""Run PyTorch's tests of one file on a CPU: ``-m tests.upstream.stand_in ENGINE FILE WORD``.
+
+A line of JSON is printed for each test. Every test runs in a fork of this process, which has
+imported PyTorch and the file once.
+"""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import re
 import sys
+import tempfile
+import time
 import unittest
-from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-from unittest import mock
+from typing import IO, Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import _init_utils
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal import common_distributed, common_fsdp, common_utils
 
-from fullshard.compat import patch_torch
+RANKS = int(os.environ.get("RANKS", "2"))
+SKIPPED = 77
+ON_A_CPU = (
+    (r'torch\.device\("cuda"[^()]*\)|torch\.cuda\.current_device\(\)', 'torch.device("cpu")'),
+    (r'f"cuda:\{[^}]*\}"|"cuda(:\d)?"', '"cpu"'),
+    (r"\.cuda\([\w.]*\)", ".cpu()"),
+    (r"\.to\((self\.)?rank\)", ".cpu()"),
+    (r"device=(self\.)?rank\b", 'device="cpu"'),
+    (r'(device_id=|"device_id": )(self\.)?rank\b', r'\1torch.device("cpu")'),
+    (r'"nccl"', '"gloo"'),
+    (r"\bCUDAInitMode\b", "DEVICEInitMode"),
+    (r"\bCUDA_(BEFORE|AFTER|NEVER)\b", r"DEVICE_\1"),
+    (r"\bcuda_init_mode\b", "device_init_mode"),
+)
+"""What is replaced in the text of a file, as it is imported, so that it names no GPU."""
 
-RANKS = 2
+
+class Result(NamedTuple):
+    """What a test did on one engine: ok, skipped, FAILED or hangs, and the last error."""
+
+    test: str
+    what: str
+    error: str = ""
 
 
 def _always(*_: Any, **__: Any) -> Callable[[Any], Any]:
@@ -31,8 +63,16 @@ def on_a_cpu() -> None:
     common_fsdp.DISTRIBUTED_BACKEND = "gloo"
     common_fsdp.DEVICE_COUNT = RANKS
     common_fsdp.get_devtype = _cpu
-    torch.accelerator.device_count = lambda: RANKS
-    for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):
+    for module in (torch.accelerator, torch.cpu, torch.cuda):
+        module.device_count = lambda: RANKS  # type: ignore[assignment]
+    for name in ("set_device", "synchronize", "manual_seed_all", "set_device_index"):
+        for module in (torch.accelerator, torch.cuda):
+            setattr(module, name, lambda *_: None)
+    torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
+    torch.accelerator.current_accelerator = _cpu  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
+    skips = "skip_if_lt_x_gpu requires_nccl requires_accelerator_dist_backend requires_gloo"
+    for name in skips.split():
         setattr(common_distributed, name, _always)
     for name in ("MI200_ARCH", "device_sleep", "skip_if_rocm_arch_multiprocess"):
         for module in (common_utils, common_distributed):  # names of other versions
@@ -41,6 +81,24 @@ def on_a_cpu() -> None:
     # Ranks are forked: a spawned one would import the file without these changes.
     multiprocessing.set_start_method("fork", force=True)
     common_distributed.MultiProcessTestCase._spawn_processes = _forked  # type: ignore[method-assign]
+    _fsdp1_on_a_cpu()
+
+
+def _fsdp1_on_a_cpu() -> None:
+    """Let PyTorch's FSDP1 and DDP take what they refuse, or look for, on a CPU."""
+    plain_handle, plain_init = _init_utils._init_device_handle, DistributedDataParallel.__init__
+
+    def handle(state: Any, module: Any, ignored: Any, device_id: Any) -> Any:
+        return plain_handle(state, module, ignored, torch.device("cpu"))
+
+    def init(self: Any, *args: Any, device_ids: Any = None, **options: Any) -> None:
+        plain_init(self, *args, **options)
+
+    from torch.distributed.fsdp import fully_sharded_data_parallel
+
+    for module in (_init_utils, fully_sharded_data_parallel):
+        module._init_device_handle = handle  # type: ignore[attr-defined]
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def _forked(self: Any, world_size: int | None = None, **options: Any) -> None:
@@ -50,13 +108,13 @@ def _forked(self: Any, world_size: int | None = None, **options: Any) -> None:
 
 def load(file: Path) -> ModuleType:
     """Import a test file as a module of its own."""
-    spec = spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
+    text = file.read_text()
+    for pattern, words in ON_A_CPU:
+        text = re.sub(pattern, words, text)
+    module = module_from_spec(ModuleSpec(file.stem, None, origin=str(file)))
+    module.__file__ = str(file)
     sys.modules[file.stem] = module
-    # Files ask for the accelerator's type when they are imported.
-    with mock.patch.object(torch.accelerator, "current_accelerator", _cpu):
-        spec.loader.exec_module(module)
+    exec(compile(text, str(file), "exec"), module.__dict__)
     return module
 
 
@@ -64,35 +122,81 @@ def _cpu(*_: Any, **__: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def names_in(file: Path) -> list[str]:
-    """Return the tests of a file."""
-    suite = unittest.defaultTestLoader.loadTestsFromModule(load(file))
-    found: list[str] = []
-
-    def walk(one: Any) -> None:
+def _tests_in(suite: Any) -> Iterator[unittest.TestCase]:
+    for one in suite:
         if isinstance(one, unittest.TestSuite):
-            for inner in one:
-                walk(inner)
+            yield from _tests_in(one)
         else:
-            found.append(one.id().removeprefix(f"{file.stem}."))
-
-    walk(suite)
-    return found
+            yield one
 
 
-def main(engine: str, file: str, test: str) -> int:
-    """Run one test, or print the names of all; return the exit status, 77 for a skipped test."""
+class _Running(NamedTuple):
+    name: str
+    pid: int
+    printed: IO[bytes]
+    until_s: float
+
+
+def _start(name: str, test: unittest.TestCase, timeout_s: float) -> _Running:
+    printed = tempfile.TemporaryFile()  # noqa: SIM115
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+        status = 1
+        try:
+            suite = unittest.TestSuite([test])
+            result = unittest.TextTestRunner(stream=sys.stderr).run(suite)
+            status = SKIPPED if result.skipped else 0 if result.wasSuccessful() else 1
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return _Running(name, pid, printed, time.monotonic() + timeout_s)
+
+
+def _ended(one: _Running) -> Result | None:
+    pid, status = os.waitpid(one.pid, os.WNOHANG)
+    if pid == 0:
+        if time.monotonic() < one.until_s:
+            return None
+        os.killpg(one.pid, 9)
+        os.waitpid(one.pid, 0)
+        return Result(one.name, "hangs", "it did not end in time")
+    with suppress(ProcessLookupError):
+        os.killpg(one.pid, 9)  # ranks that it left behind
+    what = {0: "ok", SKIPPED: "skipped"}.get(os.waitstatus_to_exitcode(status), "FAILED")
+    if what != "FAILED":
+        return Result(one.name, what)
+    one.printed.seek(0)
+    printed = one.printed.read().decode(errors="replace")
+    errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Warning|Exit|Skip)\b.*$", printed, re.M)
+    own = [error for error in errors if "exited with" not in error and "Process" not in error]
+    return Result(one.name, what, (own or errors or [printed[-200:]])[-1])
+
+
+def main(engine: str, file: str, word: str, timeout_s: float, at_once: int) -> None:
+    """Run the tests of a file whose names have ``word``."""
     on_a_cpu()
     if engine == "fullshard":
+        from fullshard.compat import patch_torch
+
         patch_torch()
-    if test == "":
-        print("\n".join(names_in(Path(file))))
-        return 0
-    module = load(Path(file))
-    suite = unittest.defaultTestLoader.loadTestsFromName(test, module)
-    result = unittest.TextTestRunner(stream=sys.stderr, verbosity=2).run(suite)
-    return 77 if result.skipped else 0 if result.wasSuccessful() else 1
+    path = Path(file)
+    suite = unittest.defaultTestLoader.loadTestsFromModule(load(path))
+    named = ((one.id().removeprefix(f"{path.stem}."), one) for one in _tests_in(suite))
+    left = [(name, one) for name, one in named if word in name]
+    running: list[_Running] = []
+    while left or running:
+        while left and len(running) < at_once:
+            running.append(_start(*left.pop(0), timeout_s))
+        time.sleep(0.02)
+        for one in list(running):
+            result = _ended(one)
+            if result is not None:
+                running.remove(one)
+                print(json.dumps(result._asdict()), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    main(*sys.argv[1:4], float(sys.argv[4]), int(sys.argv[5]))  # type: ignore[call-arg]
