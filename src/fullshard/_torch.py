@@ -5,6 +5,7 @@ When a PyTorch release breaks fullshard, look here first: this stays one file, h
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -212,12 +213,54 @@ def abort(group: dist.ProcessGroup, device_type: str) -> None:
 def mark(device_type: str) -> Any:
     """Return an event behind what was issued on the current stream; None in a graph's capture."""
     module = torch.get_device_module(device_type)
-    is_capturing = getattr(module, "is_current_stream_capturing", None)
-    if is_capturing is not None and is_capturing():
+    if is_capturing(module):
         return None
     event = module.Event()
     event.record()
     return event
+
+
+def is_capturing(module: Any) -> bool:
+    """Return whether a graph is captured on the current stream of an accelerator's ``module``."""
+    asks: Callable[[], bool] = getattr(module, "is_current_stream_capturing", bool)
+    return asks()
+
+
+@contextmanager
+def beside_captures() -> Iterator[bool]:
+    """Let this thread ask events about their state while any thread captures a CUDA graph.
+
+    A query by a thread in the mode that threads begin with makes another thread's capture invalid,
+    unless that capture has a mode of its own. The block gets False where the mode cannot be
+    changed, and must not ask then.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        yield True  # a build without graphs
+        return
+    exchange = _exchange_of_capture_modes()
+    if exchange is None:
+        yield False
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield True
+    finally:
+        exchange(ctypes.byref(mode))  # the one before
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@cache
+def _exchange_of_capture_modes() -> Callable[..., Any] | None:
+    """Return the driver's function that exchanges the calling thread's mode; PyTorch has none."""
+    cuda, hip = ("libcuda.so.1", "cuThread"), ("libamdhip64.so", "hipThread")
+    library, prefix = hip if torch.version.cuda is None else cuda
+    with suppress(OSError, AttributeError):
+        exchange = getattr(ctypes.CDLL(library), f"{prefix}ExchangeStreamCaptureMode")
+        return cast("Callable[..., Any]", exchange)
+    return None
 
 
 def public_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:

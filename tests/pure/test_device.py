@@ -181,6 +181,15 @@ def test_waits_of_compute_are_timed_from_the_first_question_on(cuda: FakeAcceler
     assert not any(note.startswith("host waits") for note in cuda.notes)
 
 
+def test_waits_in_a_captured_graph_are_not_timed(cuda: FakeAccelerator) -> None:
+    """An event that was recorded in a capture cannot be asked about."""
+    lanes = lanes_of(cuda)
+    assert lanes.waited_s() == 0
+    cuda.is_current_stream_capturing = lambda: True  # type: ignore[attr-defined]
+    lanes.join(Lane.COMPUTE, Lane.GATHER)
+    assert cuda.notes == ["gather records 0", "compute waits 0"]
+
+
 def test_counting_waits_keeps_no_more_events_than_the_device_is_behind(
     cuda: FakeAccelerator,
 ) -> None:

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fullshard import _torch
 from fullshard.comm import ledger as ledger_room
-from fullshard.comm.ledger import Wait, check_ended, end_era, ledger_of, ledgers, now
+from fullshard.comm.ledger import (
+    KEPT,
+    Ledger,
+    Wait,
+    check_ended,
+    end_era,
+    ledger_of,
+    ledgers,
+    now,
+)
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
 from fullshard.watch import Step
+from fullshard.watch.statement import Group
+from fullshard.watch.watcher import _group
 
 
 class Fails:
@@ -217,6 +232,122 @@ def test_a_wait_that_failed_is_not_tried_again() -> None:
         pending = ledger_of(group).issue("gather", "", 8, lambda: fails)
         with pytest.raises(OSError, match="no descriptors"):
             pending.wait()
-        with pytest.raises(ProtocolError, match=r"this gather failed.*OSError: no descriptors"):
+        with pytest.raises(ProtocolError, match=r"an earlier wait failed with OSError: no descr"):
             pending.wait()
     assert fails.num_waits == 1
+
+
+@pytest.mark.parametrize("ahead", [40, 400])
+def test_the_oldest_that_a_device_has_not_done_is_named(ahead: int) -> None:
+    """However far the host is ahead of it, the first that hangs is what the device waits for."""
+    points = [Point() for _ in range(ahead)]
+    with job() as group:
+        ledger = ledger_of(group)
+        for number, point in enumerate(points):
+            points[2].is_passed = points[1].is_passed = points[0].is_passed = number > 2
+            ledger.issue("gather", f"unit blocks.{number}", 8, Done, lambda point=point: point)
+        said = _group(ledger)
+        assert said.waiting == 3 and said.on_device
+        issued = said.numbered(3)
+        assert issued is not None and issued.text() == "the gather of unit blocks.3"
+        assert [one.number for one in said.recent] == [3, *range(ahead - KEPT, ahead)]
+
+
+def test_marks_that_a_device_has_passed_are_not_kept() -> None:
+    """Nobody may look at a ledger for hours."""
+    passed: list[Point] = []
+    with job() as group:
+        ledger = ledger_of(group)
+        for _ in range(20):
+            for point in passed:
+                point.is_passed = True
+            passed = [Point() for _ in range(100)]
+            for point in passed:
+                ledger.issue("gather", "", 8, Done, lambda point=point: point)
+        assert len(ledger._underway._marks) <= 300  # of 2,000
+        held = weakref.ref(passed.pop(0))
+        del point
+        assert held() is not None
+        for one in passed:
+            one.is_passed = True
+        first = held()
+        assert first is not None
+        first.is_passed = True
+        del first
+        assert ledger.wait() is None and held() is None
+
+
+def test_a_host_that_waits_for_an_old_collective_names_it() -> None:
+    with job() as group:
+        ledger = ledger_of(group)
+        pending = [ledger.issue("gather", f"unit {n}", 8, Shows(ledger)) for n in range(50)]
+        pending[3].wait()
+        assert Shows.said.waiting == 3
+        issued = Shows.said.numbered(3)
+        assert issued is not None and issued.label == "unit 3"
+
+
+class Shows:
+    """A collective that takes note of what is said of the ledger while it is waited for."""
+
+    said: Group
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __call__(self) -> Shows:
+        return self
+
+    def wait(self) -> None:
+        Shows.said = _group(self._ledger)
+
+
+class Driver:
+    """CUDA as far as captures go: a query in the wrong mode makes every capture invalid."""
+
+    def __init__(self) -> None:
+        self.mode = threading.local()
+        self.is_invalid = False
+
+    def exchange(self, mode: Any) -> int:
+        """Exchange the mode of the calling thread, 0 (global) to begin with."""
+        given = mode._obj
+        given.value, self.mode.now = getattr(self.mode, "now", 0), given.value
+        return 0
+
+    def query(self) -> bool:
+        """Answer for a mark, while another thread captures."""
+        self.is_invalid |= getattr(self.mode, "now", 0) == 0
+        return False
+
+
+def test_devices_are_asked_in_a_mode_that_leaves_captures_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(_torch, "_exchange_of_capture_modes", lambda: driver.exchange)
+    with job() as group:
+        ledger = ledger_of(group)
+        for _ in range(2 * KEPT):  # so many that the host asks, too
+            ledger.issue("gather", "", 8, Done, lambda: driver)
+        watch = threading.Thread(target=ledger.wait)
+        watch.start()
+        watch.join()
+        assert ledger.wait() is not None
+    assert not driver.is_invalid
+    driver.query()  # in the mode that this thread has had before
+    assert driver.is_invalid
+
+
+def test_devices_are_not_asked_where_that_mode_cannot_be_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(_torch, "_exchange_of_capture_modes", lambda: None)
+    with job() as group:
+        ledger = ledger_of(group)
+        ledger.issue("gather", "", 8, Done, lambda: driver)
+        assert ledger.wait() is None
+    assert not driver.is_invalid

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from fullshard import _torch
 from fullshard.comm.protocol import Pending
 from fullshard.errors import ProtocolError, TornStepError
 
@@ -124,33 +125,44 @@ def _close(fds: tuple[int, int]) -> None:
 
 
 class _Underway:
-    """Collectives that were issued to a device, which may not have done them."""
+    """Collectives that were issued to a device, which may not have done them.
+
+    A host may be ahead of its device by any number of them. The oldest is the one that hangs, so
+    marks go only when the device has passed them; a host that adds many asks for that now and then.
+    """
 
     def __init__(self) -> None:
-        self._marks: deque[tuple[Entry, Mark, float]] = deque(maxlen=KEPT)
+        self._marks: deque[tuple[Entry, Mark, float]] = deque()
+        self._most = KEPT  # marks, before the host asks which are passed
         self._first: tuple[Entry | None, float] = (None, 0.0)  # and since when it was seen to be
+        self._removing = threading.Lock()  # the host and the watch may see one mark passed
 
     def add(self, entry: Entry, mark: Mark) -> None:
         """Add a collective, and the mark behind it."""
         self._marks.append((entry, mark, time.monotonic()))
+        if len(self._marks) > self._most:
+            self.first()
+            self._most = max(KEPT, 2 * len(self._marks))
 
     def clear(self) -> None:
         """Forget all."""
         self._marks.clear()
 
-    def first(self, least_s: float) -> Wait | None:
+    def first(self, least_s: float = 0.0) -> Wait | None:
         """Return the first that is not done, if it was issued ``least_s`` ago or earlier.
 
-        Devices are asked only about those, as a graph that is being captured bears no question. The
-        wait counts from when it was first seen: hosts may be ahead of devices by any time.
+        Older marks that the device has passed are dropped. The wait counts from when it was first
+        seen: hosts may be ahead of devices by any time.
         """
-        with contextlib.suppress(IndexError):  # the host adds and clears meanwhile
-            while True:
+        with contextlib.suppress(IndexError), _torch.beside_captures() as may_ask:
+            while may_ask:  # another thread adds and clears meanwhile
                 entry, mark, issued_s = self._marks[0]
                 if time.monotonic() - issued_s < least_s:
                     return None
                 if _is_passed(mark):
-                    self._marks.popleft()
+                    with self._removing:
+                        if self._marks[0][0] is entry:
+                            self._marks.popleft()
                     continue
                 if self._first[0] is not entry:
                     self._first = (entry, time.monotonic())

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fullshard import _torch
 from fullshard.comm import Collectives, Encoded, Pending
 from fullshard.device.wires import Beside
 
@@ -231,15 +232,19 @@ class StreamLanes:
             event = self._accelerator.Event()
             event.record(stream)
             events.append(event)
-        timed = waiter is Lane.COMPUTE and awaited is not Lane.COMPUTE and self._waits is not None
+        is_wait = waiter is Lane.COMPUTE and awaited is not Lane.COMPUTE
+        is_timed = is_wait and self._waits is not None
         for stream in waiting:
-            with self._timing(stream) if timed else nullcontext():
+            with self._timing(stream) if is_timed else nullcontext():
                 for event in events:
                     stream.wait_event(event)
 
     @contextmanager
     def _timing(self, stream: Any) -> Iterator[None]:
         assert self._waits is not None
+        if _torch.is_capturing(self._accelerator):  # nobody may ask such events for a time
+            yield
+            return
         before, after = (self._accelerator.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
         yield

@@ -214,11 +214,14 @@ def _group(ledger: Ledger) -> Group:
     # Few faults end a meeting. One of an earlier era comes before all that this era counts.
     wait = ledger.wait() if current or ledger.is_meeting else None
     number = wait.entry[0] if wait is not None and current else 0
+    recent = tuple(ledger.entries) if current else ()
+    if wait is not None and recent and number < recent[0][0]:
+        recent = (wait.entry, *recent)  # the host is far ahead of it
     return Group(
         ledger.name,
         ledger.ranks,
         ledger.num_issued if current else 0,
-        tuple(Issued(*entry) for entry in tuple(ledger.entries)) if current else (),
+        tuple(Issued(*entry) for entry in recent),
         None if wait is None else number,
         0.0 if wait is None else time.monotonic() - wait.since_s,
         ledger.num_ended if current else 0,
