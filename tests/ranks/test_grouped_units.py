@@ -196,3 +196,34 @@ def cast_wrappers(use_orig_params: bool) -> dict[str, float]:
 def test_wrappers_are_cast_in_any_way(pool: RankPool, use_orig_params: bool) -> None:
     for found in pool.run(2, cast_wrappers, use_orig_params):
         assert max(found.values()) <= ROUNDING, found
+
+
+def change_then_evaluate(change: str, layout: str) -> float:
+    """Change a model, and use it for the first time in inference mode, then train it."""
+    models = []
+    for sharded in (False, True):
+        model: Any = Stack()
+        fill(model)
+        if sharded:
+            grouped(model, layout, root=True)
+        if change == "cast":
+            one_by_one(model)
+        model.double()
+        if change == "tied":
+            model.norm.bias = model.norm.weight
+        if change == "loaded":
+            model.load_state_dict({n: v * 2 for n, v in model.state_dict().items()}, assign=True)
+        with torch.inference_mode():
+            model(noise(4, 5, seed=0))
+        for number in (1, 2):
+            train(model, number)
+        models.append(model)
+    return apart(models[1], models[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", ["cast", "tied", "loaded"])
+def test_a_change_may_be_noticed_in_inference_mode(
+    pool: RankPool, change: str, layout: str
+) -> None:
+    assert max(pool.run(2, change_then_evaluate, change, layout)) < ROUNDING

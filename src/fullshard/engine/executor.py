@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -363,11 +364,12 @@ class Engine(Actor):
             ConfigError: parameters were replaced, moved or cast in a way that cannot work.
             ProtocolError: parameters are on the meta device.
         """
-        for unit in units:
-            if not unit.is_lent:
-                self.take_over(unit)
-                unit.check_ready(with_memory=not self.is_dry)
-                unit.sync_requires_grad()
+        with torch.inference_mode(False):  # shards that are made anew here will be trained
+            for unit in units:
+                if not unit.is_lent:
+                    self.take_over(unit)
+                    unit.check_ready(with_memory=not self.is_dry)
+                    unit.sync_requires_grad()
 
     def rewritten(self, unit: Unit) -> None:
         """Take note of writes to the shards of ``unit`` that nothing else notices.
