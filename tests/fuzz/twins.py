@@ -7,6 +7,7 @@ leaves both as they were, and the program goes on.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -245,7 +246,9 @@ class Twins:
     def clip(self, max_norm: float, norm_type: float) -> None:
         """Gradients of at most this norm."""
         if isinstance(self.model, FullyShardedDataParallel):
-            norm = self.model.clip_grad_norm_(max_norm, norm_type)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "clip_grad_norm_.*no parameter has a gradient")
+                norm = self.model.clip_grad_norm_(max_norm, norm_type)
         else:
             norm = clip_grad_norm_(self.shards, max_norm, norm_type)
         params = [p for p in self.reference.model.parameters() if p.numel()]  # PyTorch fails at inf

@@ -334,6 +334,23 @@ def warned_of_choices() -> list[list[str]]:
     return found
 
 
+def clipped_without_gradients() -> tuple[list[str], float, torch.dtype]:
+    model = FSDP(nn.Linear(2, 2))
+    norm: list[Tensor] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        norm.append(model.clip_grad_norm_(1.0))
+        model(torch.ones(1, 2)).sum().backward()
+        model.clip_grad_norm_(1.0)
+    return [str(one.message) for one in caught], norm[0].item(), norm[0].dtype
+
+
+def test_warns_of_a_norm_without_gradients(pool: RankPool) -> None:
+    for rank, (said, norm, dtype) in enumerate(pool.run(2, clipped_without_gradients)):
+        assert len(said) == 1 and f"on rank {rank}: no parameter has a gradient" in said[0]
+        assert (norm, dtype) == (0.0, torch.float32)
+
+
 def test_warns_of_choices_as_pytorch_does(pool: RankPool) -> None:
     alone = "UserWarning FullyShardedDataParallel: one rank holds all of "
     types = "FutureWarning FullyShardedDataParallel.state_dict_type() and set_state_dict_"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import _torch
@@ -308,12 +310,21 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients to a norm of at most ``max_norm``; return the norm before scaling.
 
+        Warns on a rank where no parameter has a gradient.
+
         Raises:
             ProtocolError: if another wrapper encloses this one, or a forward or backward runs.
         """
         self._check_root("clip_grad_norm_()")
         engine_of(self._unit).reshard_all()  # no_sync() may leave whole parameters, without grads
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        params = list(self.parameters())
+        if all(param.grad is None for param in params):
+            warnings.warn(
+                f"clip_grad_norm_() on rank {dist.get_rank()}: no parameter has a gradient there; "
+                "the norm of this rank's gradients is 0, in torch.float32",
+                stacklevel=2,
+            )
+        return clip_grad_norm_(params, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those that ``no_sync`` accumulated.
