@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard import FullyShardedDataParallel, PerParameter, Ragged, errors, fully_shard
+from fullshard import (
+    FullyShardedDataParallel,
+    PerParameter,
+    Ragged,
+    ShardingStrategy,
+    errors,
+    fully_shard,
+    unshard_params,
+)
+from fullshard.comm.mesh import wrapped
 from tests.ranks.models import fill, noise
 from tests.ranks.net import apart
 from tests.ranks.pool import RankPool
+from tests.recording import CollectiveCall, Recording
 
 LAYOUTS: dict[str, Any] = {"per_parameter": PerParameter(), "ragged": Ragged()}
 ROUNDING = 1e-6  # the first steps are in fp32
@@ -227,3 +238,69 @@ def test_a_change_may_be_noticed_in_inference_mode(
     pool: RankPool, change: str, layout: str
 ) -> None:
     assert max(pool.run(2, change_then_evaluate, change, layout)) < ROUNDING
+
+
+class Few(nn.Module):
+    """A parameter of two elements, of which the last of three ranks holds none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def few(face: str, calls: list[CollectiveCall]) -> Any:
+    """Shard one; unsharded parameters stay until the optimizer has stepped."""
+    model = nn.Sequential(Few())
+    with wrapped(lambda comm: Recording(comm, calls)):
+        if face == "modules":
+            return fully_shard(model, reshard_after_forward=False, layout=Ragged())
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            use_orig_params=face == "originals",
+        )
+
+
+def change_and_accumulate(face: str, change: str) -> tuple[int, float]:
+    """Return the number of gathers of two forwards after a change, and how far grads are off."""
+    calls: list[CollectiveCall] = []
+    model, plain = few(face, calls), nn.Sequential(Few())
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        one(noise(4, 2, seed=0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if change == "cast":  # part by part, so that only the next forward sees it
+            for inner in one.modules():
+                if not isinstance(inner, FullyShardedDataParallel):
+                    inner.float()
+                    inner.double()
+        else:
+            for param in one.parameters():
+                param.data = param.data.clone()
+    calls.clear()
+    if face == "modules":
+        model.set_requires_gradient_sync(False)
+    with nullcontext() if face == "modules" else model.no_sync():
+        model(noise(4, 2, seed=1)).sum().backward()
+    if face == "modules":
+        model.set_requires_gradient_sync(True)
+    model(noise(4, 2, seed=2)).sum().backward()
+    num_gathers = [call.kind for call in calls].count("all_gather")
+    for seed in (1, 2):
+        plain(noise(4, 2, seed=seed)).sum().backward()
+    with unshard_params(model, with_grads=True, writeback=False):
+        have, expected = (next(one.parameters()).grad for one in (model, plain))
+        assert have is not None and expected is not None
+        return num_gathers, (have - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("change", ["cast", "data"])
+@pytest.mark.parametrize("face", ["modules", "originals", "flat"])
+def test_ranks_that_hold_nothing_notice_a_change(pool: RankPool, face: str, change: str) -> None:
+    found = pool.run(3, change_and_accumulate, face, change)
+    assert {gathers for gathers, _ in found} == {2 if face == "modules" else 1}
+    assert max(off for _, off in found) < ROUNDING

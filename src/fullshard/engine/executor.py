@@ -404,6 +404,7 @@ class Engine(Actor):
             self.trigger(when.WeightsChanged())
             self.trigger(when.UserReshard(unit.key))
             unit.adopt()
+            unit.was_written()  # such writes are in what was adopted
             state.nbytes = unit.nbytes
             state.reduction_nbytes = unit.reduction_nbytes
         elif unit.was_written() and state.residency:

@@ -145,9 +145,13 @@ class PlainForm:
         announce_pieces(shown, [PlacedPiece(place, 0, shown.numel(), whole)])
 
     def stands_for(self, shown: Tensor, local: Tensor) -> bool:
-        """See ``ShardForm``; empty tensors all have the same address."""
+        """See ``ShardForm``; empty tensors all have one address, but storages of their own."""
         alike = (shown.shape, shown.dtype, shown.device) == (local.shape, local.dtype, local.device)
-        return alike and (shown.is_meta or shown.data_ptr() == local.data_ptr())
+        if not alike or shown.is_meta:
+            return alike
+        if shown.numel() == 0:
+            return _torch.shares_storage(shown, local)
+        return shown.data_ptr() == local.data_ptr()
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
         """See ``ShardForm``."""
