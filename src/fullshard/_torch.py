@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -201,13 +203,33 @@ _UNUSED_TAG = (1 << 31) - 1
 def abort(group: dist.ProcessGroup, device_type: str) -> None:
     """End all collectives of ``group`` on devices of that type; it is of no use afterwards.
 
-    Only NCCL's and similar backends can; others keep their time-outs.
+    Only NCCL's and similar backends can; others keep their time-outs. Two threads never abort one
+    group at a time, which would crash ``nccl2``.
     """
-    backend = group._get_backend(torch.device(device_type))
-    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-        backend = backend.wrapped_pg
-    with suppress(RuntimeError):
-        backend.abort()
+    with _locks.setdefault(group, threading.Lock()), suppress(RuntimeError):
+        backend_of(group, device_type).abort()
+
+
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
+_aborting: list[threading.Thread] = []
+
+
+def begin_abort(group: dist.ProcessGroup, device_type: str) -> None:
+    """Begin to ``abort``, in a thread: aborts of NCCL's groups may wait for each other."""
+    thread = threading.Thread(
+        target=abort, args=(group, device_type), name="fullshard abort", daemon=True
+    )
+    _aborting[:] = [one for one in _aborting if one.is_alive()]
+    _aborting.append(thread)
+    thread.start()
+
+
+def _end_aborts(timeout_s: float) -> bool:
+    """Wait for the ends of all aborts that were begun; return whether they came in time."""
+    until_s = time.monotonic() + timeout_s
+    for thread in tuple(_aborting):
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in _aborting)
 
 
 def mark(device_type: str) -> Any:
@@ -234,12 +256,9 @@ def beside_captures() -> Iterator[bool]:
     unless that capture has a mode of its own. The block gets False where the mode cannot be
     changed, and must not ask then.
     """
-    if torch.version.cuda is None and torch.version.hip is None:
-        yield True  # a build without graphs
-        return
     exchange = _exchange_of_capture_modes()
     if exchange is None:
-        yield False
+        yield not torch.cuda.is_initialized()  # before that there are no events, nor captures
         return
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
@@ -256,7 +275,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 def _exchange_of_capture_modes() -> Callable[..., Any] | None:
     """Return the driver's function that exchanges the calling thread's mode; PyTorch has none."""
     cuda, hip = ("libcuda.so.1", "cuThread"), ("libamdhip64.so", "hipThread")
-    library, prefix = hip if torch.version.cuda is None else cuda
+    library, prefix = cuda if torch.version.hip is None else hip
     with suppress(OSError, AttributeError):
         exchange = getattr(ctypes.CDLL(library), f"{prefix}ExchangeStreamCaptureMode")
         return cast("Callable[..., Any]", exchange)
@@ -296,7 +315,40 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
     """Return the name of the backend that serves ``device_type``."""
     if is_of_python(group):
         return dist.get_backend(group)
-    return group._get_backend(torch.device(device_type)).name()
+    name: str = backend_of(group, device_type).name()
+    return name
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
+    """Return the backend that serves ``device_type``, without what DETAIL wraps around it.
+
+    DETAIL is a value of TORCH_DISTRIBUTED_DEBUG.
+    """
+    backend = group._get_backend(torch.device(device_type))
+    while hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg
+    return backend
+
+
+def is_nccl(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether one of PyTorch's NCCL backends serves ``device_type``.
+
+    PyTorch before 2.15 has one. Since then the backend that programs call "nccl" is ``nccl2``,
+    unless TORCH_DIST_USE_NCCL2=0 chooses the old one, and there are others beside it.
+    """
+    return not is_of_python(group) and backend_of(group, device_type).name() in NCCL
+
+
+NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
+"""Names of NCCL's backends, as programs and the backends themselves call them."""
+
+
+def nccl_of_programs() -> str:
+    """Return the name of the backend that programs get who ask for "nccl"."""
+    has_two = hasattr(c10d, "ProcessGroupNCCL2")
+    chosen = os.environ.get("TORCH_DIST_USE_NCCL2")
+    is_second = chosen != "0" if hasattr(c10d, "_nccl2_device") else has_two and chosen == "1"
+    return "nccl2" if is_second else "nccl"
 
 
 def is_on_gloo(group: dist.ProcessGroup) -> bool:
@@ -440,24 +492,43 @@ def connected_anew(store: dist.Store) -> dist.Store:
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let the default ``group`` and its store wait for peers for ``timeout``."""
-    c10d._set_pg_timeout(timeout, group)
+    setter = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # the first is new in 2.15
+    setter(timeout, group)
     default_store().set_timeout(timeout)
     own_store().set_timeout(timeout)
 
 
-def drop_groups() -> None:
+def drop_groups(abort_s: float = 60.0) -> None:
     """Forget all process groups and what PyTorch keeps by them, without waiting for any peer.
 
     NCCL's are aborted, which ends what runs on devices. Gloo's close their connections, which wakes
     those who wait for us, even if something still holds the group.
+
+    Args:
+        abort_s: how long to wait for aborts. Groups whose aborts take longer are forgotten.
     """
     forget_meshes()
     if dist.is_initialized():
         for group in list(c10d._world.pg_map):
             if is_on_gloo(group):
                 break_off(group)
-        c10d._abort_process_group()
+            for kind in device_types(group):
+                if kind != "cpu" and has_peers(group, kind):
+                    begin_abort(group, kind)
+        if _end_aborts(abort_s):
+            with suppress(RuntimeError):  # of an abort; PyTorch then leaves its tables as they are
+                c10d._abort_process_group()
+        if dist.is_initialized():
+            _forget_groups()
     c10d._world.group_count = 0  # names of groups count; a group that failed to be made has counted
+
+
+def _forget_groups() -> None:
+    c10d._update_default_pg(None)
+    for name in dir(c10d._world):  # which differ between versions
+        if name.startswith(("pg_", "tags_to_")) and name != "pg_config_info":  # made when read
+            getattr(c10d._world, name).clear()
+    c10d._unregister_all_process_groups()
 
 
 def _nothing() -> None:
@@ -485,35 +556,50 @@ def forget_meshes() -> None:
                 one.strategies.clear()
 
 
-def group_options(group: dist.ProcessGroup, device_type: str) -> Any:
-    """Return the NCCL options of ``group`` for a new group; None for other backends.
+def group_options(group: dist.ProcessGroup, *, connects_later: bool = False) -> Any:
+    """Return the options of the NCCL backend of ``group`` for a new group; None if it has none.
 
-    Omits what ``group`` was split from. The ``timeout`` passed to ``new_group`` has priority.
+    Args:
+        group: the process group.
+        connects_later: let the new group connect at its first use. The legacy backend always does
+            that in a group without a device.
     """
-    if is_of_python(group):
+    for kind in () if is_of_python(group) else device_types(group):
+        if is_nccl(group, kind):
+            backend = backend_of(group, kind)
+            options = options_like(backend.options)
+            if connects_later and backend.name() != "nccl" and hasattr(options, "lazy_init"):
+                options.lazy_init = True
+            return options
+    return None
+
+
+def options_like(given: Any) -> Any:
+    """Return NCCL options like ``given``, since PyTorch writes to those it gets; None for None.
+
+    They omit what a group was split from. The ``timeout`` passed to ``new_group`` has priority.
+    """
+    if given is None:
         return None
-    backend = group._get_backend(torch.device(device_type))
-    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-        backend = backend.wrapped_pg
-    if backend.name() != "nccl":
-        return None
-    given: Any = backend.options
     options = type(given)(is_high_priority_stream=given.is_high_priority_stream)
     options.config = given.config
     options._timeout = given._timeout
+    if hasattr(given, "lazy_init"):  # new in 2.15
+        options.lazy_init = given.lazy_init
     return options
 
 
 @contextmanager
-def apart_from_the_default_group() -> Iterator[None]:
+def apart_from_the_default_group(options: Any) -> Iterator[None]:
     """Let the ranks of a new group create it in this block without the other ranks.
 
     If the default group is bound to a device, PyTorch splits that group's communicator, for which
-    NCCL needs all ranks. A separate communicator, as made here, connects at its first use.
+    NCCL needs all ranks. A separate communicator, as made here, connects at its first use. With
+    ``options`` that say so PyTorch itself does not split, and the new group keeps the device.
     """
     world = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
-    if world is None or device is None:
+    if world is None or device is None or getattr(options, "lazy_init", False):
         yield
         return
     world.bound_device_id = None
@@ -523,9 +609,23 @@ def apart_from_the_default_group() -> Iterator[None]:
         world.bound_device_id = device
 
 
+def device_to_bind() -> torch.device | None:
+    """Return the current device, for a default group that is made without one; None: no need.
+
+    ``nccl2`` would take the one with the number LOCAL_RANK, or the rank's. If a launcher has set
+    LOCAL_RANK and the program has not set a device, that is right.
+    """
+    kind = torch.accelerator.current_accelerator()
+    has_nccl2 = hasattr(c10d, "_nccl2_device")
+    if not has_nccl2 or kind is None or kind.type != "cuda" or not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return device if int(os.environ.get("LOCAL_RANK", device.index)) == device.index else None
+
+
 def has_average(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether the backend's reduce-scatter can average every dtype (gloo's cannot)."""
-    return backend_name(group, device_type) == "nccl"
+    return is_nccl(group, device_type)
 
 
 # Copies of many tensors in one kernel.

@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch.distributed.distributed_c10d as c10d
 
+from fullshard import _torch
 from fullshard.doctor import findings
 from fullshard.doctor.facts import Facts, facts_here, launch_variables, memory_limit
 from fullshard.doctor.findings import Finding, Level, findings_of
@@ -42,6 +44,8 @@ def without_variable(name: str) -> list[Facts]:
 UNSEEN = [replace(a_rank(), host=a_host(num_nvidia=2, driver="470.1"))]
 CPU_BUILD = [replace(UNSEEN[0], versions={**UNSEEN[0].versions, "torch": "2.13.0+cpu"})]
 del CPU_BUILD[0].versions["cuda"]
+
+NCCL2 = {**a_rank().versions, "nccl backend": "nccl2"}
 
 # name, ranks where it is found, what is said, ranks where it is not although they are close
 CASES: dict[str, tuple[list[Facts], str, list[Facts]]] = {
@@ -170,6 +174,43 @@ def test_facts_survive_the_way_through_json() -> None:
     assert Facts.from_json(json.loads(json.dumps(asdict(own)))) == own
     other = with_gpus("a", "b")[1]
     assert Facts.from_json(json.loads(json.dumps(asdict(other)))) == other
+
+
+def test_ranks_need_one_nccl() -> None:
+    """PyTorch 2.15 has two under this name, which do not connect to each other."""
+    found = findings_of([replace(a_rank(0), versions=NCCL2), a_rank(1)])
+    assert [one.name for one in found] == ["versions_differ"]
+    assert "nccl backend is nccl2 on rank 0, but missing on rank 1" in found[0].what
+    assert "TORCH_DIST_USE_NCCL2" in found[0].advice
+    assert findings_of([replace(a_rank(rank), versions=NCCL2) for rank in (0, 1)]) == []
+
+
+@pytest.mark.parametrize(
+    ("has_second", "is_default", "variable", "name"),
+    [
+        (False, False, "1", "nccl"),
+        (True, False, None, "nccl"),
+        (True, False, "1", "nccl2"),
+        (True, True, None, "nccl2"),
+        (True, True, "0", "nccl"),
+    ],
+)
+def test_the_nccl_of_programs_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+    has_second: bool,
+    is_default: bool,
+    variable: str | None,
+    name: str,
+) -> None:
+    for attribute, is_there in (("ProcessGroupNCCL2", has_second), ("_nccl2_device", is_default)):
+        if is_there:
+            monkeypatch.setattr(c10d, attribute, None, raising=False)
+        else:
+            monkeypatch.delattr(c10d, attribute, raising=False)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
+    assert _torch.nccl_of_programs() == name
 
 
 def test_only_variables_of_launchers_and_backends_are_told() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from fullshard import _torch
 from fullshard.comm import mesh
@@ -17,7 +23,7 @@ from fullshard.comm.ledger import ledger_of
 
 
 class Options:
-    """ProcessGroupNCCL's, as far as anybody sets them."""
+    """ProcessGroupNCCL's before 2.15, as far as anybody sets them."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -26,26 +32,93 @@ class Options:
         self.split_from: object = None
 
 
-def group_of(backend: Any) -> Any:
-    return SimpleNamespace(
-        _device_types=[torch.device("cuda")], _get_backend=lambda device: backend
-    )
+class LaterOptions(Options):
+    """Those since 2.15, of all its NCCL backends."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        super().__init__(is_high_priority_stream)
+        self.lazy_init = False
 
 
+class Backend:
+    """One of NCCL's: it may be aborted by one thread at a time."""
+
+    def __init__(self, name: str, options: Options, *, fails: bool = False) -> None:
+        self.options = options
+        self.num_aborts = self.most_at_once = 0
+        self._name = name
+        self._fails = fails
+        self._inside = 0
+
+    def name(self) -> str:
+        return self._name
+
+    def abort(self) -> None:
+        self._inside += 1
+        self.num_aborts += 1
+        self.most_at_once = max(self.most_at_once, self._inside)
+        time.sleep(0.05)
+        self._inside -= 1
+        if self._fails:
+            raise RuntimeError("NCCL Abort failed")
+
+
+class Group:
+    """A process group of such a backend; hashable and weakly referenced, as PyTorch's."""
+
+    def __init__(self, backend: Any, kinds: Sequence[str] = ("cuda",)) -> None:
+        self._device_types = [torch.device(kind) for kind in kinds]
+        self._backend = backend
+        self.bound_device_id: torch.device | None = None
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: "gloo") if device.type == "cpu" else self._backend
+
+
+def group_of(backend: Any, kinds: Sequence[str] = ("cuda",)) -> Any:
+    return Group(backend, kinds)
+
+
+LEGACY = [("nccl", Options), ("nccl2", Options), ("nccl", LaterOptions)]
+"""Before 2.15; 2.14's ``nccl2``; and since 2.15 TORCH_DIST_USE_NCCL2=0, or "nccl-legacy"."""
+
+LATER = [("nccl2", LaterOptions), ("nccl-lazy", LaterOptions)]
+
+
+def made_like(group: Any, monkeypatch: pytest.MonkeyPatch, device_type: str) -> dict[str, Any]:
+    """Return what PyTorch is asked for, and what the default group was bound to meanwhile."""
+    asked: dict[str, Any] = {}
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
+
+    def new_group(ranks: list[int], **given: Any) -> None:
+        asked.update(given, bound=world.bound_device_id)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(c10d._world, "default_pg", world)
+    monkeypatch.setattr(_torch, "timeout_of", lambda group, kind: timedelta(seconds=7))
+    mesh._new_group([0, 1], like=group, device_type=device_type)
+    assert world.bound_device_id == torch.device("cuda", 3)
+    return asked
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 @pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize(("name", "kind"), [*LEGACY, *LATER])
 def test_a_group_like_another_has_its_options(
-    monkeypatch: pytest.MonkeyPatch, is_wrapped: bool
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: type[Options],
+    is_wrapped: bool,
+    device_type: str,
 ) -> None:
-    options = Options(is_high_priority_stream=True)
+    options = kind(is_high_priority_stream=True)
     options.config, options._timeout = "ctas 16", timedelta(seconds=7)
     options.split_from = "the default group"  # as a DeviceMesh makes them
-    backend = SimpleNamespace(options=options, name=lambda: "nccl")
+    backend: Any = Backend(name, options)
     if is_wrapped:
         backend = SimpleNamespace(options=options, name=lambda: "wrapper", wrapped_pg=backend)
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: asked.update(given))
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    mesh._new_group([0, 1], like=group_of(backend), device_type="cuda")
+    asked = made_like(group_of(backend, ("cpu", "cuda")), monkeypatch, device_type)
     made = asked["pg_options"]
     assert made is not options, "PyTorch writes to them"
     assert (made.is_high_priority_stream, made.config) == (True, "ctas 16")
@@ -53,12 +126,125 @@ def test_a_group_like_another_has_its_options(
     assert made._timeout == asked["timeout"] == timedelta(seconds=7)
 
 
+@pytest.mark.parametrize(("name", "kind"), [*LEGACY, *LATER])
+def test_a_new_group_connects_later_on_the_device_of_the_default_group(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Options]
+) -> None:
+    """``nccl2`` would take the device with the number LOCAL_RANK, and connect at once."""
+    asked = made_like(group_of(Backend(name, kind())), monkeypatch, "cuda")
+    if (name, kind) in LEGACY:  # it takes the device of the first tensors, and connects then
+        assert asked["bound"] is None and not getattr(asked["pg_options"], "lazy_init", False)
+    else:
+        assert asked["bound"] == torch.device("cuda", 3) and asked["pg_options"].lazy_init
+
+
+@pytest.mark.parametrize(("name", "kind"), [*LEGACY, *LATER])
+def test_every_nccl_averages(name: str, kind: type[Options]) -> None:
+    group = group_of(Backend(name, kind()), ("cpu", "cuda"))
+    assert _torch.has_average(group, "cuda") and not _torch.has_average(group, "cpu")
+
+
+def test_a_later_default_group_keeps_how_it_connects() -> None:
+    given = LaterOptions()
+    again = _torch.options_like(given)
+    assert again is not given and not again.lazy_init
+    given.lazy_init = True
+    assert _torch.options_like(given).lazy_init
+
+
+@contextmanager
+def alone(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> Iterator[Any]:
+    """A default group with gloo, and another that GPUs have."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    own = dist.group.WORLD
+    group = group_of(backend)
+    monkeypatch.setattr(_torch, "has_peers", lambda group, kind: kind == "cuda")
+    monkeypatch.setitem(c10d._world.pg_map, group, ("nccl", None))
+    try:
+        yield group
+    finally:
+        if dist.is_initialized():
+            c10d._world.pg_map.pop(group, None)
+            dist.destroy_process_group(own)
+
+
+def test_a_group_is_aborted_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fault, in threads, and then by the rank that leaves the job."""
+    backend = Backend("nccl2", LaterOptions())
+    plain = c10d._abort_process_group
+
+    def aborted() -> None:
+        backend.abort()  # as PyTorch does with each group
+        plain()
+
+    monkeypatch.setattr(c10d, "_abort_process_group", aborted)
+    with alone(monkeypatch, backend) as group:
+        _torch.begin_abort(group, "cuda")
+        c10d._world.pg_map.pop(group)
+        _torch.drop_groups()
+    assert (backend.num_aborts, backend.most_at_once) == (2, 1)
+
+
+@pytest.mark.parametrize("way", ["raises", "hangs"])
+def test_an_abort_that_does_not_end_leaves_no_default_group(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    backend = Backend("nccl2", LaterOptions(), fails=way == "raises")
+    goes_on = threading.Event()
+    if way == "hangs":
+        monkeypatch.setattr(backend, "abort", lambda: goes_on.wait(20))
+
+    def fails() -> None:
+        assert way == "raises", "PyTorch must not abort beside a thread that hangs in an abort"
+        raise RuntimeError("Failed to deregister memory with NCCL")
+
+    with alone(monkeypatch, backend):
+        monkeypatch.setattr(c10d, "_abort_process_group", fails)
+        try:
+            _torch.drop_groups(abort_s=0.2)
+        finally:
+            goes_on.set()
+        assert not dist.is_initialized()
+    monkeypatch.undo()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+def test_the_time_out_of_a_group_is_set_without_a_warning() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _torch.set_timeout(group, timedelta(seconds=77))
+        assert _torch.timeout_of(group, "cpu") == timedelta(seconds=77)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("local_rank", "bound"), [(None, "cuda:1"), ("1", "cuda:1"), ("0", None)])
+def test_a_default_group_is_made_for_the_current_device(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, bound: str | None
+) -> None:
+    monkeypatch.setattr(c10d, "_nccl2_device", None, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert _torch.device_to_bind() == (None if bound is None else torch.device(bound))
+
+
+def test_a_group_serves_the_device_that_it_is_bound_to() -> None:
+    group = group_of(Backend("nccl2", LaterOptions()))
+    group.bound_device_id = torch.device("cuda", 3)  # and the program has set no device
+    assert mesh.served_by(group, torch.device("cpu")) == torch.device("cuda", 3)
+
+
 def test_other_backends_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = SimpleNamespace(options=Options(), name=lambda: "gloo")
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: asked.update(given))
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
-    mesh._new_group([0, 1], like=group_of(backend), device_type="cpu")
+    asked = made_like(group_of(None, ("cpu",)), monkeypatch, "cpu")
     assert asked["pg_options"] is None
 
 

@@ -325,7 +325,6 @@ def test_devices_are_asked_in_a_mode_that_leaves_captures_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver()
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(_torch, "_exchange_of_capture_modes", lambda: driver.exchange)
     with job() as group:
         ledger = ledger_of(group)
@@ -344,7 +343,7 @@ def test_devices_are_not_asked_where_that_mode_cannot_be_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Driver()
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(_torch, "_exchange_of_capture_modes", lambda: None)
     with job() as group:
         ledger = ledger_of(group)

@@ -30,6 +30,7 @@ from torch.testing._internal import common_distributed, common_fsdp, common_util
 RANKS = int(os.environ.get("RANKS", "2"))
 SKIPPED = 77
 ON_A_CPU = (
+    (r"return min_world_size\n", f"return min({RANKS}, min_world_size)\n"),
     (r"@unittest\.skipIf\(not TEST_CUDA.*\)\n", "\n"),
     (r'torch\.device\("cuda"[^()]*\)|torch\.cuda\.current_device\(\)', 'torch.device("cpu")'),
     (r'f"cuda:\{[^}]*\}"|"cuda(:\d)?"', '"cpu"'),
@@ -69,6 +70,7 @@ def on_a_cpu() -> None:
     for name in ("set_device", "synchronize", "manual_seed_all", "set_device_index"):
         for module in (torch.accelerator, torch.cuda):
             setattr(module, name, lambda *_: None)
+    torch.cpu._sleep = lambda *_: None  # type: ignore[attr-defined]
     torch.cuda.can_device_access_peer = lambda *_: False  # type: ignore[assignment]
     torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
     torch.accelerator.current_accelerator = _cpu  # type: ignore[assignment]

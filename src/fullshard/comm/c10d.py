@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import enum
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -350,12 +349,10 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry, error:
 
 
 def _abort(reference: weakref.ref[dist.ProcessGroup], device_type: str) -> None:
-    """End the collectives of devices of a group, in a thread: that may take a while."""
+    """Begin to end the collectives of devices of a group: that may take a while."""
     group = reference()
     if group is not None:
-        threading.Thread(
-            target=_torch.abort, args=(group, device_type), name="fullshard abort", daemon=True
-        ).start()
+        _torch.begin_abort(group, device_type)
 
 
 def default_choice(group: dist.ProcessGroup, device_type: str) -> Choice:

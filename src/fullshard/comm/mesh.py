@@ -73,12 +73,13 @@ def _new_group(ranks: list[int], *, like: dist.ProcessGroup, device_type: str) -
 
     Only ``ranks`` take part in the call: other pipeline stages may not want such a group.
     """
-    with _torch.apart_from_the_default_group():
+    options = _torch.group_options(like, connects_later=True)
+    with _torch.apart_from_the_default_group(options):
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=_torch.timeout_of(like, device_type),
             backend=dist.get_backend_config(like),
-            pg_options=_torch.group_options(like, device_type),
+            pg_options=options,
             use_local_synchronization=True,
         )
     return group
@@ -126,7 +127,9 @@ def served_by(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     kind = next(iter(served))
     if kind == "cpu":
         return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return group.bound_device_id or torch.device(
+        kind, torch.get_device_module(kind).current_device()
+    )
 
 
 def default_mesh(device_type: str | None = None) -> DeviceMesh:
@@ -226,9 +229,11 @@ def mesh_of_nodes(device_type: str | None = None) -> DeviceMesh:
 
 def _init_process_group() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
+        dist.init_process_group(device_id=_torch.device_to_bind())
     else:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        alone = dist.HashStore()
+        device = _torch.device_to_bind()
+        dist.init_process_group(store=alone, rank=0, world_size=1, device_id=device)
 
 
 def _device_type() -> str:

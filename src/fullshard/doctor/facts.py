@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard import _torch
 from fullshard._version import __version__
 from fullshard.comm.meeting import own_host
 
@@ -23,7 +24,7 @@ _SEEN = set(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME"
     " CUDA_VISIBLE_DEVICES OMP_NUM_THREADS".split()
 )
-_SEEN_BY_PREFIX = ("NCCL_", "FULLSHARD_")
+_SEEN_BY_PREFIX = ("NCCL_", "TORCH_DIST_", "TORCH_NCCL_", "FULLSHARD_")
 _BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl")
 
 
@@ -142,6 +143,7 @@ def _versions() -> dict[str, str]:
         found["cuda"] = torch.version.cuda
     if dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl backend"] = _torch.nccl_of_programs()
     return found
 
 

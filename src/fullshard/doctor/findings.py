@@ -32,7 +32,7 @@ Check = Callable[[Sequence[Facts]], Finding | None]
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NEEDED = (*_LAUNCHED, "MASTER_ADDR", "MASTER_PORT")
-_MUST_AGREE = ("python", "torch", "fullshard")
+_MUST_AGREE = ("python", "torch", "fullshard", "nccl backend")
 _CLOCK_S = 1.0
 _SHM_NBYTES = 512 << 20
 _RANK_NBYTES = 1 << 30
@@ -105,16 +105,18 @@ def wrong_interface(ranks: Sequence[Facts]) -> Finding | None:
 
 
 def versions_differ(ranks: Sequence[Facts]) -> Finding | None:
-    """Find ranks that run another Python, PyTorch or fullshard than rank 0."""
+    """Find ranks that run another Python, PyTorch or fullshard, or another NCCL, than rank 0."""
     for name in _MUST_AGREE:
-        first = ranks[0].versions[name]
-        others = [one for one in ranks if one.versions[name] != first]
+        first = ranks[0].versions.get(name, "missing")
+        others = [one for one in ranks if one.versions.get(name, "missing") != first]
         if others:
+            second = others[0].versions.get(name, "missing")
             return Finding(
                 "versions_differ",
                 Level.ERROR,
-                f"{name} is {first} on rank 0, but {others[0].versions[name]} on {_named(others)}",
-                "install the same environment on all hosts, or share it",
+                f"{name} is {first} on rank 0, but {second} on {_named(others)}",
+                "install the same environment on all hosts, or share it; the NCCL backend also "
+                "depends on TORCH_DIST_USE_NCCL2",
             )
     return None
 

@@ -42,7 +42,7 @@ class Origin(NamedTuple):
             _torch.default_store(),
             dist.get_backend_config(group),
             _torch.timeout_of(group, device_type),
-            _torch.group_options(group, device_type),
+            _torch.group_options(group),
             group.bound_device_id,
         )
 
@@ -51,8 +51,8 @@ def join(origin: Origin, name: str, rank: int, world: int) -> None:
     """Make the default process group of ``world`` ranks that all call this with the same ``name``.
 
     Raises:
-        RuntimeError: a rank did not come in ``stall_s``; PyTorch's. NCCL's groups connect later, in
-            the first collective.
+        RuntimeError: a rank did not come in ``stall_s``; PyTorch's. Some NCCL groups connect later,
+            in the first collective.
     """
     dist.init_process_group(
         origin.backend,
@@ -60,7 +60,7 @@ def join(origin: Origin, name: str, rank: int, world: int) -> None:
         rank=rank,
         world_size=world,
         timeout=min(origin.timeout, timedelta(seconds=stall_s())),
-        pg_options=origin.options,
+        pg_options=_torch.options_like(origin.options),  # again at each call
         device_id=origin.device,
     )
     group = dist.group.WORLD
