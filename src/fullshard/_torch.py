@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -51,6 +53,8 @@ from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _StopRecomputationError
+
+log = logging.getLogger("fullshard")
 
 
 class OwnDispatch(DTensor):
@@ -468,17 +472,66 @@ def own_store() -> dist.Store:
     """Return the default store through one more connection of this process, the same at each call.
 
     Nobody may wait for a key through it, as calls of all threads go one after the other. Users may
-    in the default store. To connect takes long where PyTorch waits for a name server.
+    in the default store. To connect takes long where PyTorch waits for a name server. If the
+    connection breaks while the store's server is there, it is made anew.
     """
     group = dist.group.WORLD
     assert group is not None
     own = _own_stores.get(group)
     if own is None:
-        own = _own_stores[group] = connected_anew(default_store())
+        own = _own_stores[group] = cast("dist.Store", _Reconnecting(default_store()))
     return own
 
 
 _own_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
+
+
+class _Reconnecting:
+    """A store that connects anew, and repeats a call, where its connection broke in the call.
+
+    So a call may be counted twice, and must be of a kind that bears it.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._origin = store
+        self._store = connected_anew(store)
+        self._connecting = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        if not callable(found := getattr(self._store, name)):
+            return found
+
+        def call(*args: Any) -> Any:
+            store = self._store
+            try:
+                return getattr(store, name)(*args)
+            except dist.DistNetworkError as error:
+                with self._connecting:
+                    if self._store is store:  # else another thread has connected anew
+                        self._connect(error)
+                return getattr(self._store, name)(*args)
+
+        return call
+
+    def _connect(self, error: Exception) -> None:
+        """Connect anew; raise ``error`` if the server is gone."""
+        server = self._origin
+        while isinstance(server, dist.PrefixStore):
+            server = server.underlying_store
+        try:  # PyTorch's own attempt takes seconds, and prints stacks
+            socket.create_connection((server.host, server.port), _REACHED_S).close()  # type: ignore[attr-defined]
+            self._store = connected_anew(self._origin)
+        except (AttributeError, OSError, RuntimeError):
+            raise error from None
+        log.warning("the connection to the store of the job broke (%s); made another", error)
+
+
+_REACHED_S = 2.0
+
+
+def connection_of(store: dist.Store) -> dist.Store:
+    """Return the present connection of what ``own_store`` returned, for a ``PrefixStore``."""
+    return getattr(store, "_store", store)
 
 
 def connected_anew(store: dist.Store) -> dist.Store:

@@ -110,13 +110,16 @@ def ways_of(group: dist.ProcessGroup, choice: Choice) -> _Ways:
     return ways[choice]
 
 
+_LONGEST_S = 20 * 86400.0  # poll() takes milliseconds in 32 bits
+
+
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
     """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
     with ledger_of(group).starting(MEETING):
         meeting = meet(group)
     if meeting.partners is None:
         return _Ways(native, native, native)
-    timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
+    timeout_s = min(_torch.timeout_of(group, "cpu").total_seconds(), _LONGEST_S)
     rank = group.rank()
     if len(meeting.circles) == 1:
         assert meeting.memory is not None

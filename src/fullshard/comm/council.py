@@ -60,7 +60,6 @@ class Council:
         self._store, self._signs, self._numbers = members.store, members.signs, members.numbers
         self._ledger, self._kind, self._label = members.ledger, kind, label
         self._thread_id = threading.get_ident()
-        self._silence_s = silence_s()
         self._decisions = 0
         self._enter()
 
@@ -243,11 +242,11 @@ class Council:
                 seen[rank] = _Seen(sign, now)
             elif sign is not None and sign.is_of_the_dead:
                 raise self._explained(LostRankError(f"the process of rank {rank} ended"))
-            elif now - seen[rank].time > self._silence_s:
+            elif now - seen[rank].time > (silence_s() if sign is None else sign.silence_s()):
                 lost.append(rank)
         if lost:
             raise LostRankError(
-                f"rank(s) {_some(lost)} gave no sign of life for {self._silence_s:g} s: their "
+                f"rank(s) {_some(lost)} gave no sign of life for {silence_s():g} s: their "
                 f"processes ended or were stopped. The limit is 6 times {PATIENCE}"
             )
 
@@ -307,7 +306,8 @@ class _Members:
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         names = all_gather_bytes(name, "what saves and loads need")
         self.signs = _torch.own_store()
-        self.store = dist.PrefixStore(f"fullshard/{bytes(names[0].tolist()).hex()}", self.signs)
+        own = _torch.connection_of(self.signs)
+        self.store = dist.PrefixStore(f"fullshard/{bytes(names[0].tolist()).hex()}", own)
         self.ledger = ledger_beside(self, "councils")
         begin_pulse()
 

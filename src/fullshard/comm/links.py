@@ -7,8 +7,10 @@ at, the memory that the owner names, without a copy.
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,6 +24,25 @@ __all__ = ["Arrival", "Link", "Trouble"]
 _DIFFERS, _LOST = -1, -2
 _MOST_VIEWS = 64  # in one call; the system allows 1024
 _READ_NBYTES = 1 << 23  # in one turn, so that one link does not keep the others waiting
+
+
+_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def only_here(connection: socket.socket) -> None:
+    """Close ``connection`` in processes that this one forks.
+
+    A peer learns of the end of this process once nobody else has the connection.
+    """
+    _connections.add(connection)
+
+
+def _close_in_child() -> None:
+    for connection in tuple(_connections):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Trouble(NamedTuple):
@@ -81,6 +102,7 @@ class Link:
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
+        only_here(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank = rank
         self._connection = connection

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fullshard.comm.ledger import Era
+from fullshard.comm.links import only_here
 from fullshard.comm.memory import LentMemory
 from fullshard.errors import LostRankError
 
@@ -72,6 +73,7 @@ class Line:
 
     def __init__(self, rank: int, connection: socket.socket, memory: LentMemory) -> None:
         connection.setblocking(False)
+        only_here(connection)
         self.rank = rank
         self._connection = connection
         self._outbox = _Outbox(connection)

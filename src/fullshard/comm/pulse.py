@@ -5,9 +5,9 @@ The store is the one that the default process group was made with.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-import secrets
 import threading
 import weakref
 from pathlib import Path
@@ -61,14 +61,28 @@ class Sign(NamedTuple):
         """True if its process is of this host and was stopped by a signal."""
         return self._state() in ("T", "t")
 
+    def silence_s(self) -> float:
+        """Return how long no other sign may follow before the process counts as ended, in seconds.
+
+        One of this host that runs gives none while a call holds its interpreter, such as a large
+        pickle. It has as long as the collectives of the job.
+        """
+        group = dist.group.WORLD
+        if group is None or self._state() in (None, "", "Z", "X", "T", "t"):
+            return silence_s()
+        kind = next(iter(_torch.device_types(group)))
+        return max(silence_s(), _torch.timeout_of(group, kind).total_seconds())
+
     def _state(self) -> str | None:
         """Return the letter that Linux has for the process; "" if ended, None if not known."""
-        if self.host != _own_host():
+        if self.host != _own_host() or self.host == _UNKNOWN:
             return None
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return ""
+        except OSError:  # such as for want of descriptors
+            return None
 
 
 def last_sign(store: dist.Store, rank: int) -> Sign | None:
@@ -105,7 +119,7 @@ class Pulse:
             self._thread.join(2 * PULSE_S)
 
     def _run(self) -> None:
-        start = f"{_own_host()} {os.getpid()}"
+        start = f"{_own_host()} {_own_number()}"
         for number in itertools.count():
             try:
                 self._store.set(self._key, f"{start} {number}")
@@ -122,9 +136,22 @@ def _key(rank: int) -> str:
     return f"fullshard/pulse/{rank}"
 
 
+@functools.cache  # /proc cannot be read where no descriptors are left
 def _own_host() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return boot + os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux: nothing is known of other processes
-        return secrets.token_hex(8)
+        return boot + os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/mnt")
+    except OSError:  # not Linux
+        return _UNKNOWN
+
+
+_UNKNOWN = "?"
+"""The host of processes whose numbers mean nothing to others."""
+
+
+def _own_number() -> int:
+    """Return the number of this process in /proc, which may be that of another namespace."""
+    try:
+        return int(os.readlink("/proc/self"))
+    except OSError:
+        return os.getpid()
