@@ -3,6 +3,7 @@
     python -m bench gpu --help                   the parts
     python -m bench gpu collectives races --out results/
     python -m bench gpu all --out results/       each in a process of its own, in this order
+    python -m bench gpu --first                  times that were never published, first; see FIRST
     python -m bench gpu --table results/         what was found, for docs/benchmarks.md
     python -m bench gpu all --stand-in           on a CPU: whether the parts run, nothing else
 
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.gpu import costs, features, programs, races, ranks, wires
+from bench.gpu import costs, features, programs, races, ranks, tax, wires
 from bench.gpu.machine import Failed, Machine, Verdict
 from bench.machine import table
 
@@ -41,6 +42,10 @@ class Part(NamedTuple):
 
 PARTS = {
     "collectives": Part(wires.collectives, 120),
+    "tax-1b": Part(tax.tax_1b, 300),
+    "tax-8b": Part(tax.tax_8b, 300),
+    "tax-compiled": Part(tax.tax_compiled, 420),
+    "hosts": Part(tax.hosts, 300),
     "streams": Part(wires.streams, 120),
     "races": Part(races.races, 600),
     "controls": Part(races.controls, 420),
@@ -63,6 +68,12 @@ PARTS = {
     "trainer": Part(features.trainer, 420),
 }
 """The most important first."""
+
+FIRST = ("tax-1b", "hosts", "tax-8b", "tax-compiled", "kernels", "memory")
+"""What has no published figure yet. Times count only if nothing else uses the machine."""
+
+RESULTS = Path(__file__).parent / "results"
+_BUSY_NBYTES = 2 << 30
 
 
 def judge(name: str, machine: Machine) -> dict[str, Any]:
@@ -87,6 +98,8 @@ def main(args: Sequence[str]) -> int:
     if not given.stand_in and not torch.cuda.is_available():
         print("gpu: no CUDA device; --stand-in tries the parts on the CPU")
         return 2
+    if given.first:
+        return _first(given)
     unknown = set(given.parts) - {*PARTS, "all"}
     if unknown or not given.parts:
         print(f"gpu: no part {', '.join(unknown)}; expected some of {', '.join(PARTS)}, or all")
@@ -118,20 +131,55 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="some of those below, or all")
     parser.add_argument("--out", type=Path, help="folder for PART.json of each part")
+    parser.add_argument("--first", action="store_true", help=f"run {', '.join(FIRST)}, with a log")
     parser.add_argument("--stand-in", action="store_true", help="on the CPU; judges little")
     parser.add_argument("--table", type=Path, metavar="OUT", help="show what was written there")
     return parser
 
 
+def _first(given: argparse.Namespace) -> int:
+    """Run ``FIRST``, one after the other, into a folder with JSON and what was printed."""
+    machine = Machine.here(stand_in=given.stand_in)
+    if machine.is_real:
+        free, total = torch.cuda.mem_get_info()
+        if total - free > _BUSY_NBYTES:
+            print(f"gpu: {(total - free) >> 20} MiB of the GPU are in use; times need it alone")
+            return 2
+    device = machine.describe()["device"].replace(" ", "-")
+    out = given.out or RESULTS / f"{time.strftime('%Y-%m-%d')}-{device}"
+    out.mkdir(parents=True, exist_ok=True)
+    options = ["--out", str(out), *(["--stand-in"] if given.stand_in else [])]
+    worst = 0
+    with (out / "log.txt").open("a") as log:
+        for name in given.parts or FIRST:
+            print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+            status, printed = _in_a_process(name, options)
+            log.write(printed)
+            print(printed, flush=True)
+            worst = max(worst, status)
+    print(f"gpu: commit {out}")
+    return worst
+
+
+def _in_a_process(name: str, options: Sequence[str]) -> tuple[int, str]:
+    command = [sys.executable, "-m", "bench", "gpu", name, *options]
+    limit_s = PARTS[name].limit_s + 30
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return 1, f"gpu: {name} took longer than {limit_s} s\n"
+    return int(process.returncode != 0), printed
+
+
 def _apart(name: str, args: Sequence[str], parts: Sequence[str]) -> int:
     """One part in a process of its own: a fault in one leaves the device to the next."""
-    rest = [arg for arg in args if arg not in parts]
-    command = [sys.executable, "-m", "bench", "gpu", name, *rest]
-    try:
-        return int(subprocess.run(command, timeout=PARTS[name].limit_s + 30).returncode != 0)
-    except subprocess.TimeoutExpired:
-        print(f"gpu: {name} took longer than {PARTS[name].limit_s} s")
-        return 1
+    status, printed = _in_a_process(name, [arg for arg in args if arg not in parts])
+    print(printed, flush=True)
+    return status
 
 
 def _results(folder: Path) -> list[Path]:

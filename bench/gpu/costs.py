@@ -102,11 +102,11 @@ def _refused(machine: Machine, run: Any) -> bool:
     return False
 
 
-def peak(machine: Machine, name: str, buffers: int) -> dict[str, Any]:
+def peak(machine: Machine, name: str, buffers: int, world: int = WORLD) -> dict[str, Any]:
     """Memory of a third step, of the only model in its process."""
-    with machine.first_of_many(), brief():
+    with machine.first_of_many(world), brief():
         sizes = sizes_for(machine, LARGE)
-        model, optimizer = made(machine, name, sizes)
+        model, optimizer = made(machine, name, sizes, world)
         if name == FSDP2 and hasattr(model, "set_reduce_scatter_max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(buffers)
         tokens = tokens_of(machine, sizes, 1024 if machine.is_real else 16)
@@ -162,12 +162,12 @@ def _summary(kernels: list[Kernel]) -> dict[str, float]:
     }
 
 
-def launched(machine: Machine, name: str) -> dict[str, float]:
+def launched(machine: Machine, name: str, world: int = WORLD) -> dict[str, float]:
     """What a fourth step ran on the device, of the only model in its process."""
-    with machine.first_of_many(), brief():
+    with machine.first_of_many(world), brief():
         sizes = sizes_for(machine, LARGE)
         tokens = tokens_of(machine, sizes, 512 if machine.is_real else 16)
-        model, optimizer = made(machine, name, sizes)
+        model, optimizer = made(machine, name, sizes, world)
         for _ in range(3):
             train(model, optimizer, tokens)
         return _summary(machine.traced(lambda: train(model, optimizer, tokens)))
@@ -213,11 +213,11 @@ def offload(machine: Machine) -> Verdict:
     return Verdict(passed=True, figures=figures)
 
 
-def measured(machine: Machine, name: str, length: int) -> dict[str, float]:
+def measured(machine: Machine, name: str, length: int, world: int = WORLD) -> dict[str, float]:
     """Milliseconds of a step, of the only model in its process."""
-    with machine.first_of_many(), brief():
+    with machine.first_of_many(world), brief():
         sizes = sizes_for(machine, LARGE)
-        model, optimizer = made(machine, name, sizes)
+        model, optimizer = made(machine, name, sizes, world)
         tokens = tokens_of(machine, sizes, length if machine.is_real else 8)
         warm_up, rounds = (WARM_UP, ROUNDS) if machine.is_real else (1, 1)
         taken = [

@@ -200,9 +200,9 @@ class Machine:
         return sorted(found, key=lambda kernel: kernel.start_us)
 
     @contextmanager
-    def first_of_many(self) -> Iterator[None]:
-        """This process is rank 0 of ``WORLD``; what others would send is made up."""
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    def first_of_many(self, world: int = WORLD) -> Iterator[None]:
+        """This process is rank 0 of ``world``; what others would send is made up."""
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         try:
             yield
         finally:

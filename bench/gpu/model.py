@@ -29,6 +29,8 @@ class Sizes:
     heads: int
     layers: int
     vocab: int
+    kv_heads: int | None = None
+    """Of keys and values; None: as many as ``heads``."""
 
 
 LARGE = Sizes(dim=2048, hidden=5632, heads=16, layers=12, vocab=32000)
@@ -47,9 +49,11 @@ class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         dim, hidden = sizes.dim, sizes.hidden
-        self.heads = sizes.heads
+        self.heads, self.kv_heads = sizes.heads, sizes.kv_heads or sizes.heads
+        few = dim // self.heads * self.kv_heads
         self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.q, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(dim, few, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(dim, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, dim, bias=False)
 
@@ -57,10 +61,15 @@ class Block(nn.Module):
         """(batch, length, dim) to the same."""
         y = self.norm1(x)
         q, k, v = (
-            layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
+            layer(y).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer, heads in (
+                (self.q, self.heads),
+                (self.k, self.kv_heads),
+                (self.v, self.kv_heads),
+            )
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        is_grouped = self.heads != self.kv_heads
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         y = self.norm2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -96,9 +105,9 @@ def tokens_of(machine: Machine, sizes: Sizes, length: int, number: int = 0) -> T
     return torch.randint(sizes.vocab, (1, length + 1), generator=generator).to(machine.device)
 
 
-def contenders(machine: Machine) -> dict[str, Contender]:
+def contenders(machine: Machine, world: int = WORLD) -> dict[str, Contender]:
     """FSDP2 and ours in bf16 with fp32 reduction, each with the AdamW that one would use."""
-    mesh = init_device_mesh(machine.device.type, (WORLD,))
+    mesh = init_device_mesh(machine.device.type, (world,))
     policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     theirs = units(
         torch_fully_shard, mesh=mesh, mp_policy=TorchPolicy(torch.bfloat16, torch.float32)
@@ -119,10 +128,12 @@ def contenders(machine: Machine) -> dict[str, Contender]:
     }
 
 
-def made(machine: Machine, name: str, sizes: Sizes) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(
+    machine: Machine, name: str, sizes: Sizes, world: int = WORLD
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A contender's model on the device, and its optimizer."""
     torch.manual_seed(0)
-    return contenders(machine)[name].make(copy.deepcopy(Llama(sizes)).to(machine.device))
+    return contenders(machine, world)[name].make(copy.deepcopy(Llama(sizes)).to(machine.device))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:

@@ -11,9 +11,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from bench import gpu
 from bench.gpu import apart as gpu_apart
+from bench.gpu import tax
+from bench.gpu.model import Llama
 from bench.gpu.ranks import check_all
 from tests.ranks.pool import RankPool
 
@@ -68,6 +71,27 @@ def test_figures_become_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "| memory | FAILED | 1.0 s | above |" in shown
     assert "| ours | peak allocated 5, share 0.1235 |" in shown
+
+
+def test_what_comes_first_is_written_with_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(gpu.FIRST) <= gpu.PARTS.keys()
+    assert gpu.main(["--first", "tax-1b", "--stand-in", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "tax-1b.json").read_text())
+    assert found["passed"] and set(found["figures"]) == set(tax.CONTENDERS)
+    assert "| tax-1b | passed |" in (tmp_path / "log.txt").read_text()
+    assert f"commit {tmp_path}" in capsys.readouterr().out
+
+
+def test_flops_of_llama_are_counted() -> None:
+    """Six for each weight and token, of 1.24 billion weights without the input embedding."""
+    sizes = tax.SHAPES["1B"]
+    of_weights = tax.flops(sizes, 1, 0) / 6
+    with torch.device("meta"):
+        model = Llama(sizes)
+    own = sum(param.numel() for param in model.parameters()) - model.embed.weight.numel()
+    assert of_weights == pytest.approx(own, rel=1e-3)
 
 
 def test_a_wrong_part_is_told(capsys: pytest.CaptureFixture[str]) -> None:
