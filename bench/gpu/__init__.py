@@ -46,6 +46,7 @@ PARTS = {
     "tax-8b": Part(tax.tax_8b, 300),
     "tax-compiled": Part(tax.tax_compiled, 420),
     "hosts": Part(tax.hosts, 300),
+    "wire": Part(costs.wire, 300),
     "streams": Part(wires.streams, 120),
     "races": Part(races.races, 600),
     "controls": Part(races.controls, 420),
@@ -57,7 +58,7 @@ PARTS = {
     "offload": Part(costs.offload, 300),
     "speed": Part(costs.speed, 420),
     "graphs": Part(programs.graphs, 300),
-    "ranks": Part(ranks.ranks, 330),
+    "ranks": Part(ranks.ranks, 600),
     "jobs": Part(ranks.jobs, 480),
     "codecs": Part(features.codecs, 120),
     "owners": Part(features.owners, 180),
@@ -69,7 +70,7 @@ PARTS = {
 }
 """The most important first."""
 
-FIRST = ("tax-1b", "hosts", "tax-8b", "tax-compiled", "kernels", "memory")
+FIRST = ("tax-1b", "hosts", "tax-8b", "tax-compiled", "wire", "kernels", "memory")
 """What has no published figure yet. Times count only if nothing else uses the machine."""
 
 RESULTS = Path(__file__).parent / "results"

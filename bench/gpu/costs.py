@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from bench.gpu.model import LARGE, SMALL, Llama, made, sizes_for, tokens_of, tra
 from bench.gpu.races import Acting
 from fullshard.comm import Around, Done, Pending, wrapped
 
-__all__ = ["kernels", "memory", "offload", "speed", "syncs"]
+__all__ = ["kernels", "memory", "offload", "speed", "syncs", "wire"]
 
 NAMES = (FSDP2, PER_PARAMETER, RAGGED)
 WARM_UP, ROUNDS = 5, 20
@@ -30,37 +31,56 @@ _COUNTS_INPUTS = hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
 LENGTHS = {"compute-bound": 4096, "host-bound": 128}
 
 
+@dataclass(frozen=True)
 class _Brief(Around):
-    """Collectives of one small kernel each."""
+    """Collectives of one small kernel each, and as long as ``occupy`` takes for their bytes."""
+
+    occupy: Callable[[int], None] = field(default=lambda nbytes: None)
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """Touch the first output."""
         _touch(outputs[0])
+        self.occupy(_nbytes(outputs) - _nbytes(sources))
         return Done()
 
     def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
         """Touch the output."""
         _touch(output)
+        self.occupy(source.nbytes - source.nbytes * output.numel() // source.numel())
         return Done()
 
 
-def _touch(output: Tensor, *_: object, **__: object) -> None:
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)
+
+
+def _touch(output: Tensor) -> None:
     output.view(-1)[:1].zero_()
 
 
 @contextmanager
-def brief() -> Iterator[None]:
+def brief(occupy: Callable[[int], None] = lambda nbytes: None) -> Iterator[None]:
     """A rank of many, whose collectives, FSDP2's and ours, are one small kernel each.
 
     The fake group makes a copy for each rank and output instead, which no backend does.
+
+    Args:
+        occupy: keeps the current stream busy for as long as so many received bytes take.
     """
+
+    def collective(*args: object, **named: object) -> None:
+        given = (*args, *named.values())
+        output, source = (one for one in given if isinstance(one, Tensor))
+        _touch(output)
+        occupy(abs(output.nbytes - source.nbytes))
+
     names = ("all_gather_into_tensor", "reduce_scatter_tensor")
     names += ("all_gather_single", "reduce_scatter_single")  # as torch 2.13 calls them
     with ExitStack() as stack:
         for name in names:
             if hasattr(dist, name):
-                stack.enter_context(patch.object(dist, name, _touch))
-        stack.enter_context(wrapped(_Brief))
+                stack.enter_context(patch.object(dist, name, collective))
+        stack.enter_context(wrapped(lambda inner: _Brief(inner, occupy)))
         yield
 
 
@@ -213,9 +233,19 @@ def offload(machine: Machine) -> Verdict:
     return Verdict(passed=True, figures=figures)
 
 
-def measured(machine: Machine, name: str, length: int, world: int = WORLD) -> dict[str, float]:
-    """Milliseconds of a step, of the only model in its process."""
-    with machine.first_of_many(world), brief():
+def measured(
+    machine: Machine, name: str, length: int, world: int = WORLD, gb_s: float = 0.0
+) -> dict[str, float]:
+    """Milliseconds of a step, of the only model in its process; ``gb_s`` of the wire, 0: no wire.
+
+    What is received in a collective keeps its stream busy, by a kernel that only waits.
+    """
+
+    def occupy(nbytes: int) -> None:
+        if gb_s:
+            machine.sleep(nbytes / gb_s / 1e3)
+
+    with machine.first_of_many(world), brief(occupy):
         sizes = sizes_for(machine, LARGE)
         model, optimizer = made(machine, name, sizes, world)
         tokens = tokens_of(machine, sizes, length if machine.is_real else 8)
@@ -226,6 +256,24 @@ def measured(machine: Machine, name: str, length: int, world: int = WORLD) -> di
         ]
     host, whole = (statistics.median(one) for one in zip(*taken[warm_up:], strict=True))
     return {"host ms": 1e3 * host, "step ms": 1e3 * whole}
+
+
+RATES = {"NVLink": 370.0, "400 Gbit/s": 45.0}
+"""Gigabytes that a rank receives in a second."""
+
+
+def wire(machine: Machine) -> Verdict:
+    """SIMULATED wires: how much longer a step takes if collectives keep their streams busy.
+
+    Nothing contends for memory or multiprocessors, as real collectives do.
+    """
+    figures = {}
+    for name in NAMES:
+        alone = machine.apart(measured, name, 1024)["step ms"]
+        for wire, gb_s in RATES.items():
+            found = machine.apart(measured, name, 1024, WORLD, gb_s)["step ms"]
+            figures[f"{wire}, {name}"] = {"step ms": found, "exposed ms": found - alone}
+    return Verdict(passed=True, figures=figures)
 
 
 def speed(machine: Machine) -> Verdict:

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from fullshard.optim import Muon
 __all__ = ["check_all", "jobs", "ranks"]
 
 LIMIT_S = 150
+_HAS_NCCL2 = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
 WORLDS = (2, 4)
 STEPS = 3
 NEAR = 1e-4
@@ -170,9 +173,9 @@ def _start(module: list[str], world: int, logs: Path) -> list[subprocess.Popen[b
     return started
 
 
-def _run(module: list[str], world: int) -> tuple[bool, list[str]]:
-    """Whether all ranks of a job ended well, and what each printed."""
-    with tempfile.TemporaryDirectory() as logs:
+def _run(module: list[str], world: int, **more: str) -> tuple[bool, list[str]]:
+    """Whether all ranks of a job ended well, and what each printed; ``more`` variables are set."""
+    with tempfile.TemporaryDirectory() as logs, patch.dict(os.environ, more):
         started = _start(module, world, Path(logs))
         try:
             codes = [one.wait(LIMIT_S) for one in started]
@@ -192,16 +195,16 @@ def ranks(machine: Machine) -> Verdict:
         return Verdict(passed=None, notes=["tests run its ranks by themselves"])
     figures: dict[str, Any] = {}
     notes = []
-    for world in WORLDS:
-        good, printed = _run(["-m", "bench.gpu.rank"], world)
+    backends = {"nccl2": "1", "nccl": "0"} if _HAS_NCCL2 else {"nccl": "0"}
+    for world, (backend, chosen) in product(WORLDS, backends.items()):
+        what = f"{world} ranks, {backend}"
+        good, printed = _run(["-m", "bench.gpu.rank"], world, TORCH_DIST_USE_NCCL2=chosen)
         if not good:
-            notes.append(
-                f"{world} ranks did not end well: " + " | ".join(one[-1500:] for one in printed)
-            )
+            notes.append(f"{what} did not end well: " + " | ".join(one[-1500:] for one in printed))
             continue
         found = json.loads(printed[0].splitlines()[-1])
-        notes += [f"{world} ranks: {name} is wrong" for name in found.pop("wrong")]
-        figures[f"{world} ranks, farthest loss"] = found
+        notes += [f"{what}: {name} is wrong" for name in found.pop("wrong")]
+        figures[f"{what}, farthest loss"] = found
     return Verdict(passed=not notes, figures=figures, notes=notes)
 
 
