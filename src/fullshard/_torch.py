@@ -337,8 +337,8 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> Any:
 def is_nccl(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether one of PyTorch's NCCL backends serves ``device_type``.
 
-    PyTorch before 2.15 has one. Since then the backend that programs call "nccl" is ``nccl2``,
-    unless TORCH_DIST_USE_NCCL2=0 chooses the old one, and there are others beside it.
+    PyTorch 2.14 and later have several. In 2.15 "nccl" means ``nccl2``, unless the variable
+    TORCH_DIST_USE_NCCL2 is 0.
     """
     return not is_of_python(group) and backend_of(group, device_type).name() in NCCL
 
@@ -472,8 +472,8 @@ def own_store() -> dist.Store:
     """Return the default store through one more connection of this process, the same at each call.
 
     Nobody may wait for a key through it, as calls of all threads go one after the other. Users may
-    in the default store. To connect takes long where PyTorch waits for a name server. If the
-    connection breaks while the store's server is there, it is made anew.
+    in the default store. To connect takes long where PyTorch waits for a name server. A broken
+    connection is replaced, unless the store's server is gone.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -530,7 +530,7 @@ _REACHED_S = 2.0
 
 
 def connection_of(store: dist.Store) -> dist.Store:
-    """Return the present connection of what ``own_store`` returned, for a ``PrefixStore``."""
+    """Return the connection that an ``own_store`` uses now; a ``PrefixStore`` needs it."""
     return getattr(store, "_store", store)
 
 
@@ -628,9 +628,10 @@ def group_options(group: dist.ProcessGroup, *, connects_later: bool = False) -> 
 
 
 def options_like(given: Any) -> Any:
-    """Return NCCL options like ``given``, since PyTorch writes to those it gets; None for None.
+    """Return a copy of NCCL options, or None for None. PyTorch writes to the options it gets.
 
-    They omit what a group was split from. The ``timeout`` passed to ``new_group`` has priority.
+    The copy omits the group that ``given`` was split from. The ``timeout`` passed to ``new_group``
+    has priority.
     """
     if given is None:
         return None

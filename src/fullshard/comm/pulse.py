@@ -64,8 +64,8 @@ class Sign(NamedTuple):
     def silence_s(self) -> float:
         """Return how long no other sign may follow before the process counts as ended, in seconds.
 
-        One of this host that runs gives none while a call holds its interpreter, such as a large
-        pickle. It has as long as the collectives of the job.
+        A running process of this host may be silent while a call, such as a large pickle, holds
+        its interpreter. Its limit is the time-out of the job's collectives.
         """
         group = dist.group.WORLD
         if group is None or self._state() in (None, "", "Z", "X", "T", "t"):

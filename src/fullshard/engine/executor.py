@@ -364,7 +364,7 @@ class Engine(Actor):
             ConfigError: parameters were replaced, moved or cast in a way that cannot work.
             ProtocolError: parameters are on the meta device.
         """
-        with torch.inference_mode(False):  # shards that are made anew here will be trained
+        with torch.inference_mode(False):  # new shards must be trainable
             for unit in units:
                 if not unit.is_lent:
                     self.take_over(unit)
@@ -404,7 +404,7 @@ class Engine(Actor):
             self.trigger(when.WeightsChanged())
             self.trigger(when.UserReshard(unit.key))
             unit.adopt()
-            unit.was_written()  # such writes are in what was adopted
+            unit.was_written()  # the adopted values include these writes
             state.nbytes = unit.nbytes
             state.reduction_nbytes = unit.reduction_nbytes
         elif unit.was_written() and state.residency:
