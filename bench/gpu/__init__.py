@@ -71,7 +71,7 @@ PARTS = {
 """The most important first."""
 
 FIRST = ("tax-1b", "hosts", "tax-8b", "tax-compiled", "wire", "kernels", "memory")
-"""What has no published figure yet. Times count only if nothing else uses the machine."""
+"""Parts to run first, alone on the machine: their times are still to be published."""
 
 RESULTS = Path(__file__).parent / "results"
 _BUSY_NBYTES = 2 << 30
@@ -99,12 +99,12 @@ def main(args: Sequence[str]) -> int:
     if not given.stand_in and not torch.cuda.is_available():
         print("gpu: no CUDA device; --stand-in tries the parts on the CPU")
         return 2
-    if given.first:
-        return _first(given)
     unknown = set(given.parts) - {*PARTS, "all"}
-    if unknown or not given.parts:
+    if unknown or not (given.parts or given.first):
         print(f"gpu: no part {', '.join(unknown)}; expected some of {', '.join(PARTS)}, or all")
         return 2
+    if given.first:
+        return _first(given)
     names = list(PARTS) if "all" in given.parts else given.parts
     if len(names) > 1:
         return max([_apart(name, args, given.parts) for name in names], default=0)
@@ -139,12 +139,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _first(given: argparse.Namespace) -> int:
-    """Run ``FIRST``, one after the other, into a folder with JSON and what was printed."""
+    """Run the given parts, or ``FIRST``, one at a time; write JSON and a log to a folder."""
     machine = Machine.here(stand_in=given.stand_in)
     if machine.is_real:
         free, total = torch.cuda.mem_get_info()
         if total - free > _BUSY_NBYTES:
-            print(f"gpu: {(total - free) >> 20} MiB of the GPU are in use; times need it alone")
+            print(
+                f"gpu: other programs use {(total - free) >> 20} MiB of the GPU and would distort "
+                "times; end them and try again"
+            )
             return 2
     device = machine.describe()["device"].replace(" ", "-")
     out = given.out or RESULTS / f"{time.strftime('%Y-%m-%d')}-{device}"

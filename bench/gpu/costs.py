@@ -33,7 +33,7 @@ LENGTHS = {"compute-bound": 4096, "host-bound": 128}
 
 @dataclass(frozen=True)
 class _Brief(Around):
-    """Collectives of one small kernel each, and as long as ``occupy`` takes for their bytes."""
+    """Collectives that launch one small kernel each and then ``occupy`` the current stream."""
 
     occupy: Callable[[int], None] = field(default=lambda nbytes: None)
 
@@ -265,7 +265,7 @@ RATES = {"NVLink": 370.0, "400 Gbit/s": 45.0}
 def wire(machine: Machine) -> Verdict:
     """SIMULATED wires: how much longer a step takes if collectives keep their streams busy.
 
-    Nothing contends for memory or multiprocessors, as real collectives do.
+    Unlike real collectives, these hardly contend for memory or multiprocessors.
     """
     figures = {}
     for name in NAMES:

@@ -50,7 +50,7 @@ LOW = torch.bfloat16
 
 
 class Trained(Llama):
-    """With blocks computed again, and a loss that never has all logits in memory."""
+    """A Llama that can recompute its blocks, with a loss that never holds all logits at once."""
 
     def __init__(self, sizes: Sizes, *, recomputes: bool) -> None:
         super().__init__(sizes)
@@ -86,6 +86,10 @@ class Way(NamedTuple):
     """False: operations are cast by ``torch.autocast``."""
 
 
+def _as_it_is(model: Any) -> Any:
+    return model
+
+
 def _tuned(model: Any) -> Any:
     """Keep parameters after forward, and gather the next block by hand."""
     policy = TorchPolicy(LOW, torch.float32)
@@ -99,14 +103,16 @@ def _tuned(model: Any) -> Any:
 
 def _ways(machine: Machine) -> dict[str, Way]:
     mesh = init_device_mesh(machine.device.type, (1,))
+    # Gloo's threads may wait for the interpreter while DDP, in a destructor, waits for them.
+    ddp: Any = DistributedDataParallel if machine.is_real else _as_it_is
     theirs = TorchPolicy(LOW, torch.float32)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": fullshard.MixedPrecisionPolicy(LOW, torch.float32),
     }
     return {
-        UNWRAPPED: Way(lambda model: model, casts_itself=False),
-        DDP: Way(DistributedDataParallel, casts_itself=False),
+        UNWRAPPED: Way(_as_it_is, casts_itself=False),
+        DDP: Way(ddp, casts_itself=False),
         FSDP2: Way(units(torch_fully_shard, mesh=mesh, mp_policy=theirs)),
         TUNED: Way(_tuned),
         PER_PARAMETER: Way(units(fullshard.fully_shard, **options)),
@@ -157,7 +163,7 @@ def trained(machine: Machine, name: str, shape: str, compiled: bool) -> dict[str
 
 
 def _timed(machine: Machine, step: Callable[[], Tensor], count: int) -> tuple[list[float], Tensor]:
-    """Return the device's time between the ends of steps; the host runs ahead as in training."""
+    """Return the device time of each step, in seconds, and the last loss; on a CPU, host time."""
     accelerator = machine.accelerator
     ends = [accelerator.Event(enable_timing=True) for _ in range(count + 1)]
     ends[0].record()

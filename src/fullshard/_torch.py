@@ -205,10 +205,10 @@ _UNUSED_TAG = (1 << 31) - 1
 
 
 def abort(group: dist.ProcessGroup, device_type: str) -> None:
-    """End all collectives of ``group`` on devices of that type; it is of no use afterwards.
+    """End all collectives of ``group`` on devices of that type; the group cannot be used again.
 
-    Only NCCL's and similar backends can; others keep their time-outs. Two threads never abort one
-    group at a time, which would crash ``nccl2``.
+    Only NCCL's and similar backends can; others keep their time-outs. A lock per group keeps two
+    threads from aborting at the same time, which would crash ``nccl2``.
     """
     with _locks.setdefault(group, threading.Lock()), suppress(RuntimeError):
         backend_of(group, device_type).abort()
@@ -254,11 +254,10 @@ def is_capturing(module: Any) -> bool:
 
 @contextmanager
 def beside_captures() -> Iterator[bool]:
-    """Let this thread ask events about their state while any thread captures a CUDA graph.
+    """Allow event queries in this thread while another thread captures a CUDA graph.
 
-    A query by a thread in the mode that threads begin with makes another thread's capture invalid,
-    unless that capture has a mode of its own. The block gets False where the mode cannot be
-    changed, and must not ask then.
+    A query by a thread in the default capture mode invalidates captures of other threads. Yields
+    False if CUDA is initialized and the mode cannot be changed; do not query events then.
     """
     exchange = _exchange_of_capture_modes()
     if exchange is None:
@@ -348,7 +347,7 @@ NCCL = frozenset({"nccl", "nccl2", "nccl-lazy", "nccl-legacy"})
 
 
 def nccl_of_programs() -> str:
-    """Return the name of the backend that programs get who ask for "nccl"."""
+    """Return the name of the backend that "nccl" selects in this PyTorch and environment."""
     has_two = hasattr(c10d, "ProcessGroupNCCL2")
     chosen = os.environ.get("TORCH_DIST_USE_NCCL2")
     is_second = chosen != "0" if hasattr(c10d, "_nccl2_device") else has_two and chosen == "1"
@@ -489,7 +488,7 @@ _own_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.
 class _Reconnecting:
     """A store that connects anew, and repeats a call, where its connection broke in the call.
 
-    So a call may be counted twice, and must be of a kind that bears it.
+    A call may therefore run twice on the server; use only calls that tolerate this.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -523,14 +522,17 @@ class _Reconnecting:
             self._store = connected_anew(self._origin)
         except (AttributeError, OSError, RuntimeError):
             raise error from None
-        log.warning("the connection to the store of the job broke (%s); made another", error)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        log.warning(
+            "rank %d lost its connection to the job's store (%s) and made a new one", rank, error
+        )
 
 
 _REACHED_S = 2.0
 
 
 def connection_of(store: dist.Store) -> dist.Store:
-    """Return the connection that an ``own_store`` uses now; a ``PrefixStore`` needs it."""
+    """Return the current connection of an ``own_store``, which a ``PrefixStore`` cannot wrap."""
     return getattr(store, "_store", store)
 
 
@@ -558,7 +560,7 @@ def drop_groups(abort_s: float = 60.0) -> None:
     those who wait for us, even if something still holds the group.
 
     Args:
-        abort_s: how long to wait for aborts. Groups whose aborts take longer are forgotten.
+        abort_s: the longest wait for aborts, in seconds; groups are forgotten in any case.
     """
     forget_meshes()
     if dist.is_initialized():
@@ -578,7 +580,7 @@ def drop_groups(abort_s: float = 60.0) -> None:
 
 def _forget_groups() -> None:
     c10d._update_default_pg(None)
-    for name in dir(c10d._world):  # which differ between versions
+    for name in dir(c10d._world):  # its tables differ between versions
         if name.startswith(("pg_", "tags_to_")) and name != "pg_config_info":  # made when read
             getattr(c10d._world, name).clear()
     c10d._unregister_all_process_groups()
@@ -610,12 +612,12 @@ def forget_meshes() -> None:
 
 
 def group_options(group: dist.ProcessGroup, *, connects_later: bool = False) -> Any:
-    """Return the options of the NCCL backend of ``group`` for a new group; None if it has none.
+    """Return a copy of the NCCL options of ``group``; None if no NCCL backend serves ``group``.
 
     Args:
         group: the process group.
-        connects_later: let the new group connect at its first use. The legacy backend always does
-            that in a group without a device.
+        connects_later: make the new group connect at its first use, as the legacy backend does in
+            an unbound group.
     """
     for kind in () if is_of_python(group) else device_types(group):
         if is_nccl(group, kind):
@@ -649,7 +651,7 @@ def apart_from_the_default_group(options: Any) -> Iterator[None]:
 
     If the default group is bound to a device, PyTorch splits that group's communicator, for which
     NCCL needs all ranks. A separate communicator, as made here, connects at its first use. With
-    ``options`` that say so PyTorch itself does not split, and the new group keeps the device.
+    ``options.lazy_init`` set, PyTorch does not split, and the new group keeps the device.
     """
     world = dist.group.WORLD
     device = getattr(world, "bound_device_id", None)
@@ -664,10 +666,10 @@ def apart_from_the_default_group(options: Any) -> Iterator[None]:
 
 
 def device_to_bind() -> torch.device | None:
-    """Return the current device, for a default group that is made without one; None: no need.
+    """Return the current device for a new default group; None to leave the choice to PyTorch.
 
-    ``nccl2`` would take the one with the number LOCAL_RANK, or the rank's. If a launcher has set
-    LOCAL_RANK and the program has not set a device, that is right.
+    Only PyTorch 2.15 needs a device: its ``nccl2`` would take the one numbered LOCAL_RANK. If the
+    variable names another device than the current one, it decides.
     """
     kind = torch.accelerator.current_accelerator()
     has_nccl2 = hasattr(c10d, "_nccl2_device")

@@ -452,7 +452,7 @@ class Twins:
         self._go_on_with(new, sharding, optimizer=optimizer)
 
     def store(self, mode: str, differing: str, optimizer: bool, other: Sharding | None) -> None:
-        """Go on with a fresh model that a checkpoint of it and a plain module is loaded into.
+        """Save the model beside a plain module; go on with a fresh model that loads both.
 
         Where the plain module differs by rank in a parameter, the save must be refused by name.
         """

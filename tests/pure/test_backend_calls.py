@@ -94,7 +94,7 @@ def test_options_of_nccl_have_what_is_copied() -> None:
 
 @needs_nccl
 def test_nccl_of_each_version_is_known() -> None:
-    """What docs/communication.md says of them."""
+    """Check the table of NCCL backends in docs/limits.md."""
     for name in ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy"):
         assert hasattr(_distributed_c10d, name) == (VERSION >= SINCE[name])
     assert hasattr(c10d, "_nccl2_device") == (VERSION >= (2, 15))

@@ -178,10 +178,13 @@ def test_facts_survive_the_way_through_json() -> None:
 
 def test_ranks_need_one_nccl() -> None:
     """PyTorch 2.15 has two under this name, which do not connect to each other."""
-    found = findings_of([replace(a_rank(0), versions=NCCL2), a_rank(1)])
+    other = replace(a_rank(1), versions=NCCL2 | {"nccl backend": "nccl"})
+    found = findings_of([replace(a_rank(0), versions=NCCL2), other])
     assert [one.name for one in found] == ["versions_differ"]
-    assert "nccl backend is nccl2 on rank 0, but missing on rank 1" in found[0].what
+    assert "nccl backend is nccl2 on rank 0, but nccl on rank 1" in found[0].what
     assert "TORCH_DIST_USE_NCCL2" in found[0].advice
+    found = findings_of([replace(a_rank(0), versions=NCCL2), a_rank(1)])
+    assert "nccl2 on rank 0, but missing on rank 1" in found[0].what
     assert findings_of([replace(a_rank(rank), versions=NCCL2) for rank in (0, 1)]) == []
 
 

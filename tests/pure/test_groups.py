@@ -33,7 +33,7 @@ class Options:
 
 
 class LaterOptions(Options):
-    """Those since 2.15, of all its NCCL backends."""
+    """NCCL options since 2.15."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         super().__init__(is_high_priority_stream)
@@ -41,7 +41,7 @@ class LaterOptions(Options):
 
 
 class Backend:
-    """One of NCCL's: it may be aborted by one thread at a time."""
+    """An NCCL backend, to be aborted by one thread at a time."""
 
     def __init__(self, name: str, options: Options, *, fails: bool = False) -> None:
         self.options = options
@@ -169,7 +169,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> Iterator[Any]:
 
 
 def test_a_group_is_aborted_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a fault, in threads, and then by the rank that leaves the job."""
+    """A fault begins aborts in threads; then the rank leaves the job."""
     backend = Backend("nccl2", LaterOptions())
     plain = c10d._abort_process_group
 

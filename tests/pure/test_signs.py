@@ -97,7 +97,7 @@ def test_where_there_is_no_proc_nobody_is_dead() -> None:
 def test_a_rank_that_runs_may_be_silent_as_long_as_its_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call may hold the interpreter; a rank that was stopped, or of another host, may not."""
+    """Only a running rank of this host gets the longer limit: a call may hold its interpreter."""
     monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
     monkeypatch.setattr(pulse, "PULSE_S", 0.01)
     monkeypatch.setattr("fullshard.watch.roll.PULSE_S", 0.01)
@@ -172,7 +172,7 @@ def test_a_connection_to_the_store_that_breaks_is_made_anew(
         reset_connections(server.port)
         with caplog.at_level(logging.WARNING, "fullshard"):
             assert own.get("before") == b"1"
-        assert "the connection to the store of the job broke" in caplog.text
+        assert "rank 0 lost its connection to the job's store" in caplog.text
         assert own.add("count", 1) == 2 and own.check(["count"])
         caplog.clear()
         own.set("after", "2")

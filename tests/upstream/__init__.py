@@ -4,6 +4,6 @@
     python -m tests.upstream FOLDER -k parity   # tests with this word
 
 The files are PyTorch's, fetched by hand from a version near the installed one; none is kept here.
-``stand_in`` changes what the files import, and the words of theirs that name a GPU. A test
+``stand_in`` replaces what the files import, and GPU names in their text, as it loads them. A test
 counts only if it passes on PyTorch's own engine.
 """

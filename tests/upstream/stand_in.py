@@ -1,4 +1,6 @@
-"""Run PyTorch's tests of one file on a CPU: ``-m tests.upstream.stand_in ENGINE FILE WORD``.
+"""Run PyTorch's tests of one file on a CPU.
+
+    python -m tests.upstream.stand_in ENGINE FILE WORD TIMEOUT_S AT_ONCE
 
 A line of JSON is printed for each test. Every test runs in a fork of this process, which has
 imported PyTorch and the file once.

@@ -110,7 +110,8 @@ def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None
                 moved[name] = _put_aside(path.with_name(name), removes=removes)
             except OSError as error:
                 log.warning(
-                    "%s cannot be renamed (%s), so it counts as newer than step %d; move it away",
+                    "%s cannot be renamed (%s); move it away, or loads will take it for newer than "
+                    "step %d",
                     path.with_name(name),
                     error,
                     step,
@@ -123,7 +124,10 @@ def supersede(unfinished: Path, path: Path, step: int, *, removes: bool) -> None
             "removed" if removes else "renamed to " + ", ".join(one.name for one in moved.values())
         )
         log.warning(
-            "%s was saved; older folders of step %d and later steps were %s", path, step, names
+            "%s was saved; the folders it replaces, of step %d and later, were %s",
+            path,
+            step,
+            names,
         )
     if removes:
         for one in moved.values():

@@ -246,8 +246,9 @@ class Council:
                 lost.append(rank)
         if lost:
             raise LostRankError(
-                f"rank(s) {_some(lost)} gave no sign of life for {silence_s():g} s: their "
-                f"processes ended or were stopped. The limit is 6 times {PATIENCE}"
+                f"ranks {_some(lost)} gave no sign of life for so long that they count as lost: "
+                f"their processes ended, hang or were stopped. The limit is 6 times {PATIENCE}, or "
+                "the time-out of the process group for running processes of one host"
             )
 
     @contextmanager

@@ -174,7 +174,9 @@ class Desk:
         except OSError:
             part, fds = b"", []
         for fd in fds:
-            os.set_inheritable(fd, False)  # or programs that are started keep a peer's memory
+            os.set_inheritable(
+                fd, False
+            )  # else programs that this rank starts keep a peer's memory
             if call.fd >= 0:
                 os.close(call.fd)
             call.fd = fd

@@ -127,14 +127,18 @@ def _close(fds: tuple[int, int]) -> None:
 class _Underway:
     """Collectives that were issued to a device, which may not have done them.
 
-    A host may be ahead of its device by any number of them. The oldest is the one that hangs, so
-    marks go only when the device has passed them; a host that adds many asks for that now and then.
+    A host may be ahead of its device by any number of them, and the oldest may be the one that
+    hangs. Marks are removed once the device has passed them, so the host checks them when many
+    pile up.
     """
 
     def __init__(self) -> None:
         self._marks: deque[tuple[Entry, Mark, float]] = deque()
-        self._most = KEPT  # marks, before the host asks which are passed
-        self._first: tuple[Entry | None, float] = (None, 0.0)  # and since when it was seen to be
+        self._most = KEPT  # marks; with more, the host checks them
+        self._first: tuple[Entry | None, float] = (
+            None,
+            0.0,
+        )  # the oldest, and when it was first seen
         self._removing = threading.Lock()  # the host and the watch may see one mark passed
 
     def add(self, entry: Entry, mark: Mark) -> None:
@@ -151,8 +155,8 @@ class _Underway:
     def first(self, least_s: float = 0.0) -> Wait | None:
         """Return the first that is not done, if it was issued ``least_s`` ago or earlier.
 
-        Older marks that the device has passed are dropped. The wait counts from when it was first
-        seen: hosts may be ahead of devices by any time.
+        Older marks that the device has passed are dropped. The wait starts when this collective was
+        first seen as the oldest, not when it was issued.
         """
         with contextlib.suppress(IndexError), _torch.beside_captures() as may_ask:
             while may_ask:  # another thread adds and clears meanwhile

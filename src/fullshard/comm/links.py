@@ -30,9 +30,9 @@ _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def only_here(connection: socket.socket) -> None:
-    """Close ``connection`` in processes that this one forks.
+    """Register ``connection`` to be closed in every process that this process forks.
 
-    A peer learns of the end of this process once nobody else has the connection.
+    Otherwise peers notice the end of this process only after its forks have ended, too.
     """
     _connections.add(connection)
 

@@ -62,7 +62,7 @@ class Sign(NamedTuple):
         return self._state() in ("T", "t")
 
     def silence_s(self) -> float:
-        """Return how long no other sign may follow before the process counts as ended, in seconds.
+        """Return the seconds without a further sign after which this process counts as ended.
 
         A running process of this host may be silent while a call, such as a large pickle, holds
         its interpreter. Its limit is the time-out of the job's collectives.

@@ -242,7 +242,7 @@ class StreamLanes:
     @contextmanager
     def _timing(self, stream: Any) -> Iterator[None]:
         assert self._waits is not None
-        if _torch.is_capturing(self._accelerator):  # nobody may ask such events for a time
+        if _torch.is_capturing(self._accelerator):  # timing events of a capture cannot be read
             yield
             return
         before, after = (self._accelerator.Event(enable_timing=True) for _ in range(2))

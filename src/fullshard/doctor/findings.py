@@ -105,7 +105,7 @@ def wrong_interface(ranks: Sequence[Facts]) -> Finding | None:
 
 
 def versions_differ(ranks: Sequence[Facts]) -> Finding | None:
-    """Find ranks that run another Python, PyTorch or fullshard, or another NCCL, than rank 0."""
+    """Find ranks whose Python, PyTorch, fullshard or NCCL backend differs from rank 0's."""
     for name in _MUST_AGREE:
         first = ranks[0].versions.get(name, "missing")
         others = [one for one in ranks if one.versions.get(name, "missing") != first]
@@ -115,8 +115,9 @@ def versions_differ(ranks: Sequence[Facts]) -> Finding | None:
                 "versions_differ",
                 Level.ERROR,
                 f"{name} is {first} on rank 0, but {second} on {_named(others)}",
-                "install the same environment on all hosts, or share it; the NCCL backend also "
-                "depends on TORCH_DIST_USE_NCCL2",
+                "set TORCH_DIST_USE_NCCL2 alike on all ranks, or nowhere"
+                if name == "nccl backend" and "missing" not in (first, second)
+                else "install the same environment on all hosts, or share it",
             )
     return None
 

@@ -320,8 +320,8 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         params = list(self.parameters())
         if all(param.grad is None for param in params):
             warnings.warn(
-                f"clip_grad_norm_() on rank {dist.get_rank()}: no parameter has a gradient there; "
-                "the norm of this rank's gradients is 0, in torch.float32",
+                f"clip_grad_norm_() on rank {dist.get_rank()}: no parameter has a gradient, so the "
+                "norm of this rank is 0, in torch.float32; call backward() first",
                 stacklevel=2,
             )
         return clip_grad_norm_(params, max_norm, norm_type)

@@ -229,7 +229,7 @@ class FlatPlaces(Places):
         super().take_over(unit, keeps_ties=keeps_ties)
 
     def _take_over_sharded(self, unit: Unit, *, keeps_ties: bool) -> None:
-        """Refuse parameters that were put where modules hold none."""
+        """Raise if a module holds a parameter that belongs to the flat parameter."""
         for slot in self._slots if self._lent is None and not self._in_pieces else ():
             now = slot.params.get(slot.name)
             if now is not None:

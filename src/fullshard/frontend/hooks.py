@@ -142,7 +142,7 @@ _counts_registrations = False
 def num_registrations() -> int:
     """Return how many modules and parameters were registered in this process since the first call.
 
-    Asking costs a root forward next to nothing; looking at all modules would not.
+    The count spares a root forward from looking at all modules.
     """
     global _counts_registrations
     if not _counts_registrations:

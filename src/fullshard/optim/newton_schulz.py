@@ -35,8 +35,8 @@ def orthogonalise(
 
     The products of one matrix are those of ``torch.optim.Muon``, in its order. Products of many
     matrices at once need fewer kernels, but a device may add up in another order there. A trial on
-    numbers of our own finds out, once for each polynomial, shape, number of matrices, dtype and
-    device.
+    random numbers, once per polynomial, shape, count, dtype and device, shows whether results are
+    bit-equal.
 
     Args:
         matrices: of one shape (m, n), on one device; they are not changed.

@@ -42,7 +42,7 @@ def check_elementwise(
 
     A class that has passed is not tried again with the same options. The learning rate is not an
     option here: a trial replaces it, so groups may differ in it. Options that a scheduler
-    changes later are not tried; ``add_param_group`` and loading a state dict try theirs.
+    changes are tried only at ``add_param_group`` or when a state dict is loaded.
 
     Args:
         optimizer_class: the class to try.
@@ -161,7 +161,7 @@ def _try(
 
 
 def apart(joined: Tensor, alone: Sequence[Tensor]) -> float:
-    """Return the largest difference, relative to each tensor's largest magnitude or 1."""
+    """Return the largest difference, relative to 1 or the tensor's largest magnitude if larger."""
     parts = joined.detach().flatten().split([one.numel() for one in alone])
     found = []
     for part, one in zip(parts, alone, strict=True):

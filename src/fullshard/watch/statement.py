@@ -34,7 +34,7 @@ class Group(NamedTuple):
     """The members, by their ranks in the job."""
     num_issued: int
     recent: tuple[Issued, ...]
-    """The last ones, the newest at the end, and before them what the rank waits for."""
+    """The newest collectives, oldest first; the awaited one precedes them if it is older."""
     waiting: int | None
     """The number of what the rank waits for."""
     waited_s: float
