@@ -875,6 +875,15 @@ def node_number(node: Node) -> int:
     return node._sequence_nr()
 
 
+def node_device(node: Node) -> torch.device:
+    """Return the device whose thread runs ``node`` in backward: that of its first output off CPU.
+
+    Nodes of a CPU run in the thread that calls backward.
+    """
+    devices = (output.device for output in node._input_metadata)
+    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+
+
 def sequence_number() -> int:
     """Return the number that this thread's next autograd node will get."""
     return torch._C._autograd._get_sequence_nr()

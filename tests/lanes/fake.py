@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,8 +73,16 @@ class Accelerator:
         self.trace = trace
         self.default = Stream(trace, "compute")
         self.backward = Backward(self.default)
-        self._stack: list[tuple[Stream, Node | None]] = [(self.default, None)]
+        self._of_thread = threading.local()
         self._num_streams = 0
+
+    @property
+    def _stack(self) -> list[tuple[Stream, Node | None]]:
+        """The streams that this thread has made current, each with the node that it was in."""
+        stack: list[tuple[Stream, Node | None]] = self._of_thread.__dict__.setdefault(
+            "stack", [(self.default, None)]
+        )
+        return stack
 
     def Stream(self, device: Any = None, priority: int = 0) -> Stream:
         """A new stream."""

@@ -15,6 +15,11 @@ does. This hook alone would not be enough: it runs late if an input is shared by
 (cross-attention), and never for inputs that are leaves, whose gradients may come before others of
 the unit. A use that made no node of an output, because it returns an input, has a hook on that
 tensor instead, which makes us watch the end of the task.
+
+Autograd has a queue and a thread for each device, and younger nodes come first only within a queue.
+So our hooks are on nodes of the unit's own device. An output on another device, such as an
+auxiliary loss that was moved to the CPU, is followed to the nodes of the unit's device that it
+was made from; an input on another device gets no hook.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from torch.autograd.graph import Node
 
 from fullshard import _torch
 from fullshard.engine.extended import AnyUnsharded
+from fullshard.engine.nodes import Elsewhere, base_of, is_leaf, is_on
 from fullshard.engine.unit import Unit
 from fullshard.errors import BusyError, ProtocolError
 from fullshard.schedule import triggers as when
@@ -177,23 +183,6 @@ def _passed_by(backward: weakref.ref[Backward], grad: Tensor) -> None:
         watching.task()
 
 
-def _base(tensor: Tensor) -> Tensor:
-    """Return the tensor that ``tensor`` is a view of as autograd sees it, or ``tensor`` itself.
-
-    A view that a custom Function returns, such as the result of ``DTensor.to_local``, has its own
-    node while its base has none.
-    """
-    base = tensor._base
-    if base is None or (base.grad_fn is None and not base.requires_grad):
-        return tensor
-    return base
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` may be a parameter, or is another leaf that needs gradients."""
-    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.grad_fn is None)
-
-
 @dataclass(slots=True)
 class Use:
     """One forward call of a unit, as autograd's graph remembers it."""
@@ -222,10 +211,12 @@ class Use:
         """
         if not torch.is_grad_enabled():
             return
-        hooked = self.backward.hooked
+        hooked, device = self.backward.hooked, self.unit.device
         for tensor in self._inputs:
             node = tensor.grad_fn
-            if node is not None and _torch.node_number(node) not in hooked:
+            if node is None or _torch.node_number(node) in hooked:
+                continue
+            if is_on(device, tensor):  # else another thread may come to it before we are left
                 node.register_prehook(self._input_grad)
 
     def _input_grad(self, grads: tuple[Tensor | None, ...]) -> None:
@@ -236,7 +227,7 @@ class Use:
         self._first_nodes.append(_torch.sequence_number())
         for tensor in inputs:
             self._inputs.append(tensor)
-            for node in (tensor.grad_fn, _base(tensor).grad_fn):
+            for node in (tensor.grad_fn, base_of(tensor).grad_fn):
                 if node is not None:
                     self._input_nodes.append(node)
         self._sides = self.unit.sides()
@@ -256,21 +247,27 @@ class Use:
             self._inputs, self._input_nodes = [], []
 
         def is_new(base: Tensor) -> bool:
-            return all(_base(tensor) is not base for tensor in inputs)
+            return all(base_of(tensor) is not base for tensor in inputs)
 
         if not torch.is_grad_enabled():
-            reads = any(_is_leaf(base) and is_new(base) for base in map(_base, outputs))
+            reads = any(is_leaf(base) and is_new(base) for base in map(base_of, outputs))
             return Follows.READS if reads else Follows.NOTHING
         newest = first - 1
         outside = False  # True: a parameter is handed out, and may be read where no hook is
         nodes: dict[int, Node] = {}
         hooked: set[int] = set()
+        device = self.unit.device
+        elsewhere = Elsewhere(device, range(first, made), given)
         # An input that was changed in place is an output too, because it may be read afterwards.
         for tensor in chain(outputs, inputs):
-            base = _base(tensor)
-            if _is_leaf(base):
+            base = base_of(tensor)
+            if is_leaf(base):
                 outside = outside or is_new(base)
             elif base.grad_fn is None:
+                continue
+            elif not is_on(device, tensor):
+                elsewhere.follow(base.grad_fn)
+                elsewhere.follow(tensor.grad_fn)
                 continue
             elif _torch.node_number(base.grad_fn) >= first and id(base.grad_fn) not in given:
                 nodes[id(base.grad_fn)] = base.grad_fn
@@ -280,6 +277,16 @@ class Use:
                 if number >= first:
                     hooked.add(number)
         self.backward.hooked = hooked
+        if elsewhere.outputs:
+            if nodes or elsewhere.entries:
+                more = elsewhere.entries
+                outside = outside or elsewhere.may_read
+                while made - 1 in elsewhere.numbers:  # younger than what is hooked, and harmless
+                    made -= 1
+            else:  # nothing is computed on the unit's device
+                more = elsewhere.outputs
+            nodes |= more
+            newest = max([newest, *map(_torch.node_number, more.values())])
         for node in nodes.values():
             node.register_prehook(partial(self._output_grad, last_use))
         if not nodes:  # the outputs may be nothing but inputs

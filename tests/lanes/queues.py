@@ -1,0 +1,230 @@
+"""Programs whose backward runs in two threads, the caller's and that of a second device.
+
+python -m tests.lanes.queues NAME
+
+Units are on the CPU, the fake accelerator's device, and hand tensors to the second device, as on a
+GPU they hand tensors to the CPU. Events decide which thread comes first.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from tests.lanes.away import AWAY, bring
+from tests.lanes.checked import checked
+from tests.lanes.solo import solo
+from tests.ranks.autograd import DIM, check_rest
+from tests.ranks.models import fill, noise
+
+__all__ = ["PROGRAMS"]
+
+PATIENCE_S = 20.0
+
+PROGRAMS: dict[str, Callable[[], None]] = {}
+
+
+def program(run: Callable[[], None]) -> Callable[[], None]:
+    """Enter a function in ``PROGRAMS``."""
+    PROGRAMS[run.__name__] = run
+    return run
+
+
+def awaited(event: threading.Event) -> None:
+    assert event.wait(PATIENCE_S), "the other thread does not come"
+
+
+class Gate(torch.autograd.Function):
+    """The identity, whose backward calls ``function``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], object]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.function()
+        return grads[0], None
+
+
+class Reads(torch.autograd.Function):
+    """Computes for the second device, and reads ``weight`` in backward, after ``function``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, function: Callable[[], object]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.function = function
+        return (x * weight.sum()).sum().to(AWAY)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.function()
+        x, weight = ctx.saved_tensors
+        grad = grads[0].to("cpu") * x.sum()
+        return None, grad * torch.ones_like(weight) + 0 * weight, None
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class Block(nn.Module):
+    """A layer that calls ``gate`` in the middle of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+        self.down = nn.Linear(DIM, DIM)
+        self.gate: Callable[[], object] = nothing
+        self.reads: Callable[[], object] | None = None
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return an output, and an auxiliary loss on the second device."""
+        x = Gate.apply(torch.tanh(self.up(x)), self.gate)
+        if added is not None:
+            x = x + added.to("cpu")
+        x = self.down(x)
+        if self.reads is not None:
+            return x, Reads.apply(x.detach(), self.up.weight, self.reads)
+        return x, x.square().mean().to(AWAY)
+
+
+class Model(nn.Module):
+    """Three blocks; ``look`` is shown the auxiliary losses, oldest first, as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(DIM, DIM)
+        self.look: Callable[[int, Tensor], object] = lambda number, aux: None
+        self.first = 0  # the block whose auxiliary loss is the first that counts
+        self.adds: Tensor | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an output, and the sum of all auxiliary losses on the second device."""
+        total = torch.zeros((), dtype=x.dtype).to(AWAY)
+        for number, block in enumerate(self.blocks):
+            x, aux = block(x, self.adds if number == 2 else None)
+            self.look(number, aux)
+            total = total + (aux if number >= self.first else aux.detach())
+        return self.head(x), total
+
+
+def sharded() -> Any:
+    model = fill(Model().double())
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    return fullshard.fully_shard(model)
+
+
+def loss_of(output: tuple[Tensor, Tensor]) -> Tensor:
+    y, total = output
+    return total.to("cpu") + y.square().mean()
+
+
+def batch() -> Tensor:
+    return noise(4, DIM, seed=1)
+
+
+def mend(model: Any) -> None:
+    """Let later steps be plain ones."""
+    model.look = lambda number, aux: None
+    for block in model.blocks:
+        block.gate = nothing
+
+
+def in_two_threads(model: Any) -> None:
+    """A step, and one more after it, which finds nothing left behind."""
+    loss_of(model(batch())).backward()
+    check_rest(model)
+    mend(model)
+    loss_of(model(batch())).backward()
+    check_rest(model)
+
+
+@program
+def outputs_elsewhere() -> None:
+    """The other thread comes to an output of block 1 while backward is inside of block 2."""
+    model = sharded()
+    inside, passed = threading.Event(), threading.Event()
+
+    def look(number: int, aux: Tensor) -> None:
+        if number == 1:
+            aux.register_hook(lambda grad: awaited(inside))
+            assert aux.grad_fn is not None
+            aux.grad_fn.register_prehook(lambda grads: passed.set())  # after ours
+
+    def gate() -> None:
+        inside.set()
+        awaited(passed)
+
+    model.look, model.blocks[2].gate = look, gate
+    in_two_threads(model)
+
+
+@program
+def inputs_elsewhere() -> None:
+    """The other thread comes to an input of block 2 while backward is inside of block 2."""
+    model = sharded()
+    passed = threading.Event()
+    leaf = noise(4, DIM, seed=2).requires_grad_()
+    model.adds = leaf.to(AWAY)
+    assert model.adds.grad_fn is not None
+    model.blocks[2].gate = lambda: awaited(passed)
+    register = model.adds.grad_fn.register_prehook
+
+    def look(number: int, aux: Tensor) -> None:
+        if number == 2:
+            register(lambda grads: passed.set())  # after ours
+
+    model.look = look
+    loss_of(model(batch())).backward()
+    check_rest(model)
+    assert leaf.grad is not None
+
+
+@program
+def outputs_elsewhere_alone() -> None:
+    """A backward that comes only by what was moved away."""
+    model = sharded()
+    _, total = model(batch())
+    total.to("cpu").backward()
+    check_rest(model)
+    assert all(param.grad is not None for param in model.blocks.parameters())
+
+
+@program
+def a_function_elsewhere_that_reads() -> None:
+    """The other thread reads a parameter of block 1 when backward has left that."""
+    model = sharded()
+    left = threading.Event()
+    model.blocks[1].reads = lambda: awaited(left)
+    model.blocks[0].gate = left.set
+    model.first = 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model(batch())).backward()
+    check_rest(model, hides=True)
+    assert model.blocks[1].up.weight.grad is not None
+    optimizer.step()
+    model.blocks[1].reads = None
+    loss_of(model(batch())).backward()
+    check_rest(model)
+
+
+def main(name: str) -> None:
+    """Run one program under the checker, as rank 0 of two."""
+    torch.set_num_threads(1)
+    bring()
+    with solo(2):
+        checked(PROGRAMS[name])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
