@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.engine.autograd import Backward
+from fullshard.schedule import triggers as when
+from fullshard.schedule.record import Event
 from tests.lanes.away import AWAY, bring
 from tests.lanes.checked import checked
 from tests.lanes.solo import solo
-from tests.ranks.autograd import DIM, check_rest
+from tests.ranks.autograd import DIM, check_rest, engine_of
 from tests.ranks.models import fill, noise
 
 __all__ = ["PROGRAMS"]
@@ -83,10 +88,12 @@ class Block(nn.Module):
         self.up = nn.Linear(DIM, DIM)
         self.down = nn.Linear(DIM, DIM)
         self.gate: Callable[[], object] = nothing
+        self.met: Callable[[], object] = nothing
         self.reads: Callable[[], object] | None = None
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return an output, and an auxiliary loss on the second device."""
+        self.met()
         x = Gate.apply(torch.tanh(self.up(x)), self.gate)
         if added is not None:
             x = x + added.to("cpu")
@@ -106,6 +113,7 @@ class Model(nn.Module):
         self.look: Callable[[int, Tensor], object] = lambda number, aux: None
         self.first = 0  # the block whose auxiliary loss is the first that counts
         self.adds: Tensor | None = None
+        self.inner: Callable[[Tensor], object] | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return an output, and the sum of all auxiliary losses on the second device."""
@@ -114,6 +122,8 @@ class Model(nn.Module):
             x, aux = block(x, self.adds if number == 2 else None)
             self.look(number, aux)
             total = total + (aux if number >= self.first else aux.detach())
+            if number == 1 and self.inner is not None:
+                self.inner(loss_of((x, total)))
         return self.head(x), total
 
 
@@ -137,7 +147,7 @@ def mend(model: Any) -> None:
     """Let later steps be plain ones."""
     model.look = lambda number, aux: None
     for block in model.blocks:
-        block.gate = nothing
+        block.gate = block.met = nothing
 
 
 def in_two_threads(model: Any) -> None:
@@ -214,6 +224,107 @@ def a_function_elsewhere_that_reads() -> None:
     assert model.blocks[1].up.weight.grad is not None
     optimizer.step()
     model.blocks[1].reads = None
+    loss_of(model(batch())).backward()
+    check_rest(model)
+
+
+class Heard:
+    """Which thread raised which trigger."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[type, int]] = []
+        self.died = threading.Event()
+
+    def record(self, event: Event) -> None:
+        """Take note."""
+        self.told.append((type(event.trigger), threading.get_ident()))
+        if type(event.trigger) is when.TaskDied:
+            self.died.set()
+
+
+class Trouble(Exception):
+    """Ends a backward."""
+
+
+def fail_while_the_other_thread_is_held(model: Any, number: int, go: threading.Event) -> None:
+    """Make backward raise in a block; the other thread, at block 0, keeps the task until ``go``."""
+    held = threading.Event()
+
+    def hold(grad: Tensor) -> None:
+        held.set()
+        awaited(go)
+
+    def fail() -> None:
+        awaited(held)
+        raise Trouble
+
+    model.look = lambda number, aux: aux.register_hook(hold) if number == 0 else None
+    model.blocks[number].gate = fail
+
+
+@program
+def a_task_that_lingers() -> None:
+    """The other thread lets go of a backward that died when the next forward has been called."""
+    model = sharded()
+    go, heard = threading.Event(), Heard()
+    fail_while_the_other_thread_is_held(model, 2, go)
+    loss = loss_of(model(batch()))
+    try:
+        loss.backward()
+    except Trouble:
+        pass
+    else:
+        raise AssertionError
+    mend(model)
+    engine_of(model).recorder = heard
+
+    def met() -> None:  # in the first forward
+        go.set()
+        awaited(heard.died)
+
+    def sleep(seconds: float) -> None:  # while the forward waits
+        go.set()
+        real(seconds)
+
+    model.blocks[0].met, real = met, time.sleep
+    with patch.object(time, "sleep", sleep):
+        output = model(batch())
+    kinds = [kind for kind, _ in heard.told]
+    assert kinds[:2] == [when.TaskDied, when.ForwardEnter], kinds
+    loss_of(output).backward()
+    check_rest(model)
+
+
+@program
+def a_task_that_died_in_a_forward() -> None:
+    """A forward catches the error of a backward that it called; the other thread reports it."""
+    model = sharded()
+    go, told, heard = threading.Event(), threading.Event(), Heard()
+    engine_of(model).recorder = heard
+    died = Backward.died
+
+    def tell(backward: Backward, task: int) -> None:
+        died(backward, task)
+        told.set()
+
+    def inner(loss: Tensor) -> None:
+        model.inner = None
+        try:
+            loss.backward()
+        except Trouble:
+            pass
+        else:
+            raise AssertionError
+        go.set()
+        awaited(told)
+
+    fail_while_the_other_thread_is_held(model, 1, go)
+    model.inner = inner
+    with patch.object(Backward, "died", tell):
+        model(batch())
+    threads = [thread for kind, thread in heard.told if kind is when.TaskDied]
+    assert threads == [threading.get_ident()], "another thread disturbed the forward"
+    mend(model)
     loss_of(model(batch())).backward()
     check_rest(model)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
 
 from fullshard import _torch, watch
 from fullshard.comm import ledger
@@ -23,12 +24,16 @@ from fullshard.engine.acts import (
 from fullshard.engine.autograd import Backward
 from fullshard.engine.reduce import Gradients, settle
 from fullshard.engine.unit import Unit
-from fullshard.errors import ProtocolError
-from fullshard.schedule import Action, Observer, Op, Scheduler
+from fullshard.errors import BusyError, ProtocolError
+from fullshard.schedule import IN_USE, Action, Observer, Op, Residency, Scheduler, UnitPolicy
+from fullshard.schedule.triggers import NO_TASK
 
 
 class Actor(ABC):
-    """The units of an engine, and how actions on them are carried out; a base of ``Engine``."""
+    """The units of an engine, what their state allows, and how actions on them are carried out.
+
+    A base of ``Engine``.
+    """
 
     def __init__(self, units: Sequence[Unit], backward: Backward) -> None:
         self.units = list(units)
@@ -44,6 +49,66 @@ class Actor(ABC):
     @abstractmethod
     def lanes(self) -> Lanes:
         """The lanes of the units' device."""
+
+    def keep_memory(self, unit: Unit, keep: bool) -> None:
+        """Set whether ``unit`` keeps the memory of its unsharded parameters when resharded."""
+        for bucket in unit.buckets:
+            bucket.keeps_memory = keep
+        if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
+            for bucket in unit.buckets:
+                bucket.reshard()
+
+    def policy_of(self, unit: Unit) -> UnitPolicy:
+        """Return the user's choices for ``unit``."""
+        return self.scheduler.residents.units[unit.key].policy
+
+    def shares_params(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` steps some of our parameters."""
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        params = (p for unit in self.units for b in unit.buckets for p in b.stepped_params)
+        return any(id(param) in stepped for param in params)
+
+    @property
+    def is_running(self) -> bool:
+        """True in the middle of a forward or a backward."""
+        return not self.scheduler.idle or _torch.current_task() != NO_TASK
+
+    def backward_is_over(self) -> bool:
+        """Wait for the end of a backward that this thread is not in, and return whether it came.
+
+        Return True without waiting inside of a forward or a backward.
+        """
+        if _torch.current_task() != NO_TASK or self.scheduler.iteration is not None:
+            return True
+        return self._backward.are_over()
+
+    def check_not_running(self, what: str) -> None:
+        """Raise ``BusyError`` in the middle of a forward or a backward."""
+        if not self.backward_is_over() or self.is_running:
+            raise BusyError(
+                f"{what} was called in the middle of a forward or a backward of the model; "
+                "call it between steps, or call reset_iter_state() on the root after an exception"
+            )
+
+    def check_awaited(self, what: str) -> None:
+        """Raise ``ProtocolError`` while reductions wait for a handle to end them."""
+        if self.scheduler.reductions.awaited is not None:
+            raise ProtocolError(
+                f"{what} was called before wait() of the handle that "
+                "finalize_backward(async_op=True) returned"
+            )
+
+    def check_carried(self, unit: Unit) -> None:
+        """Refuse a forward of a unit that only a running forward of its carrier makes usable."""
+        carrier = self.scheduler.residents.units[unit.key].carrier
+        if carrier is not None and not carrier.holds & IN_USE:
+            around = self.units[carrier.key].name or "(root)"
+            raise ProtocolError(
+                f"a forward of unit {unit.name}, which ranks may skip and which is therefore "
+                f"gathered with unit {around}, came outside of the forward of {around}: other "
+                f"ranks may not take part. Call it inside of that forward, or call "
+                "set_skip_tolerance(False) on it"
+            )
 
     def act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
         """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails."""

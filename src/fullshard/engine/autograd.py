@@ -25,7 +25,10 @@ was made from; an input on another device gets no hook.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +49,9 @@ from fullshard.schedule.triggers import NO_TASK, Accumulates, Follows, Trigger
 
 log = logging.getLogger("fullshard")
 
+_LINGERS_S = 10.0
+"""For how long a forward waits for the end of backwards that this thread is not in."""
+
 
 @dataclass(slots=True)
 class _Arrivals:
@@ -60,18 +66,48 @@ class _Arrivals:
 class Backward:
     """A watcher of backward, which reports to its engine through ``trigger``."""
 
-    def __init__(self, trigger: Callable[[Trigger], None]) -> None:
+    lock: threading.RLock
+    """Held by a thread while the engine handles its trigger.
+
+    The thread may wait for other ranks meanwhile. This cannot deadlock: each rank issues the same
+    collectives in the same order under its own lock, and the threads that help a collective to end
+    (those that carry bytes, and the watcher) never take the lock. No thread holds it while a
+    module's forward or autograd runs, and destructors never wait for it.
+    """
+
+    def __init__(
+        self, trigger: Callable[[Trigger], None], forward_elsewhere: Callable[[], bool]
+    ) -> None:
         self.trigger = trigger
+        self.lock = threading.RLock()
         self.hooked: set[int] = set()  # numbers of the nodes that made the last use's outputs
+        self.dead: deque[int] = deque()  # tasks that died and were not reported yet
+        self._forward_elsewhere = forward_elsewhere  # whether another thread is in a forward
         self._tasks: dict[int, dict[int, _Arrivals]] = {}  # task -> unit key -> arrivals
 
     def task(self) -> int:
         """Return the task that this thread is in, and watch for the end of that task."""
         task = _torch.current_task()
         if task != NO_TASK and task not in self._tasks:
-            self._tasks[task] = {}
-            _torch.queue_end_of_task(_EndOfTask(self, task))
+            with self.lock:  # two threads may come to the task at the same time
+                if task not in self._tasks:
+                    self._tasks[task] = {}
+                    _torch.queue_end_of_task(_EndOfTask(self, task))
         return task
+
+    def are_over(self) -> bool:
+        """Wait for the end of all tasks, which this thread is not in; return whether it came.
+
+        A thread of autograd may keep a task that died for a moment after the caller of backward has
+        caught the exception.
+        """
+        if not self._tasks:
+            return True
+        deadline_s = time.monotonic() + _LINGERS_S
+        while self._tasks and time.monotonic() < deadline_s:
+            time.sleep(1e-3)
+            self.report_dead()
+        return not self._tasks
 
     def watch(self, unit: Unit, params: Iterable[nn.Parameter]) -> None:
         """Watch for every gradient that reaches one of these unsharded parameters of ``unit``.
@@ -109,16 +145,31 @@ class Backward:
 
     def ended(self, task: int) -> None:
         """Report the end of ``task``; called by autograd."""
-        self.trigger(when.TaskEnd(task, self._close(task)))
+        with self.lock:
+            self.trigger(when.TaskEnd(task, self._close(task)))
 
     def died(self, task: int) -> None:
-        """Report that autograd gave up ``task``."""
-        try:
-            self.trigger(when.TaskDied(task, self._close(task)))
-        except RuntimeError as error:
-            # Called from a destructor, while the exception that matters propagates: if a peer is
-            # gone, the reductions in flight cannot be finished.
-            log.debug("after a backward that died: %s", error)
+        """Report that autograd gave up ``task``, at once or before the next trigger.
+
+        Called from a destructor, perhaps in a thread of autograd at any moment.
+        """
+        self.dead.append(task)
+        self.report_dead()
+
+    def report_dead(self) -> None:
+        """Report the tasks that died, unless another thread is in a trigger or in a forward."""
+        while self.dead and self.lock.acquire(blocking=False):
+            try:
+                if not self.dead or self._forward_elsewhere():
+                    return
+                task = self.dead.popleft()
+                self.trigger(when.TaskDied(task, self._close(task)))
+            except RuntimeError as error:
+                # The exception that matters is another one, which propagates or was caught: if a
+                # peer is gone, the reductions in flight cannot be finished.
+                log.debug("after a backward that died: %s", error)
+            finally:
+                self.lock.release()
 
     def _close(self, task: int) -> tuple[int, ...]:
         units = self._tasks.pop(task, {})
@@ -154,8 +205,9 @@ class _Counter:
     def _turn_to_current_task(self) -> None:
         backward, unit = self._backward(), self._unit()
         if backward is not None and unit is not None:
-            self._task = backward.task()
-            self._arrivals = backward.arrivals(unit, self._task)
+            with backward.lock:
+                self._task = backward.task()
+                self._arrivals = backward.arrivals(unit, self._task)
 
 
 class _EndOfTask:
@@ -298,6 +350,10 @@ class Use:
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
 
     def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
+        with self.backward.lock:
+            self._enter_backward(until)
+
+    def _enter_backward(self, until: int) -> None:
         self.unit.check_not_lent("a backward")
         self._check_readable()
         self.unit.check_not_replaced()

@@ -20,7 +20,6 @@ from fullshard.engine.steps import find_left, hear_steps
 from fullshard.engine.unit import Unit, check_lent_alike
 from fullshard.errors import BusyError, PeerError, ProtocolError, TornStepError
 from fullshard.schedule import (
-    IN_USE,
     Event,
     Hold,
     MachinePolicy,
@@ -49,7 +48,7 @@ class Engine(Actor):
         policies: Sequence[UnitPolicy],
         machine: MachinePolicy | None = None,
     ) -> None:
-        super().__init__(units, Backward(self.trigger))
+        super().__init__(units, Backward(self.trigger, self._is_in_forward_elsewhere))
         self.scheduler.policy = machine or MachinePolicy()
         self.recorder: Recorder | None = None
         self.is_dry = False
@@ -100,27 +99,6 @@ class Engine(Actor):
         for unit in self.units:
             unit.check_not_lent(what)
 
-    @property
-    def is_running(self) -> bool:
-        """True in the middle of a forward or a backward."""
-        return not self.scheduler.idle or _torch.current_task() != NO_TASK
-
-    def check_not_running(self, what: str) -> None:
-        """Raise ``BusyError`` in the middle of a forward or a backward."""
-        if self.is_running:
-            raise BusyError(
-                f"{what} was called in the middle of a forward or a backward of the model; "
-                "call it between steps, or call reset_iter_state() on the root after an exception"
-            )
-
-    def check_awaited(self, what: str) -> None:
-        """Raise ``ProtocolError`` while reductions wait for a handle to end them."""
-        if self.scheduler.reductions.awaited is not None:
-            raise ProtocolError(
-                f"{what} was called before wait() of the handle that "
-                "finalize_backward(async_op=True) returned"
-            )
-
     def reshard_all(self) -> None:
         """Reshard every unit that nothing uses."""
         for unit in self.units:
@@ -141,18 +119,6 @@ class Engine(Actor):
         For callers that assign gradients themselves, without a backward that we see.
         """
         self.trigger(when.TaskEnd(NO_TASK, tuple(unit.key for unit in self.units)))
-
-    def keep_memory(self, unit: Unit, keep: bool) -> None:
-        """Set whether ``unit`` keeps the memory of its unsharded parameters when resharded."""
-        for bucket in unit.buckets:
-            bucket.keeps_memory = keep
-        if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
-            for bucket in unit.buckets:
-                bucket.reshard()
-
-    def policy_of(self, unit: Unit) -> UnitPolicy:
-        """Return the user's choices for ``unit``."""
-        return self.scheduler.residents.units[unit.key].policy
 
     def set_policy(self, unit: Unit, policy: UnitPolicy) -> None:
         """Set the policy of ``unit`` from now on."""
@@ -190,14 +156,14 @@ class Engine(Actor):
             find_left()
             self._step.torn = None
 
-    def shares_params(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` steps some of our parameters."""
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        params = (p for unit in self.units for b in unit.buckets for p in b.stepped_params)
-        return any(id(param) in stepped for param in params)
-
     def trigger(self, trigger: Trigger) -> None:
-        """Pass ``trigger`` to the scheduler, then carry out its actions."""
+        """Pass ``trigger`` to the scheduler, then carry out its actions; one thread at a time."""
+        with self._backward.lock:
+            if self._backward.dead and type(trigger) is not when.TaskDied:
+                self._backward.report_dead()
+            self._hear(trigger)
+
+    def _hear(self, trigger: Trigger) -> None:
         if self._lanes is not None:
             self._lanes.see()
         if type(trigger) is when.TaskDied:
@@ -266,12 +232,27 @@ class Engine(Actor):
         Raises:
             ProtocolError: parameters are on the meta device, or lent to the first rank, or
                 gradients are still being reduced for a handle, or the unit, which ranks may skip,
-                runs outside of the unit that it is gathered with; nothing was changed.
+                runs outside of the unit that it is gathered with, or (``BusyError``) another
+                thread is in a forward or a backward; nothing was changed.
         """
+        if not self.backward_is_over():
+            raise BusyError(
+                f"a forward of {_named(unit)} was called while another thread is in a backward of "
+                "the model. Call it when that backward has ended"
+            )
+        with self._backward.lock:
+            self._enter(unit, member, inputs)
+
+    def _enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
         self.check_awaited("a forward")
-        self._check_carried(unit)
+        self.check_carried(unit)
         task = self._backward.task()
         if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
+            if self._is_in_forward_elsewhere():
+                raise BusyError(
+                    f"a forward of {_named(unit)} was called while another thread is in a forward "
+                    "of the model. Call the model from one thread at a time"
+                )
             self.thread = threading.get_ident()
         if self.scheduler.idle:
             check_lent_alike(self.units, "a forward")
@@ -295,9 +276,17 @@ class Engine(Actor):
 
     def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
         """Exit the forward of ``member`` of ``unit``, which ended or was left by an exception."""
-        use = self._uses.get(unit.key)
-        if use is None or not use.running:
-            return  # another hook failed before ours, so the member never entered
+        with self._backward.lock:
+            use = self._uses.get(unit.key)
+            if use is None or not use.running:
+                return  # another hook failed before ours, so the member never entered
+            if _torch.current_task() == NO_TASK and self._is_in_forward_elsewhere():
+                return  # we refused to enter
+            self._leave(unit, member, use, outputs, failed=failed)
+
+    def _leave(
+        self, unit: Unit, member: int, use: Use, outputs: Iterable[Tensor], *, failed: bool
+    ) -> None:
         inside = self.units if unit.num_inside else [unit]
         follows = use.end(() if failed else outputs, self.scheduler.last_use, inside)
         if failed:
@@ -305,6 +294,12 @@ class Engine(Actor):
         if follows is Follows.HIDDEN and _torch.current_task() == NO_TASK:
             self._tell_hidden(unit)
         self._exit(unit, member, follows, failed=failed)
+
+    def _is_in_forward_elsewhere(self) -> bool:
+        """Return whether another thread, which still lives, is in a forward outside of backward."""
+        if self.scheduler.iteration is None or self.thread == threading.get_ident():
+            return False
+        return any(thread.ident == self.thread for thread in threading.enumerate())
 
     def _exit(self, unit: Unit, member: int, follows: Follows, *, failed: bool) -> None:
         task = _torch.current_task()
@@ -344,18 +339,6 @@ class Engine(Actor):
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.drop_gradients()
-
-    def _check_carried(self, unit: Unit) -> None:
-        """Refuse a forward of a unit that only a running forward of its carrier makes usable."""
-        carrier = self.scheduler.residents.units[unit.key].carrier
-        if carrier is not None and not carrier.holds & IN_USE:
-            around = self.units[carrier.key].name or "(root)"
-            raise ProtocolError(
-                f"a forward of unit {unit.name}, which ranks may skip and which is therefore "
-                f"gathered with unit {around}, came outside of the forward of {around}: other "
-                f"ranks may not take part. Call it inside of that forward, or call "
-                "set_skip_tolerance(False) on it"
-            )
 
     def look_after(self, units: Iterable[Unit]) -> None:
         """Notice what was done to parameters between steps, and refuse units that cannot run.
@@ -417,8 +400,9 @@ class Engine(Actor):
         self._told_hidden.add(unit.key)
         log.warning(
             "unit %s: the newest autograd node of its forward is not an output that can be found "
-            "in lists, tuples, mappings and dataclasses; the unit stays in memory until the first "
-            "forward after an optimizer step. Return the tensor, or detach what needs no gradient",
+            "in lists, tuples, mappings and dataclasses, or a custom Function returns tensors on "
+            "another device; the unit stays in memory until the first forward after an optimizer "
+            "step. Return the tensor, or detach what needs no gradient",
             unit.name or "(root)",
         )
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,12 @@ class _Call(NamedTuple):
     Attributes:
         handled: the exception that was being handled when it began.
         is_lent: whether it runs on lent parameters, and the engine does not know of it.
+        thread: the thread that it runs in.
     """
 
     handled: BaseException | None
     is_lent: bool
+    thread: int
 
 
 @dataclass
@@ -54,14 +57,14 @@ class _ForwardHooks:
     member: int
     policy: MixedPrecisionPolicy
     _calls: list[_Call] = field(default_factory=list)
-    """The calls that run; the innermost is last."""
+    """The calls that run, in all threads; the innermost of a thread is its last."""
 
     @_torch.never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Unshard the unit; move the inputs of a root, and cast inputs."""
         engine = engine_of(self.unit)
         places_of(self.unit).end_hiding(self.unit)
-        self._calls.append(_Call(sys.exception(), is_lent=self.unit.is_lent))
+        self._calls.append(_Call(sys.exception(), self.unit.is_lent, get_ident()))
         if self.unit.is_lent:
             self.unit.check_shown("a forward")
             if torch.is_grad_enabled():
@@ -78,12 +81,13 @@ class _ForwardHooks:
     @_torch.never_compiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
-        if not self._calls:
+        call = next((one for one in reversed(self._calls) if one.thread == get_ident()), None)
+        if call is None:
             return None
-        handled, is_lent = self._calls.pop()
-        if is_lent:
+        self._calls.remove(call)
+        if call.is_lent:
             return None
-        failed = sys.exception() is not handled
+        failed = sys.exception() is not call.handled
         engine_of(self.unit).exit(self.unit, self.member, find_tensors(output), failed=failed)
         dtype = self.policy.output_dtype
         return None if dtype is None or failed else map_tensors(_Cast(dtype), output)

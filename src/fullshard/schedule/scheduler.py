@@ -51,7 +51,7 @@ class Scheduler:
         self.policy = MachinePolicy()
         self._num_uses = 0
         self._stack: list[tuple[int, int]] = []  # (unit, use), outermost first
-        self._iteration: Iteration | None = None
+        self.iteration: Iteration | None = None  # the forward outside of backward that runs
         self._learned: dict[int, list[int]] = {}  # root -> units in order of entry
         self._ahead = Prefetcher(self.residents)
         self._back = Prefetcher(self.residents)
@@ -104,7 +104,7 @@ class Scheduler:
     def _forward_enter(self, event: when.ForwardEnter, out: Actions) -> None:
         state = self._units[event.unit]
         outside = event.task == NO_TASK
-        if outside and self._iteration is None:
+        if outside and self.iteration is None:
             self._begin_iteration(state, out)
         if not outside:
             self._task(event.task)
@@ -122,13 +122,13 @@ class Scheduler:
         state.holds |= Hold.FORWARD
         self.residents.make_room(state, self.policy.prefetch_budget, out)
         self.residents.need(state, out)
-        if self._iteration and outside and entered:
-            self._iteration.entered.append(event.unit)
+        if self.iteration and outside and entered:
+            self.iteration.entered.append(event.unit)
             told = state.policy.forward_prefetch
             self._ahead.met(event.unit, self.policy.prefetch_budget, out, told=told)
 
     def _begin_iteration(self, root: UnitState, out: Actions) -> None:
-        self._iteration = Iteration(root.key)
+        self.iteration = Iteration(root.key)
         self.residents.root = root
         self.residents.end_stale_hidden(out)
         self._ahead.follow(self._learned.get(root.key, ()))
@@ -153,7 +153,7 @@ class Scheduler:
             uses.graphs[uses.open] = 0
         if uses.ran(event.member) or event.failed or not outside:
             self._close_use(state, event, out)
-        iteration = self._iteration
+        iteration = self.iteration
         if iteration and outside:
             iteration.left.append(event.unit)
             if not self._stack:
@@ -167,7 +167,7 @@ class Scheduler:
         for one in state.carries:
             one.uses.open = None
         outside = event.task == NO_TASK
-        is_root = self._iteration is not None and self._iteration.root == state.key
+        is_root = self.iteration is not None and self.iteration.root == state.key
         if not outside:
             self._task(event.task).recomputed.add(state.key)
             state.holds |= Hold.RECOMPUTE
@@ -189,7 +189,7 @@ class Scheduler:
             self._close_use(state, event, out)  # still open if a member of the unit never ran
         self._ahead.give_up(out)
         self.residents.end_late(out)
-        self._iteration = None
+        self.iteration = None
         if event.failed or event.follows < _BACKWARD:
             # If units stayed unsharded, optimizers and checkpoints would find unknown parameters.
             for state in used:
@@ -321,7 +321,7 @@ class Scheduler:
         """End the backward: the outermost task has ended."""
         manual = self.policy.manual_finalization
         self._back.give_up(out)
-        if self._iteration is None:  # if set, a forward that called backward is still running
+        if self.iteration is None:  # if set, a forward that called backward is still running
             for state in self._units.values():
                 # Kept for a backward that never came; if it still does, the unit is gathered again.
                 if state.residency and state.policy.reshard_after_backward:
@@ -399,7 +399,7 @@ class Scheduler:
     def _reset(self, event: when.Reset, out: Actions) -> None:
         self._stack.clear()
         self._tasks.clear()
-        self._iteration = None
+        self.iteration = None
         self._learned.clear()  # ranks that were interrupted at other places learned other orders
         for guesses in (self._ahead, self._back):
             guesses.give_up(out)
