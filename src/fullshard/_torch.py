@@ -503,7 +503,10 @@ class _Reconnecting:
         def call(*args: Any) -> Any:
             store = self._store
             try:
-                return getattr(store, name)(*args)
+                result = getattr(store, name)(*args)
+                if name == "set":  # has no answer: a connection that broke takes the value with it
+                    store.check([args[0]])
+                return result
             except dist.DistNetworkError as error:
                 with self._connecting:
                     if self._store is store:  # else another thread has connected anew

@@ -125,8 +125,8 @@ def test_a_rank_that_runs_may_be_silent_as_long_as_its_collectives(
         dist.destroy_process_group()
 
 
-def connections_to(port: int) -> list[socket.socket]:
-    """Return this process's connections to ``port``."""
+def connections_to(port: int, *, server: bool) -> list[socket.socket]:
+    """Return this process's connections to ``port``; ``server``: its ends of them."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -134,7 +134,8 @@ def connections_to(port: int) -> list[socket.socket]:
         except OSError:  # no socket
             continue
         try:
-            is_one = one.getpeername()[1] == port
+            address = one.getsockname() if server else one.getpeername()
+            is_one = address[1] == port and one.getpeername() is not None
         except (OSError, IndexError):
             is_one = False
         if is_one:
@@ -156,8 +157,8 @@ def job_of_one() -> Iterator[dist.TCPStore]:
         dist.destroy_process_group()
 
 
-def reset_connections(port: int) -> None:
-    for one in connections_to(port):
+def reset_connections(port: int, *, server: bool = False) -> None:
+    for one in connections_to(port, server=server):
         one.shutdown(socket.SHUT_RDWR)
         one.close()
 
@@ -177,6 +178,16 @@ def test_a_connection_to_the_store_that_breaks_is_made_anew(
         caplog.clear()
         own.set("after", "2")
         assert not caplog.text and _torch.default_store().clone().get("after") == b"2"  # type: ignore[attr-defined]
+
+
+def test_a_value_that_a_broken_connection_took_is_set_again() -> None:
+    """The kernel takes it, and nobody answers."""
+    with job_of_one() as server:
+        own = _torch.own_store()
+        own.set("before", "1")
+        reset_connections(server.port, server=True)
+        own.set("after", "2")
+        assert _torch.default_store().clone().get("after") == b"2"  # type: ignore[attr-defined]
 
 
 def test_a_rank_goes_on_to_give_signs_after_its_connection_broke(

@@ -103,7 +103,7 @@ def bounded(limit_s: float, what: str, *, then: Callable[[str], None]) -> Iterat
         finally:
             os._exit(1)
 
-    timer = threading.Timer(limit_s, end)
+    timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
     timer.daemon = True
     timer.start()
     try:
