@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,39 +27,6 @@ class Played:
 
     def ask(self) -> None:
         self.last = self.rounds.pop(0)()
-
-
-class Heard:
-    """A watch that takes note of last words."""
-
-    fault = ""
-    failure = None
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def leave(self, how: str) -> None:
-        self.words.append(how)
-
-
-def test_only_the_process_of_a_rank_speaks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that it forked may end by ``sys.exit``, or by an exception."""
-    heard = Heard()
-    monkeypatch.setattr(last_words, "newest", lambda: heard)
-    monkeypatch.setattr(last_words, "watcher", lambda: heard)
-    monkeypatch.setattr(last_words, "confess", lambda error: None)
-    monkeypatch.setattr(last_words, "_before", lambda *_: None)
-
-    def end() -> None:
-        last_words._leave()
-        last_words._excepthook(ValueError, ValueError("no"), None)
-
-    monkeypatch.setattr(last_words, "_pid", os.getppid())
-    end()
-    assert heard.words == []
-    monkeypatch.setattr(last_words, "_pid", os.getpid())
-    end()
-    assert heard.words == ["ended its program", "ended by ValueError: no"]
 
 
 class OfEra:

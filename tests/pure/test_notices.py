@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from fullshard.comm import neighbours
+from fullshard.comm.links import Link
 from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.neighbours import Line, Notice
 from fullshard.errors import LostRankError
@@ -67,3 +71,42 @@ def test_a_thread_that_fails(
     assert read_to_end(other) < len(LARGE)
     with pytest.raises(LostRankError):
         list(line.notices())
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """A child that does nothing, forked from this process, for the block."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may leave threads
+        pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        os.close(writing)
+        os.waitpid(pid, 0)
+
+
+def test_children_do_not_keep_the_connections_of_a_host(
+    ends: tuple[Line, socket.socket],
+) -> None:
+    """Workers of a DataLoader outlive a rank that is killed, whose end the others wait to see."""
+    line, other = ends
+    with forked():
+        line.close()
+        assert read_to_end(other) == 0
+
+
+def test_children_do_not_keep_the_connections_to_other_hosts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        link = Link(1, socket.create_connection(listening.getsockname()))
+        other, _ = listening.accept()
+    other.settimeout(10)
+    with other, forked():
+        link.close()
+        assert read_to_end(other) == 0

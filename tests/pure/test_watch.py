@@ -186,6 +186,22 @@ def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
     assert what.text.startswith("rank 1 was stopped by a signal; rank 0 waits for the gather of")
 
 
+def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:
+    """It takes part in collectives while others wait for less, or for a rank that has answered."""
+    silent = {1: Absence("gives no sign of life", is_final=True, least_wait_s=30.0)}
+
+    def what(waits_s: float, third: Statement, *, is_open: bool = True) -> Kind:
+        first = statement(0, ("a", "b"), waits_s=waits_s, is_open=is_open)
+        return found(first, third, absent=silent).kind
+
+    assert what(29.0, statement(2, ("a", "b"), waits_s=29.0)) is Kind.LATE
+    assert what(31.0, statement(2, ("a",))) is Kind.LATE  # it is late, and rank 1 may wait for it
+    assert what(31.0, statement(2, ("a", "b"), waits_s=31.0)) is Kind.LOST
+    running = statement(0, ("a", "b")), statement(2, ("a", "b"))
+    assert found(*running, absent=silent).kind is Kind.NOTHING
+    assert found(*running, absent={1: Absence("ended", is_final=True)}).kind is Kind.LOST
+
+
 def test_whom_nobody_needs_may_end() -> None:
     rest = statement(0, ("a", "b"), is_open=False), statement(2, ("a", "b"), is_open=False)
     assert found(*rest, absent={1: Absence("ended its program", True)}).kind is Kind.NOTHING
@@ -308,7 +324,7 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
     monkeypatch.setattr(time, "sleep", lambda _: None)
 
     def sign(store: dist.Store, member: int, number: int) -> None:
-        store.set(f"fullshard/pulse/{member}", f"elsewhere 1 {number}")
+        store.set(f"fullshard/pulse/{member}", f"elsewhere 1 1 {number}")
 
     of_life, of_job = dist.HashStore(), dist.HashStore()
     for rank, member in ((0, 4), (1, 6)):

@@ -109,6 +109,19 @@ def some_desks(world: int) -> Iterator[tuple[NearDesk, socket.socket]]:
         yield NearDesk(rank, told, keys[rank], set(range(world)) - {rank}, memory), listening
 
 
+def test_programs_that_a_rank_starts_do_not_keep_the_memory_of_others() -> None:
+    both = list(some_desks(2))
+    assert met(both) == [True] * 2
+    calls = [call for desk, _ in both for call in desk.taken().values()]
+    keeps = os.system("ls -l /proc/self/fd | grep memfd:fullshard") == 0
+    inherited = [os.get_inheritable(call.fd) for call in calls]
+    for call in calls:
+        call.close()
+    for _, listening in both:
+        listening.close()
+    assert not keeps and inherited == [False] * 2
+
+
 def called(rank: int) -> socket.socket:
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(address(bytes([rank]) * 16))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import logging
+import os
+import socket
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +35,13 @@ from fullshard.comm import C10d
 from fullshard.comm.blocking import all_to_all
 from fullshard.comm.ledger import Era, end_era, ledger_of, now
 from fullshard.comm.mesh import collectives_of_group, collectives_of_twin
+from fullshard.comm.pulse import last_sign
 from fullshard.engine.copies import copy_all
 from fullshard.errors import PeerError, ProtocolError, TornStepError
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
-from fullshard.watch import begin, watcher
+from fullshard.watch import begin, ended_key, watcher
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
@@ -493,3 +500,150 @@ def test_a_rank_that_is_late_is_told_of_and_waited_for(pool: RankPool, wire: str
         assert "rank 1 has not come to it" in said, said
         assert "_load_slowly (" in said, said
         assert "rank 0 waits for the gather of unit (root)" in said, said
+
+
+def in_a_new_job(name: str) -> int:
+    """Make the default process group anew, without a watch; return the port of its store."""
+    rank, world, store = dist.get_rank(), dist.get_world_size(), _torch.default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world
+    )
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore)
+    return store.port
+
+
+def connections(port: int) -> set[int]:
+    """The file descriptors of this process's connections to ``port``."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.family != socket.AF_UNIX and one.getpeername()[1] == port:
+                    found.add(int(name))
+        except OSError:  # no socket, not connected, or gone
+            pass
+    return found
+
+
+def train_after(then: Callable[[], None]) -> str:
+    """Train a step, call ``then``, and train another; return what was logged.
+
+    Ranks that say nothing are lost as soon as they may be.
+    """
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(listener)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FULLSHARD_PATIENCE_S", "0.5")  # so 3 s of silence are too long
+            patch.setattr("fullshard.watch.rounds.ANSWER_S", 0.2)
+            dist.barrier()
+            model = tower("fully_shard", "rows")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step(model, optimizer, 0)
+            then()
+            step(model, optimizer, 1)
+            return "\n".join(said)
+    finally:
+        logging.getLogger("fullshard").removeHandler(listener)
+
+
+def lose_the_store() -> tuple[str, bool]:
+    """Rank 1 loses a connection; rank 0 is late, for longer than ranks may be silent.
+
+    Returns:
+        What was logged here, and whether rank 1 lives, as far as its signs say.
+    """
+    port = in_a_new_job("loses the store")
+    before = connections(port)
+    begin()
+    (own,) = connections(port) - before
+
+    def reset() -> None:
+        if dist.get_rank() == 0:
+            time.sleep(9.0)
+        if dist.get_rank() == 1:
+            with socket.socket(fileno=os.dup(own)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    said = train_after(reset)
+    sign = last_sign(_torch.default_store(), 1)
+    time.sleep(2.5)
+    watching = watcher()
+    assert watching is not None and not watching.is_over
+    lives = last_sign(_torch.default_store(), 1) != sign
+    dist.barrier()
+    dist.destroy_process_group()
+    return said, lives
+
+
+def test_a_connection_to_the_store_that_is_reset_ends_nothing(pool: RankPool) -> None:
+    found = pool.run(3, lose_the_store)
+    assert [lives for _, lives in found] == [True] * 3
+    warning = "the connection to the store"
+    assert [said.count(warning) for said, _ in found] == [0, 1, 0], found
+    for said, _ in found:
+        assert "rank 0 has not come to it" in said and "rank 1 gives" not in said, said
+
+
+def hold_the_lock() -> str:
+    """Rank 1 calls C code that keeps Python's lock for longer than ranks may be silent."""
+
+    def hold() -> None:
+        if dist.get_rank() == 1:
+            ctypes.PyDLL(None).usleep(9_000_000)
+
+    return train_after(hold)
+
+
+def test_a_rank_that_gives_no_sign_of_life_but_lives_is_waited_for(pool: RankPool) -> None:
+    for said in pool.run(2, hold_the_lock):
+        assert "rank 1 gives no sign of life, though its process lives; rank 0 waits" in said, said
+
+
+def fork() -> str:
+    """Rank 1 forks children that end as programs do, one by an exception."""
+    in_a_new_job("forks")
+
+    def children() -> None:
+        if dist.get_rank() == 1:
+            for end in (begin, _fail, atexit._run_exitfuncs):
+                pid = _forked(end)
+                until_s = time.monotonic() + 20
+                while os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    assert time.monotonic() < until_s, "the child hangs"
+                    time.sleep(0.05)
+        else:
+            time.sleep(3.0)
+
+    said = train_after(children)
+    assert not _torch.default_store().check([ended_key(1)])
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def _fail() -> None:
+    sys.excepthook(ValueError, ValueError("no"), None)
+
+
+def _forked(end: Callable[[], None]) -> int:
+    """Fork a child that only calls ``end``; return its number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            end()
+        finally:
+            os._exit(0)
+    return pid
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads
+def test_a_forked_child_does_not_speak_for_its_parent(pool: RankPool) -> None:
+    pool.run(2, fork)

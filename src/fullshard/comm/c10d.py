@@ -31,6 +31,7 @@ from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
 from fullshard.comm.neighbours import Line, Neighbour
 from fullshard.comm.protocol import Done, Label, Pending, as_real
+from fullshard.comm.pulse import clamped
 from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError
@@ -110,16 +111,13 @@ def ways_of(group: dist.ProcessGroup, choice: Choice) -> _Ways:
     return ways[choice]
 
 
-_LONGEST_S = 20 * 86400.0  # poll() takes milliseconds in 32 bits
-
-
 def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
     """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
     with ledger_of(group).starting(MEETING):
         meeting = meet(group)
     if meeting.partners is None:
         return _Ways(native, native, native)
-    timeout_s = min(_torch.timeout_of(group, "cpu").total_seconds(), _LONGEST_S)
+    timeout_s = clamped(_torch.timeout_of(group, "cpu").total_seconds())
     rank = group.rank()
     if len(meeting.circles) == 1:
         assert meeting.memory is not None

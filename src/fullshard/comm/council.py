@@ -4,7 +4,8 @@ Ranks that compute and ranks that write files may be at different places for a l
 of them may fail or die. Here all ranks learn what the first one decided, and who failed why.
 
 From the first council on, each process gives signs of life (``pulse``). Ranks whose processes end
-are named at once if they are of this host, else after six times ``FULLSHARD_PATIENCE_S``. Councils
+are named at once if they are of this host, else after six times ``FULLSHARD_PATIENCE_S``. A process
+of this host that lives is waited for, however long it gives no sign, up to the timeout. Councils
 have a ledger, so those who watch see that this rank waits for one that does not come, and that the
 other may wait for this one, say in a step of training, which ends both waits. Without a watch, a
 rank that lives and does not come is named after the timeout of the store, which is that of
@@ -57,9 +58,10 @@ class Council:
         self._what = what
         members = _members()
         self.rank, self.world = members.rank, members.world
-        self._store, self._signs, self._numbers = members.store, members.signs, members.numbers
+        self._store, self._numbers = members.store, members.numbers
         self._ledger, self._kind, self._label = members.ledger, kind, label
         self._thread_id = threading.get_ident()
+        self._silence_s = silence_s()
         self._decisions = 0
         self._enter()
 
@@ -237,18 +239,17 @@ class Council:
     def _look_for_life(self, ranks: Sequence[int], seen: dict[int, _Seen], now: float) -> None:
         lost = []
         for rank in ranks:
-            sign = last_sign(self._signs, rank)
+            sign = last_sign(self._store, rank)
             if rank not in seen or seen[rank].sign != sign:
                 seen[rank] = _Seen(sign, now)
             elif sign is not None and sign.is_of_the_dead:
                 raise self._explained(LostRankError(f"the process of rank {rank} ended"))
-            elif now - seen[rank].time > (silence_s() if sign is None else sign.silence_s()):
+            elif now - seen[rank].time > self._silence_s and not (sign and sign.is_of_the_living):
                 lost.append(rank)
         if lost:
             raise LostRankError(
-                f"ranks {_some(lost)} gave no sign of life for so long that they count as lost: "
-                f"their processes ended, hang or were stopped. The limit is 6 times {PATIENCE}, or "
-                "the time-out of the process group for running processes of one host"
+                f"rank(s) {_some(lost)} gave no sign of life for {self._silence_s:g} s: their "
+                f"processes ended or were stopped. The limit is 6 times {PATIENCE}"
             )
 
     @contextmanager
@@ -296,19 +297,18 @@ class _Members:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
-        self.numbers = itertools.count()
         self.ledger: Ledger | None = None
-        self.store: dist.Store
-        self.signs: dist.Store
+        self.store: dist.Store = dist.HashStore()
+        self.numbers: Iterator[str] = map(str, itertools.count())
+        """The beginning of the keys of each council."""
         if group is None:
-            self.signs = self.store = dist.HashStore()
             return
         # Ranks may have met in this store before, in another process group: use other keys.
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         names = all_gather_bytes(name, "what saves and loads need")
-        self.signs = _torch.own_store()
-        own = _torch.connection_of(self.signs)
-        self.store = dist.PrefixStore(f"fullshard/{bytes(names[0].tolist()).hex()}", own)
+        start = f"fullshard/{bytes(names[0].tolist()).hex()}"
+        self.numbers = (f"{start}/{number}" for number in itertools.count())
+        self.store = _torch.own_store()
         self.ledger = ledger_beside(self, "councils")
         begin_pulse()
 

@@ -7,6 +7,7 @@ into sockets, or while others need this rank although its own threads compute.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -127,8 +128,13 @@ class Courier:
                 "used any more; make a new one, or start the job again"
             ) from self._failure
 
-    def close(self) -> None:
-        """End when nobody needs this rank anymore; returns at once."""
+    def close(self, pid: int) -> None:
+        """End when nobody needs this rank anymore; returns at once.
+
+        ``pid`` is the process that carries exchanges on, and not a child that it forked.
+        """
+        if os.getpid() != pid:
+            return
         with self._lock:
             self._is_closing = True
             if self._thread is not None or self._has_work():

@@ -174,9 +174,7 @@ class Desk:
         except OSError:
             part, fds = b"", []
         for fd in fds:
-            os.set_inheritable(
-                fd, False
-            )  # else programs that this rank starts keep a peer's memory
+            os.set_inheritable(fd, False)  # ``recv_fds`` drops the flag that would do so
             if call.fd >= 0:
                 os.close(call.fd)
             call.fd = fd

@@ -8,6 +8,7 @@ a gather of them. Which rank is an agent for which, see ``Routes``.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ class Levels:
         self._num_started = 0
         self._over: list[int] = []  # exchanges that are over here, not yet told to neighbours
         self._subjects: dict[str, int] = {}  # the numbers by which neighbours know subjects
-        weakref.finalize(self, self._courier.close)
+        weakref.finalize(self, self._courier.close, os.getpid())
 
     def all_gather(
         self,

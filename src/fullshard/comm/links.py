@@ -26,25 +26,6 @@ _MOST_VIEWS = 64  # in one call; the system allows 1024
 _READ_NBYTES = 1 << 23  # in one turn, so that one link does not keep the others waiting
 
 
-_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def only_here(connection: socket.socket) -> None:
-    """Register ``connection`` to be closed in every process that this process forks.
-
-    Otherwise peers notice the end of this process only after its forks have ended, too.
-    """
-    _connections.add(connection)
-
-
-def _close_in_child() -> None:
-    for connection in tuple(_connections):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
 class Trouble(NamedTuple):
     """The reason why something that ranks wait for will not come."""
 
@@ -102,7 +83,6 @@ class Link:
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
-        only_here(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank = rank
         self._connection = connection
@@ -115,6 +95,7 @@ class Link:
         self._arrival: Arrival | None = None  # set while its bytes are received
         self._places: Sequence[Tensor] = ()  # what they are received into
         next(self._stages)
+        _links.add(self)
 
     def fileno(self) -> int:
         """Return the file descriptor to poll."""
@@ -222,6 +203,18 @@ class Link:
     def close(self) -> None:
         """Close the connection; what was sent before still arrives."""
         self._connection.close()
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the connections in a forked child: the others see its parent end only without them."""
+    for link in list(_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _views_of(tensors: Sequence[Tensor]) -> list[memoryview]:

@@ -5,6 +5,7 @@ Sending a notice never blocks: a thread sends the bytes that a socket does not a
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -17,7 +18,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fullshard.comm.ledger import Era
-from fullshard.comm.links import only_here
 from fullshard.comm.memory import LentMemory
 from fullshard.errors import LostRankError
 
@@ -73,7 +73,6 @@ class Line:
 
     def __init__(self, rank: int, connection: socket.socket, memory: LentMemory) -> None:
         connection.setblocking(False)
-        only_here(connection)
         self.rank = rank
         self._connection = connection
         self._outbox = _Outbox(connection)
@@ -82,6 +81,7 @@ class Line:
         self._memory = memory
         self._received = bytearray()
         self._subjects: list[str] = []
+        _lines.add(self)
 
     def fileno(self) -> int:
         """Return the file descriptor to poll for notices from this neighbor."""
@@ -118,6 +118,19 @@ class Line:
             if notice.text and notice.subject >= 0:
                 self._subjects.append(notice.text)
             yield notice
+
+
+_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close the connections in a forked child: the others see its parent end only without them."""
+    for line in list(_lines):
+        line.close.detach()  # takes a lock, which a thread of the parent may have held
+        line._connection.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Neighbour(Line):

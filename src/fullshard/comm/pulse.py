@@ -5,9 +5,10 @@ The store is the one that the default process group was made with.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import os
+import secrets
 import threading
 import weakref
 from pathlib import Path
@@ -25,6 +26,7 @@ PULSE_S = 1.0
 
 _DEFAULT_PATIENCE_S = 5.0
 _LEAST_STALL_S = 10.0
+_LONGEST_S = (2**31 - 1) // 1000  # they count milliseconds in 32 bits
 _SILENT = 6  # times the patience; threads may be held up, by a compiler or a large pickle
 
 
@@ -40,7 +42,12 @@ def silence_s() -> float:
 
 def stall_s() -> float:
     """Return how long a process that others talk to may keep them waiting, in seconds."""
-    return max(_LEAST_STALL_S, 2 * silence_s())
+    return clamped(max(_LEAST_STALL_S, 2 * silence_s()))
+
+
+def clamped(timeout_s: float) -> float:
+    """Return ``timeout_s``, or the longest time-out that polls and sockets take, 24.8 days."""
+    return min(timeout_s, _LONGEST_S)
 
 
 class Sign(NamedTuple):
@@ -49,6 +56,9 @@ class Sign(NamedTuple):
     host: str
     """Equal for processes that can see each other's numbers, those of one host in general."""
     pid: int
+    """Number of the process in ``/proc``, which may be of an outer namespace."""
+    began: str
+    """Start of the process, by the host's clock: a later process may get its number."""
     number: int
 
     @property
@@ -61,28 +71,22 @@ class Sign(NamedTuple):
         """True if its process is of this host and was stopped by a signal."""
         return self._state() in ("T", "t")
 
-    def silence_s(self) -> float:
-        """Return the seconds without a further sign after which this process counts as ended.
-
-        A running process of this host may be silent while a call, such as a large pickle, holds
-        its interpreter. Its limit is the time-out of the job's collectives.
-        """
-        group = dist.group.WORLD
-        if group is None or self._state() in (None, "", "Z", "X", "T", "t"):
-            return silence_s()
-        kind = next(iter(_torch.device_types(group)))
-        return max(silence_s(), _torch.timeout_of(group, kind).total_seconds())
+    @property
+    def is_of_the_living(self) -> bool:
+        """True if its process is of this host, lives, and was not stopped."""
+        return self._state() not in (None, "", "Z", "X", "T", "t")
 
     def _state(self) -> str | None:
         """Return the letter that Linux has for the process; "" if ended, None if not known."""
-        if self.host != _own_host() or self.host == _UNKNOWN:
+        if self.host != _own_host():
             return None
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            _, state, began = _process(str(self.pid))
         except (FileNotFoundError, ProcessLookupError):
             return ""
-        except OSError:  # such as for want of descriptors
+        except OSError:  # such as for lack of file descriptors
             return None
+        return state if began == self.began else None
 
 
 def last_sign(store: dist.Store, rank: int) -> Sign | None:
@@ -90,8 +94,8 @@ def last_sign(store: dist.Store, rank: int) -> Sign | None:
     key = _key(rank)
     if not store.check([key]):
         return None
-    host, pid, number = store.get(key).decode().split()
-    return Sign(host, int(pid), int(number))
+    host, pid, began, number = store.get(key).decode().split()
+    return Sign(host, int(pid), began, int(number))
 
 
 def begin_pulse() -> None:
@@ -108,23 +112,24 @@ class Pulse:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._key = _key(rank)
+        self._pid = os.getpid()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard pulse", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread."""
+        """End the thread, which a child that this process forked does not have."""
+        if os.getpid() != self._pid:
+            return
         self._ended.set()
         if threading.current_thread() is not self._thread:  # a finalizer may run in any
             self._thread.join(2 * PULSE_S)
 
     def _run(self) -> None:
-        start = f"{_own_host()} {_own_number()}"
+        start = _start()
         for number in itertools.count():
-            try:
+            with contextlib.suppress(RuntimeError):  # the store is out of reach, perhaps for good
                 self._store.set(self._key, f"{start} {number}")
-            except RuntimeError:  # the store is gone; who needs it, says so
-                return
             if self._ended.wait(PULSE_S):
                 return
 
@@ -136,22 +141,28 @@ def _key(rank: int) -> str:
     return f"fullshard/pulse/{rank}"
 
 
-@functools.cache  # /proc cannot be read where no descriptors are left
+def _start() -> str:
+    """Return what all signs of this process begin with."""
+    try:
+        pid, _, began = _process("self")
+        return f"{_own_host()} {pid} {began}"
+    except OSError:  # no /proc: nothing is known of other processes
+        return f"{secrets.token_hex(8)} 0 0"
+
+
+def _process(name: str) -> tuple[str, str, str]:
+    """Return number, state and start of a process of ``/proc``.
+
+    ``os.getpid`` may be another number: a namespace may be without a ``/proc`` of its own.
+    """
+    pid, _, rest = Path(f"/proc/{name}/stat").read_text().partition(" ")
+    fields = rest.rpartition(")")[2].split()
+    return pid, fields[0], fields[19]
+
+
 def _own_host() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return boot + os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/mnt")
-    except OSError:  # not Linux
-        return _UNKNOWN
-
-
-_UNKNOWN = "?"
-"""The host of processes whose numbers mean nothing to others."""
-
-
-def _own_number() -> int:
-    """Return the number of this process in /proc, which may be that of another namespace."""
-    try:
-        return int(os.readlink("/proc/self"))
-    except OSError:
-        return os.getpid()
+        return boot + os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux: nothing is known of other processes
+        return secrets.token_hex(8)

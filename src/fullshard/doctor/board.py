@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.pulse import clamped
 from fullshard.doctor.facts import Facts
 from fullshard.errors import LostRankError
 
@@ -103,7 +104,7 @@ def bounded(limit_s: float, what: str, *, then: Callable[[str], None]) -> Iterat
         finally:
             os._exit(1)
 
-    timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
+    timer = threading.Timer(clamped(limit_s), end)
     timer.daemon = True
     timer.start()
     try:

@@ -92,7 +92,7 @@ class Voter:
     def __init__(self, store: dist.Store, member: int, *, limit_s: float) -> None:
         self._member = member
         self._limit_s = limit_s
-        self._store = _torch.connected_anew(store)
+        self._store = _torch.OwnStore(store)
         self._roll = Roll(self._store)
         self._pulse = Pulse(self._store, member)
 

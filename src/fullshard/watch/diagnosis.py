@@ -107,11 +107,27 @@ def _lost(
     open_ranks = {rank for rank, statement in said.items() if statement.is_open}
     needed = {rank for wait in waits for rank in wait.group.ranks}
     needed |= {r for rank in open_ranks for group in said[rank].groups for r in group.ranks}
-    lost = sorted(gone.keys() & needed)
+    lost = sorted(rank for rank in gone.keys() & needed if _is_missed(rank, said, absent, waits))
     if not lost:
         return None
     text = "; ".join(f"rank {rank} {gone[rank]}" for rank in lost)
     return Diagnosis(Kind.LOST, tuple(lost), _with_waits(text, waits))
+
+
+def _is_missed(
+    rank: int,
+    said: Mapping[int, Statement],
+    absent: Mapping[int, Absence],
+    waits: Sequence[_Wait],
+) -> bool:
+    """Return whether others have waited for ``rank`` for long enough, and for no other rank."""
+    least_s = absent[rank].least_wait_s
+    return not least_s or any(
+        rank in wait.group.ranks
+        and wait.group.waited_s > least_s
+        and not any(_is_behind(one, wait) for one in said.values())
+        for wait in waits
+    )
 
 
 def _failed(

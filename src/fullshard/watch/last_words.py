@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -100,7 +99,7 @@ def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Tell the other ranks of an exception that ends this program, then the user."""
-    watching = watcher() if os.getpid() == _pid else None
+    watching = watcher()
     if watching is not None and isinstance(error, Exception):
         confess(error)
         failure = watching.failure
@@ -110,19 +109,17 @@ def _excepthook(
 
 def _leave() -> None:
     watching = newest()  # programs that end well destroy their process group before
-    if watching is not None and os.getpid() == _pid:
+    if watching is not None:
         watching.leave("ended its program")
 
 
 _before = sys.excepthook
-_pid = 0  # of the process that speaks for its rank; those that it forks do not
 
 
 @functools.cache
 def _listen() -> None:
     """Hear of failed collectives and of the end of this program; in jobs of several ranks only."""
-    global _before, _pid
-    _pid = os.getpid()
+    global _before
     ledger.explain, ledger.settle = explain, settle
     _before, sys.excepthook = sys.excepthook, _excepthook
     atexit.register(_leave)

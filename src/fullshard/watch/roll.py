@@ -71,7 +71,7 @@ class Roll:
         if sign is not None and sign.is_of_the_dead:
             return Absence(DEAD, is_final=True)
         if sign is not None and sign.is_of_the_stopped:
-            return self._silent(rank, STOPPED, silence_s())
+            return self._silent(rank, STOPPED)
         return None
 
     def _guessed(self, rank: int, before: Sign | None) -> Absence:
@@ -79,16 +79,16 @@ class Roll:
             return Absence("lives, but does not answer", is_final=False)
         if before is None:  # it may load data for any time; its launcher knows if it ended
             return Absence("has not begun to train yet", is_final=False)
+        if before.is_of_the_living:
+            return Absence("gives no sign of life, though its process lives", is_final=False)
         why = "gives no sign of life: it ended, was stopped, or is cut off"
-        if before.silence_s() > silence_s():
-            why = "runs, but gives no sign of life: a call may hold its interpreter"
-        return self._silent(rank, why, before.silence_s())
+        return self._silent(rank, why)._replace(least_wait_s=silence_s())
 
-    def _silent(self, rank: int, why: str, limit_s: float) -> Absence:
+    def _silent(self, rank: int, why: str) -> Absence:
         """Return the absence of a rank that may come back; not when it was silent for too long."""
         self.saw(self.signs([rank]))
         silent_s = time.monotonic() - self._seen[rank][1]
-        is_final = silent_s > limit_s
+        is_final = silent_s > silence_s()
         return Absence(f"{why}, for {silent_s:.0f} s" if is_final else why, is_final)
 
 

@@ -63,6 +63,10 @@ class Rounds:
         self._heard += 1
         return self._heard
 
+    def repeat(self, number: int) -> None:
+        """Let ``next_begun`` return ``number`` again: the store failed in that round."""
+        self._heard = number - 1
+
     def say(self, number: int, own: Statement) -> None:
         """Say where this rank is; judge, if it is the last one to say so."""
         self._store.set(_answer_key(self._rank), f"{number} {own.encoded()}")

@@ -107,3 +107,9 @@ class Absence(NamedTuple):
     """A clause without its subject, such as "was stopped by a signal"."""
     is_final: bool
     """True if the rank will never come back."""
+    least_wait_s: float = 0.0
+    """How long others must have waited for the rank before it counts as lost, in seconds.
+
+    Above 0 if nothing but its silence in the store says so: the rank may be cut off from the store
+    alone.
+    """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -54,6 +55,7 @@ class Watcher:
         self._told: tuple[float, int] = (0.0, 0)  # the wait that was asked about, and how often
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
+        self._is_cut_off = False  # from the store, perhaps for a while
         self._leaving = threading.Lock()
         self._has_left = False
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
@@ -64,8 +66,8 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is watched any more: this rank ends, or the store is gone."""
-        return self._rounds.is_over
+        """True if nothing is watched: this rank ends, or the store is out of reach."""
+        return self._rounds.is_over or self._is_cut_off
 
     def ask(self) -> None:
         """Ask where all ranks are, and return once all know it, or some seconds later."""
@@ -105,8 +107,6 @@ class Watcher:
             while self._looks():
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
-        except RuntimeError as error:  # of the store: who keeps it is gone
-            log.debug("the watch is over: %s", error)
         finally:
             self._rounds.is_over = True
             for done in self._asks:
@@ -114,16 +114,22 @@ class Watcher:
 
     def _looks(self) -> bool:
         """Ask and answer what there is; return False if there is nothing to watch any more."""
+        asks: list[threading.Event] = []
         with world_lock:  # in a dry run there is another default group
-            if self.is_over:
+            if self._rounds.is_over:
                 return False
             if not self.is_current:  # even if something holds the group still
                 self.leave(_DESTROYED)
                 return False
             asks, self._asks = self._asks, []
-            if asks or self._is_impatient():
-                self._ask_all()
-            self._answer_all()
+            try:
+                if asks or self._is_impatient():
+                    self._ask_all()
+                self._answer_all()
+                self._is_cut_off = False
+            except RuntimeError as error:  # of the store: its process is gone, or out of reach
+                log.debug("the store cannot be asked: %s", error)
+                self._is_cut_off = True
         for done in asks:
             done.set()
         return True
@@ -156,8 +162,12 @@ class Watcher:
         """Take part in round ``number``; every rank takes part in all, one after the other."""
         failures = [(step, step.failure) for step in steps()]
         with judging:
-            self._rounds.say(number, self._statement())
-            found = self._rounds.judgement(number)
+            try:
+                self._rounds.say(number, self._statement())
+                found = self._rounds.judgement(number)
+            except RuntimeError:  # of the store
+                self._rounds.repeat(number)
+                raise
             self._note(found)
         self.last = found  # not before: who reads it relies on the era having ended
         for step, failure in failures:
@@ -253,13 +263,27 @@ def watcher() -> Watcher | None:
     return _newest if _newest is not None and _newest.is_current else None
 
 
+_inherited: weakref.ref[dist.ProcessGroup] | None = None
+"""The default process group of the process that forked this one; None: it had none."""
+
+
+def _leave_to_parent() -> None:
+    """Drop the watcher in a forked child, which would speak in the name of its parent."""
+    global _newest, _inherited
+    group = dist.group.WORLD
+    _newest, _inherited = None, None if group is None else weakref.ref(group)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def begin_watching() -> bool:
     """Have a watcher of this job; return False if there is nobody to watch over."""
     global _newest
     if watcher() is not None:
         return True
     group = dist.group.WORLD
-    if group is None or group.size() == 1:
+    if group is None or group.size() == 1 or (_inherited is not None and group is _inherited()):
         return False
     if not _torch.reaches_processes(_torch.default_store()):
         return False

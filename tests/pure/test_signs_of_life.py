@@ -1,0 +1,195 @@
+"""Signs of life of real processes, and what the host says of those that give none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.comm import pulse
+from fullshard.comm.pulse import Pulse, Sign, clamped, last_sign, stall_s
+from fullshard.watch.roll import DEAD, STOPPED, Roll
+
+SIGN = """
+import time, torch.distributed as dist
+from fullshard.comm.pulse import Pulse, last_sign
+store = dist.HashStore()
+beats = Pulse(store, 0)
+while last_sign(store, 0) is None:
+    time.sleep(0.01)
+print(*last_sign(store, 0), flush=True)
+input()
+"""
+
+
+Other = tuple[subprocess.Popen[bytes], Sign]
+"""Another process, and its sign of life."""
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        _, _, began = pulse._process(str(process.pid))
+        yield process, Sign(pulse._own_host(), process.pid, began, 1)
+        process.kill()
+
+
+def seen(sign: Sign) -> tuple[bool, bool, bool]:
+    return sign.is_of_the_living, sign.is_of_the_stopped, sign.is_of_the_dead
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_the_host_knows_who_lives(other: Other) -> None:
+    process, sign = other
+    assert seen(sign) == (True, False, False)
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: seen(sign) == (False, True, False))
+    process.kill()
+    until(lambda: seen(sign) == (False, False, True))  # a zombie
+    process.wait()
+    assert seen(sign) == (False, False, True)
+    assert seen(sign._replace(host="elsewhere")) == (False, False, False)
+
+
+def test_another_process_with_its_number_says_nothing_of_it() -> None:
+    store = dist.HashStore()
+    beats = Pulse(store, 0)
+    until(lambda: last_sign(store, 0) is not None)
+    beats.end()
+    sign = last_sign(store, 0)
+    assert sign is not None and seen(sign) == (True, False, False)
+    assert seen(sign._replace(began="1")) == (False, False, False)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM])
+def test_a_process_that_cannot_be_looked_at_is_not_dead(
+    other: Other, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    sign, read = other[1], Path.read_text
+
+    def refused(path: Path, *args: Any) -> str:
+        if path.name == "stat":
+            raise OSError(code, os.strerror(code))  # of the subclass that belongs to it
+        return read(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert seen(sign) == (False, False, False)
+
+
+def test_no_file_descriptor_is_left(other: Other) -> None:
+    sign = other[1]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open("/dev/null", os.O_RDONLY)
+        found = seen(sign)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == (False, False, False)
+
+
+def test_a_namespace_without_its_own_proc() -> None:
+    """There ``os.getpid`` is 1 or 2, and these are others' in the host's ``/proc``."""
+    tried = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"NOT TESTED: no namespace of processes: {tried.stderr.strip()}")
+    command = ["unshare", "--pid", "--fork", sys.executable, "-c", SIGN]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        _, pid, *_ = process.stdout.readline().split()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.communicate("\n")
+    assert [pid] == children
+
+
+def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path, *_: Any) -> str:
+        raise FileNotFoundError(errno.ENOENT, str(path))
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    store = dist.HashStore()
+    beats = Pulse(store, 0)
+    until(lambda: last_sign(store, 0) is not None)
+    beats.end()
+    sign = last_sign(store, 0)
+    assert sign is not None and seen(sign) == (False, False, False)
+
+
+def test_a_process_that_lives_is_never_lost_for_its_silence(
+    other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python code cannot give signs while C code holds the global lock."""
+    process, sign = other
+    monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
+    monkeypatch.setattr("fullshard.watch.roll.PULSE_S", 0.1)
+    store = dist.HashStore()
+    store.set("fullshard/pulse/1", " ".join(map(str, sign)))
+    roll = Roll(store)
+
+    def absence() -> tuple[str, bool]:
+        roll.absences([1])
+        time.sleep(0.1)
+        return roll.absences([1])[1][:2]
+
+    assert absence() == ("gives no sign of life, though its process lives", False)
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: sign.is_of_the_stopped)
+    assert absence() == (f"{STOPPED}, for 0 s", True)
+    process.kill()
+    until(lambda: sign.is_of_the_dead)
+    assert absence() == (DEAD, True)
+
+
+def test_a_store_that_fails_for_a_while_does_not_end_the_signs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Failing:
+        num_failures = 2
+
+        def __init__(self) -> None:
+            self.inner = dist.HashStore()
+
+        def set(self, key: str, value: str) -> None:
+            self.num_failures -= 1
+            if self.num_failures >= 0:
+                raise dist.DistNetworkError("broken pipe")
+            self.inner.set(key, value)
+
+    monkeypatch.setattr(pulse, "PULSE_S", 0.01)
+    store: Any = Failing()
+    beats = Pulse(store, 0)
+    until(lambda: last_sign(store.inner, 0) is not None)
+    beats.end()
+
+
+@pytest.mark.parametrize("patience", ["1e12", "inf"])
+def test_a_patience_without_end_is_a_time_out_that_sockets_take(
+    monkeypatch: pytest.MonkeyPatch, patience: str
+) -> None:
+    monkeypatch.setenv("FULLSHARD_PATIENCE_S", patience)
+    with socket.socket() as one:
+        with pytest.raises(OverflowError):
+            one.settimeout(float(patience))
+        one.settimeout(stall_s())
+    assert timedelta(seconds=stall_s()) < timedelta(days=25)
+    assert clamped(30) == 30
