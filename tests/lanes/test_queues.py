@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
@@ -33,6 +34,13 @@ PROGRAMS = [
     if isinstance(node, ast.FunctionDef) and node.decorator_list
 ]
 """Their names are read, not imported: this process is to know one device."""
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
