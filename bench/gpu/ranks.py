@@ -174,7 +174,7 @@ def _start(module: list[str], world: int, logs: Path) -> list[subprocess.Popen[b
 
 
 def _run(module: list[str], world: int, **more: str) -> tuple[bool, list[str]]:
-    """Whether all ranks of a job ended well, and what each printed; ``more`` variables are set."""
+    """Run a job with ``more`` variables; return if all ranks ended well, and what each printed."""
     with tempfile.TemporaryDirectory() as logs, patch.dict(os.environ, more):
         started = _start(module, world, Path(logs))
         try:

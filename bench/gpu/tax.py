@@ -1,4 +1,4 @@
-"""What a wrapper costs a step at world size 1, and what one rank of many does on its host.
+"""The cost of a wrapper at world size 1, and the work of one rank of many on its host.
 
 ``tax`` trains models of the shapes of Llama-3 (no rotary embedding; fewer layers of 8B, so that
 they fit) with a batch of 4 x 4,096 tokens, in bf16 with reductions in fp32. Each contender runs in

@@ -14,8 +14,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fullshard import _torch
-from fullshard._torch import OwnStore
+from fullshard.comm import own_store
+from fullshard.comm.own_store import OwnStore
 
 HOST = "127.0.0.1"
 
@@ -134,7 +134,7 @@ def test_threads_of_one_connection_make_one(proxy: Proxy, store: OwnStore) -> No
 def test_a_connection_that_breaks_at_once_is_left_for_a_while(
     proxy: Proxy, store: OwnStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch, "_PAUSE_S", 0.2)
+    monkeypatch.setattr(own_store, "_PAUSE_S", 0.2)
     for _ in range(2):  # the second time before the pause is over
         proxy.drop()
         try:
@@ -170,7 +170,7 @@ def test_a_store_that_is_out_of_reach_is_told_once(
     def unreachable(*_: object) -> socket.socket:
         raise OSError("No route to host")
 
-    monkeypatch.setattr(_torch, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(own_store, "_PAUSE_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(socket, "create_connection", unreachable)
         proxy.drop()

@@ -356,7 +356,7 @@ def test_ranks_that_all_meet_wait_for_nobody() -> None:
 
 def test_a_rank_that_dies_while_it_rings_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr("fullshard._torch.own_store", lambda: store)
+    monkeypatch.setattr("fullshard.watch.rounds.own_store", lambda: store)
     own = Rounds(0, 2)
     store.add("fullshard/rings", 1)  # and no more
     assert own.next_begun() is None
@@ -377,7 +377,7 @@ class Counting:
 
 def ranks_of(world: int, patch: pytest.MonkeyPatch) -> tuple[Counting, list[Rounds]]:
     store = Counting()
-    patch.setattr("fullshard._torch.own_store", lambda: store)
+    patch.setattr("fullshard.watch.rounds.own_store", lambda: store)
     return store, [Rounds(rank, world) for rank in range(world)]
 
 
@@ -424,7 +424,7 @@ class Interrupted(Counting):
 
 def test_two_judges_of_one_round_publish_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Interrupted()
-    monkeypatch.setattr("fullshard._torch.own_store", lambda: store)
+    monkeypatch.setattr("fullshard.watch.rounds.own_store", lambda: store)
     one, other = [Rounds(rank, 2) for rank in range(2)]
     verdicts = iter([Diagnosis(Kind.LATE, (rank,), f"rank {rank} is late") for rank in range(2)])
     monkeypatch.setattr("fullshard.watch.rounds.diagnose", lambda *_, **__: next(verdicts))

@@ -234,7 +234,7 @@ def check_rest(model: nn.Module, *, hides: bool = False) -> None:
     engine = engine_of(model)
     assert engine.scheduler.idle
     assert not len(engine.scheduler.reductions)
-    assert not engine._backward._tasks
+    assert not engine._backward.tasks
     holds = {u.name: engine.scheduler.residents.units[u.key].holds for u in engine.units}
     if hides:
         assert set(holds.values()) <= {0, Hold.HIDDEN}, holds

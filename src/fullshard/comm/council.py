@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard import _torch, errors
+from fullshard import errors
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import Ledger, ledger_beside
+from fullshard.comm.own_store import own_store
 from fullshard.comm.protocol import Done
 from fullshard.comm.pulse import PATIENCE, PULSE_S, Sign, begin_pulse, last_sign, silence_s
 from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
@@ -308,7 +309,7 @@ class _Members:
         names = all_gather_bytes(name, "what saves and loads need")
         start = f"fullshard/{bytes(names[0].tolist()).hex()}"
         self.numbers = (f"{start}/{number}" for number in itertools.count())
-        self.store = _torch.own_store()
+        self.store = own_store()
         self.ledger = ledger_beside(self, "councils")
         begin_pulse()
 

@@ -135,10 +135,7 @@ class _Underway:
     def __init__(self) -> None:
         self._marks: deque[tuple[Entry, Mark, float]] = deque()
         self._most = KEPT  # marks; with more, the host checks them
-        self._first: tuple[Entry | None, float] = (
-            None,
-            0.0,
-        )  # the oldest, and when it was first seen
+        self._first: tuple[Entry | None, float] = (None, 0.0)  # the oldest; when it was first seen
         self._removing = threading.Lock()  # the host and the watch may see one mark passed
 
     def add(self, entry: Entry, mark: Mark) -> None:

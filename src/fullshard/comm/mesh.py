@@ -228,12 +228,11 @@ def mesh_of_nodes(device_type: str | None = None) -> DeviceMesh:
 
 
 def _init_process_group() -> None:
+    device = _torch.device_to_bind()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(device_id=_torch.device_to_bind())
+        dist.init_process_group(device_id=device)
     else:
-        alone = dist.HashStore()
-        device = _torch.device_to_bind()
-        dist.init_process_group(store=alone, rank=0, world_size=1, device_id=device)
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, device_id=device)
 
 
 def _device_type() -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard.comm.own_store import own_store
 
 PATIENCE = "FULLSHARD_PATIENCE_S"
 """Environment variable: seconds that a rank waits for others before it asks where they are."""
@@ -102,7 +102,7 @@ def begin_pulse() -> None:
     """Give signs of life from now on, until the default process group is destroyed."""
     group = dist.group.WORLD
     if group is not None and group not in _pulses:
-        _pulses[group] = Pulse(_torch.own_store(), group.rank())
+        _pulses[group] = Pulse(own_store(), group.rank())
         weakref.finalize(group, _pulses[group].end)
 
 

@@ -83,15 +83,15 @@ class Backward:
         self.hooked: set[int] = set()  # numbers of the nodes that made the last use's outputs
         self.dead: deque[int] = deque()  # tasks that died and were not reported yet
         self._forward_elsewhere = forward_elsewhere  # whether another thread is in a forward
-        self._tasks: dict[int, dict[int, _Arrivals]] = {}  # task -> unit key -> arrivals
+        self.tasks: dict[int, dict[int, _Arrivals]] = {}  # running task -> unit key -> arrivals
 
     def task(self) -> int:
         """Return the task that this thread is in, and watch for the end of that task."""
         task = _torch.current_task()
-        if task != NO_TASK and task not in self._tasks:
+        if task != NO_TASK and task not in self.tasks:
             with self.lock:  # two threads may come to the task at the same time
-                if task not in self._tasks:
-                    self._tasks[task] = {}
+                if task not in self.tasks:
+                    self.tasks[task] = {}
                     _torch.queue_end_of_task(_EndOfTask(self, task))
         return task
 
@@ -101,13 +101,13 @@ class Backward:
         A thread of autograd may keep a task that died for a moment after the caller of backward has
         caught the exception.
         """
-        if not self._tasks:
+        if not self.tasks:
             return True
         deadline_s = time.monotonic() + _LINGERS_S
-        while self._tasks and time.monotonic() < deadline_s:
+        while self.tasks and time.monotonic() < deadline_s:
             time.sleep(1e-3)
             self.report_dead()
-        return not self._tasks
+        return not self.tasks
 
     def watch(self, unit: Unit, params: Iterable[nn.Parameter]) -> None:
         """Watch for every gradient that reaches one of these unsharded parameters of ``unit``.
@@ -124,7 +124,7 @@ class Backward:
 
     def arrivals(self, unit: Unit, task: int) -> _Arrivals:
         """Return the gradients that ``task`` brings to ``unit``; expected ones are counted once."""
-        units = self._tasks[task]
+        units = self.tasks[task]
         arrivals = units.get(unit.key)
         if arrivals is None:
             expected = _torch.num_pending_nodes(unit.grad_nodes())
@@ -134,12 +134,12 @@ class Backward:
     def left(self, until: int) -> None:
         """Report that the current task, if we watch it, has left all uses above ``until``."""
         task = _torch.current_task()
-        if task in self._tasks:
+        if task in self.tasks:
             self.trigger(when.BackwardLeave(task, until))
 
     def reduced(self, unit: Unit) -> None:
         """Take note that the gradients of ``unit`` were taken off its parameters."""
-        for units in self._tasks.values():
+        for units in self.tasks.values():
             if unit.key in units:
                 units[unit.key].unreduced = False
 
@@ -172,7 +172,7 @@ class Backward:
                 self.lock.release()
 
     def _close(self, task: int) -> tuple[int, ...]:
-        units = self._tasks.pop(task, {})
+        units = self.tasks.pop(task, {})
         return tuple(key for key, arrivals in units.items() if arrivals.unreduced)
 
 
@@ -309,7 +309,7 @@ class Use:
         nodes: dict[int, Node] = {}
         hooked: set[int] = set()
         device = self.unit.device
-        elsewhere = Elsewhere(device, range(first, made), given)
+        elsewhere: Elsewhere | None = None
         # An input that was changed in place is an output too, because it may be read afterwards.
         for tensor in chain(outputs, inputs):
             base = base_of(tensor)
@@ -318,6 +318,7 @@ class Use:
             elif base.grad_fn is None:
                 continue
             elif not is_on(device, tensor):
+                elsewhere = elsewhere or Elsewhere(device, range(first, made), given)
                 elsewhere.follow(base.grad_fn)
                 elsewhere.follow(tensor.grad_fn)
                 continue
@@ -329,7 +330,7 @@ class Use:
                 if number >= first:
                     hooked.add(number)
         self.backward.hooked = hooked
-        if elsewhere.outputs:
+        if elsewhere is not None and elsewhere.outputs:
             if nodes or elsewhere.entries:
                 more = elsewhere.entries
                 outside = outside or elsewhere.may_read
@@ -350,29 +351,23 @@ class Use:
         return Follows.BACKWARD if newest >= first else Follows.NOTHING
 
     def _output_grad(self, until: int, grads: tuple[Tensor | None, ...]) -> None:
-        with self.backward.lock:
-            self._enter_backward(until)
-
-    def _enter_backward(self, until: int) -> None:
-        self.unit.check_not_lent("a backward")
-        self._check_readable()
-        self.unit.check_not_replaced()
-        task = self.backward.task()
-        expected = self.backward.arrivals(self.unit, task).expected
-        if expected is None:
-            accumulates = Accumulates.NOWHERE
-        else:
-            accumulates = Accumulates.HERE if expected else Accumulates.ELSEWHERE
-        self.backward.trigger(
-            when.BackwardEnter(
-                self.unit.key,
-                self.number,
-                task,
-                until,
-                accumulates,
-                keeps_graph=torch.is_grad_enabled(),
+        backward = self.backward
+        with backward.lock:
+            self.unit.check_not_lent("a backward")
+            self._check_readable()
+            self.unit.check_not_replaced()
+            task = backward.task()
+            expected = backward.arrivals(self.unit, task).expected
+            if expected is None:
+                accumulates = Accumulates.NOWHERE
+            else:
+                accumulates = Accumulates.HERE if expected else Accumulates.ELSEWHERE
+            keeps_graph = torch.is_grad_enabled()
+            backward.trigger(
+                when.BackwardEnter(
+                    self.unit.key, self.number, task, until, accumulates, keeps_graph=keeps_graph
+                )
             )
-        )
 
     def _check_readable(self) -> None:
         """Raise ``ProtocolError`` unless the unsharded side is still what the forward read."""

@@ -235,7 +235,7 @@ class Engine(Actor):
                 runs outside of the unit that it is gathered with, or (``BusyError``) another
                 thread is in a forward or a backward; nothing was changed.
         """
-        if not self.backward_is_over():
+        if self._backward.tasks and not self.backward_is_over():
             raise BusyError(
                 f"a forward of {_named(unit)} was called while another thread is in a backward of "
                 "the model. Call it when that backward has ended"
@@ -248,12 +248,13 @@ class Engine(Actor):
         self.check_carried(unit)
         task = self._backward.task()
         if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
-            if self._is_in_forward_elsewhere():
+            here = threading.get_ident()
+            if self.thread != here and self._is_in_forward_elsewhere():
                 raise BusyError(
                     f"a forward of {_named(unit)} was called while another thread is in a forward "
                     "of the model. Call the model from one thread at a time"
                 )
-            self.thread = threading.get_ident()
+            self.thread = here
         if self.scheduler.idle:
             check_lent_alike(self.units, "a forward")
             self.look_after(self.units)
@@ -280,8 +281,9 @@ class Engine(Actor):
             use = self._uses.get(unit.key)
             if use is None or not use.running:
                 return  # another hook failed before ours, so the member never entered
-            if _torch.current_task() == NO_TASK and self._is_in_forward_elsewhere():
-                return  # we refused to enter
+            is_refused = self.thread != threading.get_ident() and self._is_in_forward_elsewhere()
+            if is_refused and _torch.current_task() == NO_TASK:
+                return
             self._leave(unit, member, use, outputs, failed=failed)
 
     def _leave(

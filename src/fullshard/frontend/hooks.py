@@ -81,10 +81,11 @@ class _ForwardHooks:
     @_torch.never_compiled
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Reshard the unit if it is done, and cast the outputs; also called after exceptions."""
-        call = next((one for one in reversed(self._calls) if one.thread == get_ident()), None)
-        if call is None:
+        calls, here = self._calls, get_ident()
+        last = next((n for n in reversed(range(len(calls))) if calls[n].thread == here), None)
+        if last is None:
             return None
-        self._calls.remove(call)
+        call = calls.pop(last)
         if call.is_lent:
             return None
         failed = sys.exception() is not call.handled

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard import _torch
+from fullshard.comm.own_store import OwnStore
 from fullshard.comm.pulse import Pulse
 from fullshard.errors import LostRankError
 from fullshard.watch import DEAD, Roll, ended_key
@@ -92,7 +92,7 @@ class Voter:
     def __init__(self, store: dist.Store, member: int, *, limit_s: float) -> None:
         self._member = member
         self._limit_s = limit_s
-        self._store = _torch.OwnStore(store)
+        self._store = OwnStore(store)
         self._roll = Roll(self._store)
         self._pulse = Pulse(self._store, member)
 

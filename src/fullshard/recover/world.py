@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fullshard import _torch, watch
 from fullshard.checkpoint.pending import settle
+from fullshard.comm.own_store import own_store
 from fullshard.comm.pulse import stall_s
 from fullshard.errors import FullshardError
 
@@ -66,6 +67,7 @@ def join(origin: Origin, name: str, rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     _torch.set_timeout(group, origin.timeout)
+    own_store().set_timeout(origin.timeout)
     for variable, value in (("RANK", rank), ("WORLD_SIZE", world)):
         if variable in os.environ:  # programs read what the launcher has set
             os.environ[variable] = str(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 
-from fullshard import _torch
+from fullshard.comm.own_store import own_store
 from fullshard.comm.pulse import PULSE_S, patience_s
 from fullshard.watch.diagnosis import UNDECIDED, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
@@ -38,7 +38,7 @@ class Rounds:
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
         self.is_over = False
-        self._store = _torch.own_store()
+        self._store = own_store()
         self._roll = Roll(self._store)
         self._store.delete_key(ended_key(rank))
         self._heard = self._store.add(_RINGS, 0)
