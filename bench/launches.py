@@ -333,9 +333,9 @@ def _adamw(model: nn.Module, prepare: Callable[..., Any]) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), **options)
 
 
-def figures() -> dict[str, dict[str, dict[str, int]]]:
+def figures() -> dict[str, dict[str, dict[str, Any]]]:
     """By layer and ranks, by contender: kernels of the passes and the optimizer, and the rest."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     torch.set_num_threads(1)
     for layer in REPORTED:
         own, _ = counted(layer, lambda model: model.to_empty(device="cpu").bfloat16())
@@ -345,6 +345,7 @@ def figures() -> dict[str, dict[str, dict[str, int]]]:
             for name, prepare in CONTENDERS.items():
                 passes, step = counted(layer, prepare)
                 row[name] = {
+                    "of": dict(passes.of - own.of),
                     "kernels": passes.kernels - own.kernels,
                     "collectives": passes.collectives,
                     "optimizer": step.kernels,
@@ -354,7 +355,7 @@ def figures() -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def report(found: dict[str, dict[str, dict[str, int]]]) -> int:
+def report(found: dict[str, dict[str, dict[str, Any]]]) -> int:
     """Print the table; how many bounds were missed."""
     print("kernels + collectives, kernels of the optimizer; host syncs, of a layer and step\n")
     rows = [
@@ -365,12 +366,16 @@ def report(found: dict[str, dict[str, dict[str, int]]]) -> int:
         for where, row in found.items()
     ]
     print(table(["", *CONTENDERS], rows))
+    print()
+    for where, row in found.items():
+        of = ", ".join(f"{op} {number}" for op, number in row[RAGGED]["of"].items())
+        print(f"{RAGGED}, {where}: {of}")
     missed = [f"{name}, {where}" for where, row in found.items() for name in _missed(row)]
     print(f"\nbounds missed: {'; '.join(missed) or 'none'}")
     return len(missed)
 
 
-def _missed(row: dict[str, dict[str, int]]) -> Iterator[str]:
+def _missed(row: dict[str, dict[str, Any]]) -> Iterator[str]:
     theirs = row[FSDP2]["kernels"]
     for name, most in ((PER_PARAMETER, theirs), (RAGGED, theirs / 2)):
         if row[name]["kernels"] > most or row[name]["syncs"]:

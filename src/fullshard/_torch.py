@@ -392,25 +392,27 @@ def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
 
 
 @contextmanager
-def other_world(size: int, rank: int) -> Iterator[None]:
+def other_world(size: int, rank: int, device_type: str = "cpu") -> Iterator[None]:
     """Let this process be one of ``size`` ranks whose collectives do nothing, and no other ranks.
 
     Process groups that exist are out of reach in the block and back afterwards; other threads must
     not use ``torch.distributed`` meanwhile. Meshes and groups that are made in the block serve the
-    CPU and end with it.
+    CPU and ``device_type``, and end with it.
     """
     outer, last_rank = c10d._world, dist.get_rank() if dist.is_initialized() else -1
     hook = sys.excepthook
     inner = c10d._world = cast("c10d._World", _World())
     for name in outer.pg_names.values():  # names of groups may be equal in both worlds
         _unregister_process_group(name)
-    if _NOWHERE not in dist.Backend.backend_list:
+    backend, serves = f"{_NOWHERE}_{device_type}", sorted({"cpu", device_type})
+    if backend not in dist.Backend.backend_list:
         dist.Backend.register_backend(
-            _NOWHERE, _group_of_nobody, extended_api=True, devices=["cpu"]
+            backend, _group_of_nobody, extended_api=True, devices=list(serves)
         )
+    backends = ",".join(f"{device_type}:{backend}" for device_type in serves)
     try:
         dist.init_process_group(
-            f"cpu:{_NOWHERE}", store=dist.HashStore(), rank=rank, world_size=size, group_name="dry"
+            backends, store=dist.HashStore(), rank=rank, world_size=size, group_name="dry"
         )
         yield
     finally:

@@ -71,6 +71,14 @@ _Reshard = Annotated[
 ]
 _Rank = Annotated[int, typer.Option(help="Which rank to plan for.", min=0)]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+_Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Run the step with real tensors on the GPU (or CPU) at hand as well: one rank whose "
+        "collectives send nothing.",
+    ),
+]
 _Picture = Annotated[
     Path | None,
     typer.Option(help="Draw memory over the step into this file.", metavar="FILE.svg|png"),
@@ -94,11 +102,12 @@ def plan_command(
     wire: flags.Wire = None,
     checkpoint_activations: flags.CheckpointActivations = False,
     rank: _Rank = 0,
+    measure: _Measure = False,
     as_json: _AsJson = False,
     picture: _Picture = None,
 ) -> int:
     """Tell memory, communication and time of a training step; exit code 1 if it does not fit."""
-    options: dict[str, Any] = {"hardware": hardware, "rank": rank}
+    options: dict[str, Any] = {"hardware": hardware, "rank": rank, "measure": measure}
     if budget is not None:
         options["budget_nbytes"] = nbytes_of(budget)
     step = _Step(

@@ -22,7 +22,7 @@ from fullshard.comm.blocking import (
 from fullshard.comm.c10d import C10d
 from fullshard.comm.codecs import ENCODED, INT4, Blocks, Cast, Codec, round_trip
 from fullshard.comm.custom import AllGather, Comm, Custom, ReduceScatter
-from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry, played_by
+from fullshard.comm.dry import DryWire, Exchange, dry_world, is_dry, mirror_world, played_by
 from fullshard.comm.encoded import Encoded, encoded
 from fullshard.comm.hooked import HookedCopies, HookedShards, Settled
 from fullshard.comm.mesh import (

@@ -1,4 +1,4 @@
-"""A world of many ranks in one process, for dry runs: collectives are told, and nothing is sent."""
+"""A world of many ranks in one process: collectives are told or imitated, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.mesh import choose_wire
-from fullshard.comm.protocol import Done, Label, Pending
+from fullshard.comm.mesh import Wire, choose_wire
+from fullshard.comm.protocol import Done, Label, Pending, put
 
 
 class Exchange(NamedTuple):
@@ -94,8 +94,37 @@ class DryWire:
         return self.carry(Exchange(what, self.ranks, nbytes))
 
 
+@dataclass(frozen=True)
+class MirrorWire(DryWire):
+    """The collectives of a group whose ranks are all taken to hold what this rank holds.
+
+    Results are written by copies on the current stream, and are complete at once.
+    """
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        """Copy each source to every rank's part of its output."""
+        for output, source in zip(outputs, sources, strict=True):
+            parts = output.view(self.world, -1)
+            put(source, parts[self.rank])
+            for others in (parts[: self.rank], parts[self.rank + 1 :]):
+                if len(others):
+                    others.copy_(source.expand_as(others))
+        return super().all_gather(outputs, sources)
+
+    def reduce_scatter_mean(self, output: Tensor, source: Tensor) -> Pending:
+        """Copy this rank's slice of ``source``, the mean of equal ones."""
+        put(source.view(self.world, -1)[self.rank], output)
+        return super().reduce_scatter_mean(output, source)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Pending:
+        """Copy this rank's slice of ``source`` to all of ``output``."""
+        parts = output.view(self.world, -1)
+        parts.copy_(source.view(self.world, -1)[self.rank].expand_as(parts))
+        return super().all_to_all(output, source)
+
+
 def is_dry() -> bool:
-    """Return whether this is inside of ``dry_world``."""
+    """Return whether this is inside of ``dry_world`` or ``mirror_world``."""
     return _device_type.get() is not None
 
 
@@ -129,9 +158,35 @@ def dry_world(
     def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
         return DryWire(group, tuple(dist.get_process_group_ranks(group)), adds_wide, carry)
 
+    with _other_world(size, rank, wire, device_type, serves="cpu"):
+        yield
+
+
+@contextmanager
+def mirror_world(
+    size: int, rank: int = 0, *, adds_wide: bool = True, device_type: str = "cpu"
+) -> Iterator[None]:
+    """Be rank ``rank`` of ``size`` ranks in the block, each of which does what this one does.
+
+    As in ``dry_world``, but collectives have results (``MirrorWire``), and the meshes are those of
+    devices of ``device_type``, so that real models can run.
+    """
+
+    def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return MirrorWire(group, ranks, adds_wide, lambda exchange: Done())
+
+    with _other_world(size, rank, wire, device_type, serves=device_type):
+        yield
+
+
+@contextmanager
+def _other_world(
+    size: int, rank: int, wire: Wire, device_type: str, *, serves: str
+) -> Iterator[None]:
     token = _device_type.set(device_type)
     try:
-        with world_lock, _torch.other_world(size, rank):
+        with world_lock, _torch.other_world(size, rank, serves):
             before = choose_wire(wire)
             try:
                 yield

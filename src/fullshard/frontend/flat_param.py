@@ -89,8 +89,12 @@ class FlatParameter:
             )
         moved = (data.device, data.dtype) != (self.bucket.shards.device, self.bucket.shards.dtype)
         if moved or (not data.is_meta and data.data_ptr() != self.bucket.shard.data_ptr()):
-            for param, piece in zip(self.bucket.sharded_params, self.pieces(data), strict=True):
-                param.data = piece
+            params = self.bucket.sharded_params
+            for number, (param, piece) in enumerate(zip(params, self.pieces(data), strict=True)):
+                if param.is_meta == piece.is_meta:
+                    param.data = piece
+                else:  # tensors of the two kinds cannot take each other's data
+                    params[number] = nn.Parameter(piece, requires_grad=param.requires_grad)
         for param in self.bucket.sharded_params:
             if param.requires_grad != self.param.requires_grad:
                 param.requires_grad_(self.param.requires_grad)

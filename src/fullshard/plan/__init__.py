@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from fullshard.plan.hardware import CPU, PRESETS, Hardware, Host, Link, hardware_of
 from fullshard.plan.picture import draw_plan
-from fullshard.plan.plan import Plan, PlannedUnit, Traffic
+from fullshard.plan.plan import Measured, Plan, PlannedUnit, Traffic
 from fullshard.plan.planning import plan
 from fullshard.plan.text import in_bytes, in_seconds

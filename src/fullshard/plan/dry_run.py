@@ -286,7 +286,7 @@ class _Run:
             engine.meter.reset_peak()
         for left in reversed(range(self.job.accumulate)):
             for engine in self.engines if self.job.reduces_once else ():
-                _set_sync(engine, left == 0)
+                set_sync(engine, left == 0)
             ledger.turn_to(FORWARD)
             with ledger.booking(kinds.ACTIVATIONS):
                 loss = self.job.loss(model, batch)
@@ -313,7 +313,8 @@ class _Run:
         return step
 
 
-def _set_sync(engine: Engine, reduces: bool) -> None:
+def set_sync(engine: Engine, reduces: bool) -> None:
+    """Let the units of ``engine`` reduce their gradients in later backwards, or keep them."""
     for unit in engine.units:
         policy = engine.policy_of(unit)
         engine.set_policy(unit, replace(policy, requires_gradient_sync=reduces))

@@ -58,6 +58,19 @@ class Tried(NamedTuple):
     fits: bool
 
 
+class Measured(NamedTuple):
+    """Real steps of one rank whose collectives send nothing."""
+
+    device: str
+    """The name of the device."""
+    step_s: float
+    """Median seconds of a step: the device's work, or the host's where it is slower."""
+    peak_nbytes: int | None
+    """The most bytes of the device's memory that tensors took in a step; None on a CPU."""
+    reserved_nbytes: int | None
+    """The most bytes that PyTorch's allocator held for tensors; None on a CPU."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A step of training as one rank will see it, from a dry run.
@@ -94,6 +107,8 @@ class Plan:
     """The choice of a search, for ``shard_blocks(model, plan=plan)``; None: there was no search."""
     tried: tuple[Tried, ...] = ()
     """The choices that the search tried, the chosen one first."""
+    measured: Measured | None = None
+    """The same step with real tensors, see ``measure=`` of ``plan``; None: it was not run."""
 
     @property
     def peak_nbytes(self) -> int:
@@ -161,6 +176,7 @@ class Plan:
             "actions": list(self.actions),
             "choice": None if self.choice is None else str(self.choice),
             "tried": [one._asdict() | {"choice": str(one.choice)} for one in self.tried],
+            "measured": None if self.measured is None else self.measured._asdict(),
         }
 
     def __str__(self) -> str:
@@ -182,6 +198,8 @@ class Plan:
         yield f"time     {in_seconds(self.step_s)} a step, {in_seconds(self.busy_s)} computing, "
         yield f"         {in_seconds(self.wait_s)} waiting for communication"
         yield f"         {self.flops:.3g} FLOP, {self.utilization:.0%} of what the device reaches"
+        if self.measured is not None:
+            yield from _against(self, self.measured)
         yield ""
         yield from table(
             ("wires of a step", "collective", "calls", "received"),
@@ -222,6 +240,24 @@ class Plan:
         columns.append(("", *("fits" if one.fits else "too large" for one in self.tried)))
         head, *rows = zip(*columns, strict=True)
         yield from table(head, rows)
+
+
+def _against(planned: Plan, measured: Measured) -> Iterator[str]:
+    """Yield what was measured, beside what was planned."""
+    yield (
+        f"measured {in_seconds(measured.step_s)} a step on {measured.device}, nothing sent; "
+        f"{_ratio(measured.step_s, planned.busy_s)} of the computing above"
+    )
+    if measured.peak_nbytes is not None and measured.reserved_nbytes is not None:
+        yield (
+            f"         {in_bytes(measured.peak_nbytes)} of tensors at the peak, "
+            f"{_ratio(measured.peak_nbytes, planned.peak.nbytes)} of those above; "
+            f"{in_bytes(measured.reserved_nbytes)} reserved"
+        )
+
+
+def _ratio(measured: float, planned: float) -> str:
+    return f"{measured / planned:.2f}" if planned else "any number"
 
 
 def _by_kind(held: Mapping[str, int]) -> Iterator[str]:

@@ -19,6 +19,8 @@ from fullshard.frontend.ownership import units_below
 from fullshard.plan.dry_run import Job, Loss, Optimizer, Shard, dry_run
 from fullshard.plan.found import plan_from
 from fullshard.plan.hardware import Hardware, hardware_of
+from fullshard.plan.measuring import device_at_hand
+from fullshard.plan.measuring import measure as measure_step
 from fullshard.plan.plan import Plan
 from fullshard.plan.search import Search
 from fullshard.plan.values import Unknown
@@ -39,6 +41,7 @@ def plan(
     rank: int = 0,
     budget_nbytes: int | None = None,
     target_s: float | None = None,
+    measure: bool = False,
     **options: Any,
 ) -> Plan:
     """Run a few training steps dry, and return what they would take of memory, wires and time.
@@ -75,6 +78,9 @@ def plan(
             stay as they are, and ``wire`` is as given, or none.
         target_s: seconds of a step that are fast enough: among choices that are, the one that
             needs the least memory is taken.
+        measure: True to run the planned step with real tensors as well, on the device at hand,
+            which has to be of the hardware's kind: one rank whose collectives send nothing. What
+            is seen is ``measured`` of the plan.
         **options: of ``shard_blocks``, such as ``mp_policy``, ``layout``, ``policy``, ``wire`` and
             ``reshard_after_forward``.
 
@@ -99,17 +105,15 @@ def plan(
         accumulate=_at_least_one("accumulate", accumulate),
         reduces_once=reduces_once,
     )
+    device = device_at_hand(machine.device) if measure else None
     if budget_nbytes is None:
-        return _plan(given(mesh=checked, hardware=machine, shard=_chosen_shard(shard, options)))
-    if shard is not None:
-        raise ConfigError(
-            "plan(budget_nbytes=...): chooses options of shard_blocks, which shard= does not call; "
-            "leave one of them out"
-        )
-    machine = replace(machine, memory_nbytes=_at_least_one("budget_nbytes", budget_nbytes))
-    return _search(
-        partial(given, hardware=machine), checked, options, is_free=mesh is None, target_s=target_s
-    )
+        job = given(mesh=checked, hardware=machine, shard=_chosen_shard(shard, options))
+        found = _plan(job)
+    else:
+        machine = replace(machine, memory_nbytes=_at_least_one("budget_nbytes", budget_nbytes))
+        free = partial(given, hardware=machine)
+        found, job = _search(free, checked, shard, options, is_free=mesh is None, target_s=target_s)
+    return found if device is None else replace(found, measured=measure_step(job, device))
 
 
 def _plan(job: Job) -> Plan:
@@ -120,12 +124,18 @@ def _plan(job: Job) -> Plan:
 def _search(
     given: Callable[..., Job],
     mesh: dict[str, int],
+    shard: Shard | None,
     options: dict[str, Any],
     *,
     is_free: bool,
     target_s: float | None,
-) -> Plan:
+) -> tuple[Plan, Job]:
     """Choose what ``options`` leave open, and copies if the mesh ``is_free``."""
+    if shard is not None:
+        raise ConfigError(
+            "plan(budget_nbytes=...): chooses options of shard_blocks, which shard= does not call; "
+            "leave one of them out"
+        )
     job = given(mesh=mesh, shard=_chosen_shard(None, options))
     fixed = {name for name in CHOSEN if name in options}
     start = Choice(
@@ -136,25 +146,27 @@ def _search(
         fixed.add("offload_policy")
     world = math.prod(mesh.values())
 
-    def plan_for(choice: Choice) -> Plan:
-        def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    def job_for(choice: Choice) -> Job:
+        def by_choice(model: nn.Module, mesh: DeviceMesh) -> None:
             shard_blocks(model, mesh, plan=choice, **options)
 
         sizes = {"replicate": choice.replicas, "shard": world // choice.replicas}
         if choice.replicas == 1:
             del sizes["replicate"]
-        return _plan(given(mesh=sizes if is_free else mesh, shard=shard))
+        return given(mesh=sizes if is_free else mesh, shard=by_choice)
 
     reach = job.hardware.links[0].reach if job.hardware.links else None
     nodes = world // reach if reach else 1
-    return Search(
-        plan_for,
+    found = Search(
+        lambda choice: _plan(job_for(choice)),
         start,
         fixed=fixed,
         num_blocks=num_blocks(job.model, options.get("policy")),
         shapes=[nodes] if is_free and reach and 1 < nodes and world % reach == 0 else [],
         target_s=target_s,
     ).run()
+    assert found.choice is not None
+    return found, job_for(found.choice)
 
 
 def _checked_model(model: Any) -> nn.Module:
