@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 import fullshard
 from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
 from bench.gpu.machine import WORLD, Failed, Kernel, Machine, Verdict, seconds
-from bench.gpu.model import LARGE, SMALL, Llama, made, sizes_for, tokens_of, train
+from bench.gpu.model import LARGE, SMALL, Llama, made, made_from_meta, sizes_for, tokens_of, train
 from bench.gpu.races import Acting
 from fullshard.comm import Around, Done, Pending, wrapped
 
@@ -123,10 +123,10 @@ def _refused(machine: Machine, run: Any) -> bool:
 
 
 def peak(machine: Machine, name: str, buffers: int, world: int = WORLD) -> dict[str, Any]:
-    """Memory of a third step, of the only model in its process."""
+    """Memory of a third step, of the only model in its process, which was never whole there."""
     with machine.first_of_many(world), brief():
         sizes = sizes_for(machine, LARGE)
-        model, optimizer = made(machine, name, sizes, world)
+        model, optimizer = made_from_meta(machine, name, sizes, world)
         if name == FSDP2 and hasattr(model, "set_reduce_scatter_max_input_buffers"):
             model.set_reduce_scatter_max_input_buffers(buffers)
         tokens = tokens_of(machine, sizes, 1024 if machine.is_real else 16)

@@ -11,13 +11,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fullshard
 from bench.contenders import FSDP2, PER_PARAMETER, RAGGED, Contender, units
 from bench.gpu.machine import WORLD, Machine
 
-__all__ = ["LARGE", "SMALL", "Llama", "Sizes", "contenders", "sizes_for", "tokens_of", "train"]
+__all__ = [
+    "LARGE",
+    "SMALL",
+    "Llama",
+    "Sizes",
+    "contenders",
+    "made_from_meta",
+    "sizes_for",
+    "tokens_of",
+    "train",
+]
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,19 @@ def made(
     """A contender's model on the device, and its optimizer."""
     torch.manual_seed(0)
     return contenders(machine, world)[name].make(copy.deepcopy(Llama(sizes)).to(machine.device))
+
+
+def made_from_meta(
+    machine: Machine, name: str, sizes: Sizes, world: int = WORLD
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same, of which only the shards ever have memory, with other weights."""
+    contender = contenders(machine, world)[name]
+    with torch.device("meta"):
+        model = contender.prepare(Llama(sizes))
+    model.to_empty(device=machine.device)
+    for param in model.parameters():
+        nn.init.normal_(param.to_local() if isinstance(param, DTensor) else param, std=0.02)
+    return model, contender.optimizer(model.parameters())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
