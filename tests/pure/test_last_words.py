@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import pytest
 
+from fullshard.comm import ledger
 from fullshard.comm.ledger import Entry, Era, Ledger
 from fullshard.errors import LostRankError
 from fullshard.watch import last_words
 from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis
+from fullshard.watch.step import Failure, Step
 from fullshard.watch.watcher import Watcher
 
 ENTRY: Entry = (3, "gather", "unit a", 8)
@@ -80,3 +82,17 @@ def test_another_error_is_raised_itself_if_nothing_is_found(
     error = RuntimeError("out of memory")
     watch = Played(lambda: UNDECIDED, lambda: NOTHING)
     assert explained(monkeypatch, error, OfEra(), watch) is error and not watch.rounds
+
+
+def test_a_step_that_begins_forgets_failures_that_were_not_told() -> None:
+    """Of models that are gone, too: a later verdict would name this rank for them."""
+    failed, torn, next_one = Step(), Step(), Step()
+    failed.begin()
+    failed.end(ValueError("no"), failed=True)
+    torn.failure = Failure("an exception", 0.0, is_torn=True)
+    next_one.begin()
+    assert failed.failure is None
+    assert torn.failure is not None
+    next_one.end(failed=False)
+    torn.failure = None
+    ledger.unsettled = False

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import (
+    FSDPModule,
     FullyShardedDataParallel,
     Ragged,
     checkpoint,
@@ -20,6 +21,7 @@ from fullshard import (
     fully_shard,
     unshard_params,
 )
+from fullshard.checkpoint import full_state_dict
 from fullshard.optim import OwnedOptimizer, ShardedOptimizer, clip_grad_norm_
 from tests.ranks.models import fill, ids
 from tests.ranks.pool import RankPool
@@ -199,6 +201,58 @@ def tied_while_unsharded(face: str) -> float:
 @pytest.mark.parametrize("face", ["per_parameter", "ragged"])
 def test_a_tie_of_unsharded_parameters_stays(pool: RankPool, face: str) -> None:
     assert max(pool.run(2, tied_while_unsharded, face)) <= EXACT
+
+
+def _once_more(model: nn.Module, number: int) -> None:
+    loss_of(model, number).backward()
+    model.zero_grad()
+
+
+MEANWHILE: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "zero_grad": lambda model, optimizer: model.zero_grad(),
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict(model.state_dict()),
+    "parameters": lambda model, optimizer: list(model.parameters()),
+    "optimizer step": lambda model, optimizer: optimizer.step(),
+    "reshard": lambda model, optimizer: model.reshard(),  # type: ignore[operator]
+    "unshard": lambda model, optimizer: model.unshard(),  # type: ignore[operator]
+    "forward": lambda model, optimizer: loss_of(model, 5),
+    "backward": lambda model, optimizer: _once_more(model, 5),
+    "full parameters": lambda model, optimizer: full_state_dict(model, rank0_only=False),
+}
+"""What may come after a tie of parameters that stay unsharded after backward."""
+
+
+def tied_and_then(face: str, meanwhile: str) -> dict[str, float]:
+    found = {}
+    for change in (tie, exchange):
+        plain = make()
+        model = FACES[face](copy.deepcopy(plain), False)
+        model.set_reshard_after_backward(False)  # type: ignore[operator]
+        for one in (plain, model):
+            optimizer = PLAIN["adam"](one.parameters())
+            loss_of(one, 1).backward()
+            change(one)
+            if one is model or meanwhile == "optimizer step":
+                MEANWHILE[meanwhile](one, optimizer)
+            one.zero_grad()
+        model.set_reshard_after_backward(True)  # type: ignore[operator]
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for one in (plain, model):
+            train(one, PLAIN, "adam", lambda _: None, 9)
+        found[change.__name__] = abs(loss_of(model, 3) - loss_of(plain, 3)).item()
+    return found
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize("face", ["per_parameter", "ragged"])
+def test_a_tie_of_parameters_that_stay_unsharded_is_not_undone(
+    pool: RankPool, face: str, meanwhile: str
+) -> None:
+    for found in pool.run(2, tied_and_then, face, meanwhile):
+        assert max(found.values()) <= EXACT, found
 
 
 def flat(model: nn.Module, apart: bool) -> nn.Module:

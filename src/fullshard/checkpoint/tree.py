@@ -20,8 +20,8 @@ from fullshard.frontend.contexts import (
     named_sharded,
     units_at_rest,
 )
+from fullshard.frontend.held import Held, held_params
 from fullshard.frontend.hooks import engine_of
-from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
 from fullshard.layout.region import Region, whole
 from fullshard.tensors import on_larger_mesh, plainly_sharded, region_of

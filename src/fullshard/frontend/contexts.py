@@ -22,9 +22,10 @@ from fullshard.engine import (
     is_first_copy,
 )
 from fullshard.errors import ArgumentTypeError, ConfigError, FullshardError
+from fullshard.frontend.held import Held, held_params
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import managed, owner_of, unit_of
-from fullshard.frontend.places import Held, Place, held_params, places_of
+from fullshard.frontend.places import Place, places_of
 from fullshard.tensors import local_part, shown_like
 from fullshard.tensors.names import clean_name
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.engine import Bucket, Unit
@@ -113,7 +112,8 @@ class Places:
         return ()
 
     def show_sharded(self, buckets: Sequence[Bucket]) -> None:
-        """Make the modules show the sharded parameters."""
+        """Make the modules show the sharded parameters; keep ties that the user made meanwhile."""
+        self._note_ties(buckets)
         self.shows_sharded, self.hidden_by = True, None
         self._show([bucket.sharded_params for bucket in buckets])
 
@@ -289,18 +289,25 @@ class Places:
                 )
 
     def note_ties(self, unit: Unit) -> None:
-        """Keep ties that the user made while the unit was unsharded, before it is resharded."""
-        if self.shows_sharded or self._lent is not None:
-            return
-        shown, ours = [bucket.whole.params for bucket in unit.buckets], _own(unit.buckets)
-        changed = {
-            index: ours[id(own.get(name))]
-            for index, (own, name, bucket, number, _) in enumerate(self._slots)
-            if own.get(name) is not shown[bucket][number] and id(own.get(name)) in ours
-        }
-        if changed:
-            self._point(changed)
+        """Keep ties that the user made while the unit was unsharded."""
+        if self._note_ties(unit.buckets):
             self._show_again(unit.buckets)
+
+    def _note_ties(self, buckets: Sequence[Bucket]) -> bool:
+        """Point slots at the unsharded parameters that modules show; return whether any moved."""
+        if self.shows_sharded or self._lent is not None:
+            return False
+        shown = [bucket.whole.params for bucket in buckets]
+        changed = {
+            index: own.get(name)
+            for index, (own, name, bucket, number, _) in enumerate(self._slots)
+            if own.get(name) is not shown[bucket][number]
+        }
+        ours = _own(buckets) if changed else {}
+        ties = {index: ours[id(now)] for index, now in changed.items() if id(now) in ours}
+        if ties:
+            self._point(ties)
+        return bool(ties)
 
     def _check_unsharded(self, unit: Unit) -> None:
         self.note_ties(unit)
@@ -364,49 +371,6 @@ def places_of(unit: Unit) -> Places:
     places = unit.registration
     assert isinstance(places, Places)
     return places
-
-
-class Held(NamedTuple):
-    """A sharded parameter, given by unit, bucket and index."""
-
-    unit: Unit
-    bucket: Bucket
-    number: int  # of the parameter in the bucket
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The sharded parameter."""
-        return self.bucket.sharded_params[self.number]
-
-    def as_dtensor(self, piece: Tensor | None = None) -> Tensor:
-        """Return the parameter, or ``piece``, which has its local layout, as a DTensor.
-
-        This is the parameter itself if that is a DTensor; else a new DTensor of the same memory.
-        """
-        if piece is None and isinstance(self.param, DTensor):
-            return self.param
-        local = self.param.data if piece is None else piece
-        return self.bucket.spec.form.as_dtensor(self.number, local)
-
-    @property
-    def coordinate(self) -> Sequence[int]:
-        """This rank's coordinate among the ranks that hold the sharded parameter."""
-        param, spec = self.param, self.bucket.spec
-        if isinstance(param, DTensor):
-            return param.device_mesh.get_coordinate() or ()
-        over_others = spec.parallel[self.number] if spec.parallel else None
-        others = over_others.mesh.get_coordinate() if over_others is not None else None
-        copy = 0 if spec.replicas is None else spec.replicas.rank
-        return (copy, spec.comm.rank, *(others or ()))
-
-
-def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
-    """Return the parameters of ``units`` by place."""
-    found: dict[Place, Held] = {}
-    for unit in units:
-        for slot in places_of(unit).slots():
-            found[slot.place] = Held(unit, unit.buckets[slot.bucket], slot.number)
-    return found
 
 
 class _CannotTakeOver(ConfigError, ProtocolError):

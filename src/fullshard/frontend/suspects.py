@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fullshard.engine import Bucket, Unit
-from fullshard.frontend.places import held_params
+from fullshard.frontend.held import held_params
 from fullshard.tensors.names import clean_name
 
 

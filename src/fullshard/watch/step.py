@@ -77,6 +77,9 @@ class Step:
             inside = ledger.within.era
             if inside is not None:
                 inside.check()
+            for step in steps():  # what was not told by now is known, or nobody can be told
+                if step.failure is not None and not step.failure.is_torn:
+                    step.failure = None
             self.era, self.failure = now(), None
             self.era.raise_owed()
             self.is_open, self.number = True, next(_numbers)
@@ -166,7 +169,7 @@ judging = threading.Lock()
 """Held from what this rank says of itself until it knows the judgement; no step begins meanwhile,
 so that all ranks know which step they drop."""
 
-_JUDGED_S = 10.0  # a judgement takes less, unless who keeps the store is gone
+_JUDGED_S = 60.0  # a verdict takes less, even on a loaded machine, unless the store is gone
 
 
 @contextlib.contextmanager
