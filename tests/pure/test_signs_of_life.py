@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.comm import pulse
+from fullshard.comm.liveness import DEAD, STOPPED, Liveness
 from fullshard.comm.pulse import Pulse, Sign, clamped, last_sign, stall_s
-from fullshard.watch.roll import DEAD, STOPPED, Roll
 
 SIGN = """
 import time, torch.distributed as dist
@@ -141,10 +141,10 @@ def test_a_process_that_lives_is_never_lost_for_its_silence(
     """Python code cannot give signs while C code holds the global lock."""
     process, sign = other
     monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
-    monkeypatch.setattr("fullshard.watch.roll.PULSE_S", 0.1)
+    monkeypatch.setattr("fullshard.comm.liveness.PULSE_S", 0.1)
     store = dist.HashStore()
     store.set("fullshard/pulse/1", " ".join(map(str, sign)))
-    roll = Roll(store)
+    roll = Liveness(store)
 
     def absence() -> tuple[str, bool]:
         roll.absences([1])

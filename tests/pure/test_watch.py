@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.comm.liveness import DEAD, STOPPED, Absence, Liveness
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
-from fullshard.watch.roll import DEAD, STOPPED, Roll
 from fullshard.watch.rounds import Rounds
-from fullshard.watch.statement import Absence, Group, Issued, Statement
+from fullshard.watch.statement import Group, Issued, Statement
 
 PATIENCE_S = 5.0
 ORDER = ("a", "b", "c", "b", "a")
@@ -308,7 +308,7 @@ def test_ranks_in_one_order_are_never_at_fault(data: st.DataObject) -> None:
 def test_a_rank_that_has_not_begun_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may read data for any time before it shards its model."""
     monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
-    roll = Roll(dist.HashStore())
+    roll = Liveness(dist.HashStore())
     for _ in range(2):
         (absence,) = roll.absences([1]).values()
         assert absence == Absence("has not begun to train yet", is_final=False)
@@ -330,7 +330,7 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
     for rank, member in ((0, 4), (1, 6)):
         sign(of_life, rank, 1)
         sign(of_job, member, 9)
-    watching, voting = Roll(of_life), Roll(of_job)
+    watching, voting = Liveness(of_life), Liveness(of_job)
     watching.absences([0, 1])
     at_s[0] = 120.0
     assert watching.silent_since() == {0: 100.0, 1: 100.0}
@@ -341,7 +341,7 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
     at_s[0] = 131.0
     found = voting.absences([4, 6])
     assert [found[member].is_final for member in (4, 6)] == [False, True]
-    assert not Roll(of_job).absences([6])[6].is_final
+    assert not Liveness(of_job).absences([6])[6].is_final
 
 
 def test_ranks_that_all_meet_wait_for_nobody() -> None:
@@ -413,7 +413,7 @@ class Interrupted(Counting):
 
     def _write(self, write: Any, key: str, *values: str) -> Any:
         before, self.before = self.before, None
-        if before is not None and key.startswith("fullshard/judged"):
+        if before is not None and key.startswith("fullshard/round"):
             before()
         else:
             self.before = before
@@ -450,4 +450,4 @@ def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             one.say(1, statement(rank, ("a",), world=64))
         asked[rank] = store.num_asked - before
     assert sum(number > 10 for number in asked.values()) < 10
-    assert store.inner.check(["fullshard/judged/1"])  # by the last, as it knows who ended
+    assert store.inner.check(["fullshard/round/1/decision"])  # by the last, as it knows who ended

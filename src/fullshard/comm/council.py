@@ -23,10 +23,10 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,12 @@ import torch.distributed as dist
 from fullshard import errors
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import Ledger, ledger_beside
+from fullshard.comm.liveness import DEAD, Liveness
 from fullshard.comm.own_store import own_store
 from fullshard.comm.protocol import Done
-from fullshard.comm.pulse import PATIENCE, PULSE_S, Sign, begin_pulse, last_sign, silence_s
+from fullshard.comm.pulse import PATIENCE, PULSE_S, begin_pulse, silence_s
+from fullshard.comm.store_round import Look, Missing, StoreRound
 from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
-
-_POLL_S = 0.005  # at most
-_PIECE_NBYTES = 4 << 20  # stores refuse more than 8 MiB in one message
 
 
 class Council:
@@ -62,7 +61,7 @@ class Council:
         self._store, self._numbers = members.store, members.numbers
         self._ledger, self._kind, self._label = members.ledger, kind, label
         self._thread_id = threading.get_ident()
-        self._silence_s = silence_s()
+        self._liveness = Liveness(self._store)
         self._decisions = 0
         self._enter()
 
@@ -108,35 +107,21 @@ class Council:
     def share(self, text: str) -> str:
         """Hand ``text``, equal on many ranks, to the first rank; return a key to contribute."""
         key = f"{self._number}/{hashlib.sha256(text.encode()).hexdigest()}"
+        shared = StoreRound(self._store, key)
         with self._store_answers():
-            if not self._store.check([key]):
-                self._post(key, base64.b64encode(zlib.compress(text.encode(), 1)).decode())
+            if not shared.is_decided:
+                shared.decide_once(base64.b64encode(zlib.compress(text.encode(), 1)).decode())
         return key
 
     def take(self, key: str) -> str:
         """Return what was shared under ``key`` and forget it; on the first rank, in ``decide``."""
-        text = zlib.decompress(base64.b64decode(self._fetch(key))).decode()
-        self._forget(key)
+        shared = StoreRound(self._store, key)
+        text = zlib.decompress(base64.b64decode(shared.decision(lambda: None))).decode()
+        shared.forget(decision=True)
         return text
 
-    def _post(self, key: str, text: str) -> None:
-        """Set ``key``, in pieces; its value, the number of other pieces, comes last."""
-        pieces = [text[at : at + _PIECE_NBYTES] for at in range(0, len(text), _PIECE_NBYTES)]
-        for number, piece in enumerate(pieces[1:]):
-            self._store.set(f"{key}/piece {number}", piece)
-        self._store.set(key, f"{max(len(pieces) - 1, 0)} {pieces[0] if pieces else ''}")
-
-    def _fetch(self, key: str) -> str:
-        count, _, text = self._store.get(key).decode().partition(" ")
-        pieces = [f"{key}/piece {number}" for number in range(int(count))]
-        return "".join([text, *(self._store.get(one).decode() for one in pieces)])
-
-    def _forget(self, key: str) -> None:
-        if self._store.check([key]):
-            count = self._store.get(key).decode().partition(" ")[0]
-            for number in range(int(count)):
-                self._store.delete_key(f"{key}/piece {number}")
-            self._store.delete_key(key)
+    def _round(self, number: int) -> StoreRound:
+        return StoreRound(self._store, f"{self._number}/{number}")
 
     def _verdict_on(
         self,
@@ -146,33 +131,33 @@ class Council:
     ) -> dict[str, Any]:
         self._decisions += 1
         if self.rank and self._decisions == 1:
-            while self._store.check([f"{self._number}/1"]):  # decided when we were away
+            while self._round(1).is_decided:  # while this rank did something else
                 self._enter()
-        verdict_key = f"{self._number}/{self._decisions}"
-        self._post(f"{verdict_key}/{self.rank}", json.dumps(said))
+        now = self._round(self._decisions)
+        now.publish(self.rank, json.dumps(said))
         if self.rank:
             try:
-                self._wait_for({0: verdict_key})
+                with self._waiting() as look:
+                    text = now.decision(lambda: look(lambda: self._undecided(now)))
             except LostRankError as error:
                 return _described(error)
-            verdict = json.loads(self._fetch(verdict_key))
-        else:
-            keys = {rank: f"{verdict_key}/{rank}" for rank in range(self.world)}
-            verdict = self._decided(keys, decide)
-            if "error" in verdict and undo is not None:
-                undo()
-            self._post(verdict_key, json.dumps(verdict))
-            # Only this rank read these, and all others have read the verdict before this one.
-            for key in (*keys.values(), f"{self._number}/{self._decisions - 1}"):
-                self._forget(key)
-        return verdict  # type: ignore[no-any-return]
+            return json.loads(text)  # type: ignore[no-any-return]
+        verdict = self._decided(now, decide)
+        if "error" in verdict and undo is not None:
+            undo()
+        now.decide_once(json.dumps(verdict))
+        # No other rank reads these texts; and all have read the decision before this one.
+        now.forget(range(self.world))
+        self._round(self._decisions - 1).forget(decision=True)
+        return verdict
 
     def _decided(
-        self, keys: Mapping[int, str], decide: Callable[[list[Any]], Any] | None
+        self, now: StoreRound, decide: Callable[[list[Any]], Any] | None
     ) -> dict[str, Any]:
         try:
-            self._wait_for(keys)
-            said = [json.loads(self._fetch(key)) for key in keys.values()]
+            with self._waiting() as look:
+                found = now.collect(range(self.world), look)
+            said = [json.loads(found[rank]) for rank in range(self.world)]
             failed: dict[tuple[str, str], list[int]] = {}
             for rank, one in enumerate(said):
                 if "error" in one:
@@ -183,13 +168,17 @@ class Council:
         except Exception as error:
             return _described(error)
 
+    def _undecided(self, now: StoreRound) -> list[int]:
+        """Return the first rank, unless it has decided."""
+        return [] if now.is_decided else [0]
+
     @property
     def _is_beside(self) -> bool:
-        """True if this thread saves beside the training, whose faults do not end that."""
+        """True in a background save, which training faults do not end."""
         return threading.get_ident() != self._thread_id
 
     def _check(self) -> None:
-        """Raise the error of a fault by which other ranks may not come to this."""
+        """Raise the error of a fault that keeps other ranks from this decision."""
         if self._ledger is not None and not self._is_beside:
             self._era.check()
 
@@ -199,37 +188,30 @@ class Council:
             return error
         return self._ledger.explained(error, self._entry)
 
-    def _wait_for(self, keys: Mapping[int, str]) -> None:
-        """Wait until all ``keys``, each to be set by a rank, are there."""
-        if self._ledger is None or self._is_beside:
-            self._look_for(keys)
-            return
-        with self._ledger.awaiting(self._entry):
-            self._look_for(keys)
+    @contextmanager
+    def _waiting(self) -> Iterator[Look]:
+        """Show that this rank waits in the block; yields what looks for lost ranks meanwhile."""
+        shown = self._ledger is not None and not self._is_beside
+        with self._ledger.awaiting(self._entry) if shown else nullcontext():  # type: ignore[union-attr]
+            # The first rank waits for the others, and these wait for its decision after that.
+            limit_s = self.limit_s * (2 if self.rank else 1)
+            began_s = looked_s = time.monotonic()
 
-    def _look_for(self, keys: Mapping[int, str]) -> None:
-        missing = dict(keys)
-        seen: dict[int, _Seen] = {}
-        began = checked = time.monotonic()
-        # The first rank waits for the others, and they wait for what it says then.
-        limit_s = self.limit_s * (2 if self.rank else 1)
-        poll_s = _POLL_S / 16
-        while True:
-            missing = {r: key for r, key in missing.items() if not self._store.check([key])}
-            if not missing:
-                return
-            self._check()
-            now = time.monotonic()
-            if now - checked > PULSE_S:
-                checked = now
-                self._look_for_life(list(missing), seen, now)
-            if now - began > limit_s:
-                raise LostRankError(
-                    f"rank(s) {_some(list(missing))} live, but did not come to this in "
-                    f"{limit_s:g} s: they hang, or do something else"
-                )
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _POLL_S)
+            def look(missing: Missing) -> Collection[int]:
+                nonlocal looked_s
+                self._check()
+                now_s = time.monotonic()
+                if now_s - looked_s > PULSE_S:
+                    looked_s = now_s
+                    self._look_for_life(missing())
+                if now_s - began_s > limit_s:
+                    raise LostRankError(
+                        f"rank(s) {_some(missing())} live, but did not come to this in "
+                        f"{limit_s:g} s: they hang, or do something else"
+                    )
+                return ()
+
+            yield look
 
     @property
     def limit_s(self) -> float:
@@ -237,19 +219,14 @@ class Council:
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
         return timeout.total_seconds()
 
-    def _look_for_life(self, ranks: Sequence[int], seen: dict[int, _Seen], now: float) -> None:
-        lost = []
-        for rank in ranks:
-            sign = last_sign(self._store, rank)
-            if rank not in seen or seen[rank].sign != sign:
-                seen[rank] = _Seen(sign, now)
-            elif sign is not None and sign.is_of_the_dead:
+    def _look_for_life(self, ranks: Sequence[int]) -> None:
+        lost = self._liveness.lost(ranks)
+        for rank, why in lost.items():
+            if why == DEAD:
                 raise self._explained(LostRankError(f"the process of rank {rank} ended"))
-            elif now - seen[rank].time > self._silence_s and not (sign and sign.is_of_the_living):
-                lost.append(rank)
         if lost:
             raise LostRankError(
-                f"rank(s) {_some(lost)} gave no sign of life for {self._silence_s:g} s: their "
+                f"rank(s) {_some(list(lost))} gave no sign of life for {silence_s():g} s: their "
                 f"processes ended or were stopped. The limit is 6 times {PATIENCE}"
             )
 
@@ -284,13 +261,6 @@ def _described(error: Exception) -> dict[str, Any]:
         return {"error": str(error), "kind": type(error).__name__}
     kind = CheckpointError if isinstance(error, OSError) else FailedRankError
     return {"error": f"{type(error).__name__}: {error}", "kind": kind.__name__}
-
-
-class _Seen(NamedTuple):
-    """The last sign of life of a rank, and when it was seen first; None before the first one."""
-
-    sign: Sign | None
-    time: float
 
 
 class _Members:

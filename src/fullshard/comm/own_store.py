@@ -25,8 +25,8 @@ _CONNECT_S = 3.0
 class OwnStore(dist.Store):
     """A store through a connection of its own, which is made anew when it breaks.
 
-    An operation that a break interrupts is repeated, so ``add`` may count twice. Nobody may wait
-    for a key. While the store is out of reach, operations raise PyTorch's ``DistNetworkError``.
+    An operation that a break interrupts is repeated, so ``add`` may count twice. While the store is
+    out of reach, operations raise PyTorch's ``DistNetworkError``.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -37,6 +37,7 @@ class OwnStore(dist.Store):
         self._broken = ""  # how the connection broke; empty while it holds
         self._next_s = 0.0  # no attempt to connect is made before
         self._warnings = {"lost and made anew", "lost"}  # each is given once
+        self._waiters: list[OwnStore] = []  # more connections, at rest
 
     def set(self, key: str, value: str) -> None:
         """See PyTorch; returns once the store has it."""
@@ -58,6 +59,27 @@ class OwnStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         """See PyTorch."""
         return self._done(lambda store: store.check(keys))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """See PyTorch; the keys must be there."""
+        return self._done(lambda store: store.multi_get(keys))
+
+    def has_extended_api(self) -> bool:
+        """See PyTorch."""
+        store: Any = self._store
+        return bool(store.has_extended_api())
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+        """See PyTorch; waits on another connection, so other threads are not held up."""
+        try:
+            waiter = self._waiters.pop()
+        except IndexError:
+            waiter = OwnStore(self._connected())
+            waiter._warnings = self._warnings
+        try:
+            waiter._done(lambda store: store.wait(keys, timeout))
+        finally:
+            self._waiters.append(waiter)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """See PyTorch."""

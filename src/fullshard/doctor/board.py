@@ -6,15 +6,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.own_store import OwnStore
 from fullshard.comm.pulse import clamped
+from fullshard.comm.store_round import Missing, StoreRound
 from fullshard.doctor.facts import Facts
 from fullshard.errors import LostRankError
 
@@ -26,7 +27,7 @@ class Board:
         self.rank = rank
         self.world = world
         self.timeout_s = timeout_s
-        self._store = dist.PrefixStore("fullshard/doctor", store)
+        self._store = OwnStore(dist.PrefixStore("fullshard/doctor", store))
 
     def gather(self, topic: str, value: Any) -> list[Any]:
         """Return what all ranks gave, in rank order, on rank 0; an empty list on the others.
@@ -34,10 +35,11 @@ class Board:
         Raises:
             LostRankError: some ranks gave nothing in time; the message names them.
         """
-        self._store.set(f"{topic}/{self.rank}", json.dumps(value))
+        now = StoreRound(self._store, topic)
+        now.publish(self.rank, json.dumps(value))
         if self.rank:
             return []
-        return self._read(topic, range(self.world), self.timeout_s)
+        return self._read(now, range(self.world), self.timeout_s)
 
     def from_first(self, topic: str, value: Any = None) -> Any:
         """Return what rank 0 gave, on all ranks.
@@ -45,33 +47,36 @@ class Board:
         Raises:
             LostRankError: rank 0 gave nothing in time, which is longer than rank 0 waits itself.
         """
+        now = StoreRound(self._store, topic)
         if self.rank == 0:
-            self._store.set(f"{topic}/0", json.dumps(value))
+            now.publish(0, json.dumps(value))
             return value
-        return self._read(topic, range(1), 3 * self.timeout_s)[0]
+        return self._read(now, range(1), 3 * self.timeout_s)[0]
 
     def meet(self, topic: str) -> None:
         """Wait until all ranks are here."""
         self.gather(topic, None)
         self.from_first(f"{topic}: all are here")
 
-    def _read(self, topic: str, ranks: range, timeout_s: float) -> list[Any]:
-        keys = [f"{topic}/{rank}" for rank in ranks]
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-            return [json.loads(self._store.get(key)) for key in keys]
-        except RuntimeError as error:
-            missing = self._missing(topic, ranks)
-            raise LostRankError(
-                f"{topic}: nothing from rank(s) {missing} within {timeout_s:g} s"
-            ) from error
+    def _read(self, now: StoreRound, ranks: range, timeout_s: float) -> list[Any]:
+        until_s = time.monotonic() + timeout_s
 
-    def _missing(self, topic: str, ranks: range) -> str:
+        def look(missing: Missing) -> Collection[int]:
+            if time.monotonic() > until_s:
+                raise LostRankError(
+                    f"{now.name}: nothing from rank(s) {', '.join(map(str, missing()))} within "
+                    f"{timeout_s:g} s"
+                )
+            return ()
+
         try:
-            found = [rank for rank in ranks if not self._store.check([f"{topic}/{rank}"])]
-        except RuntimeError:
-            return "0, which holds the store"
-        return ", ".join(map(str, found))
+            return [json.loads(text) for text in now.collect(ranks, look).values()]
+        except LostRankError:
+            raise
+        except RuntimeError as error:
+            raise LostRankError(
+                f"{now.name}: nothing from rank(s) 0, which holds the store"
+            ) from error
 
 
 def roll_call(board: Board, own: Facts) -> list[Facts]:

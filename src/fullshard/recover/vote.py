@@ -15,20 +15,22 @@ import enum
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from fullshard.comm.liveness import DEAD, Liveness, ended_key
 from fullshard.comm.own_store import OwnStore
 from fullshard.comm.pulse import Pulse
+from fullshard.comm.store_round import Missing, StoreRound
 from fullshard.errors import LostRankError
-from fullshard.watch import DEAD, Roll, ended_key
 
 log = logging.getLogger("fullshard")
 
 _POLL_S = 0.01
+_ASK_S = 0.25  # so often the store is asked who ended, and for the verdict of another member
 _LOOK_S = 2.0  # so long after the first, ranks of other hosts are looked for
 _TELL_S = 30.0
 _PART_S = 5.0
@@ -93,13 +95,13 @@ class Voter:
         self._member = member
         self._limit_s = limit_s
         self._store = OwnStore(store)
-        self._roll = Roll(self._store)
+        self._liveness = Liveness(self._store)
         self._pulse = Pulse(self._store, member)
 
     def take_over(self, silent_since: Mapping[int, float]) -> None:
         """Count the silences of members from when they began, by ``time.monotonic``."""
         with _store_answers():
-            self._roll.take_over(silent_since)
+            self._liveness.take_over(silent_since)
 
     def leave(self, how: str, members: Sequence[int]) -> None:
         """Tell that this member will not vote any more, and ``how`` it left: a clause.
@@ -111,7 +113,7 @@ class Voter:
             self._store.set(ended_key(self._member), how)
             until_s = time.monotonic() + _PART_S
             while self._member == 0 and time.monotonic() < until_s:
-                if all(self._roll.is_dead(one) for one in members):
+                if all(self._liveness.is_dead(one) for one in members):
                     return
                 time.sleep(_POLL_S)
 
@@ -122,67 +124,65 @@ class Voter:
             LostRankError: the store is gone; or the others did not wait for this member.
         """
         with _store_answers():
-            self._store.set(self._key(life, self._member), json.dumps([said.end.value, *said[1:]]))
-            verdict = self._awaited(life, members)
+            now = StoreRound(self._store, f"{life}")
+            now.publish(self._member, json.dumps([said.end.value, *said[1:]]))
+            verdict = self._awaited(now, members)
         if self._member not in verdict.members:
             raise LostRankError(
                 f"the other ranks go on without this one, which {verdict.lost[self._member]}"
             )
         return verdict
 
-    def _awaited(self, life: int, members: Sequence[int]) -> Verdict:
+    def _awaited(self, now: StoreRound, members: Sequence[int]) -> Verdict:
         """Wait until the verdict is there, or all have spoken that will; then write it."""
-        began_s = told_s = looked_s = time.monotonic()
+        began_s = told_s = looked_s = asked_s = time.monotonic()
         lost: dict[int, str] = {}
-        while True:
-            if self._store.check([f"{life}/verdict"]):
-                return _decoded(self._store.get(f"{life}/verdict"))
-            missing = [one for one in members if not self._has_spoken(life, one)]
-            lost = {one: why for one, why in lost.items() if one in missing}
-            gone = [one for one in missing if one not in lost and self._roll.is_dead(one)]
-            lost |= {one: why.why for one, why in self._roll.absences(gone).items()}
-            awaited = [one for one in missing if one not in lost]
+
+        def look(missing: Missing) -> Collection[int]:
+            nonlocal told_s, looked_s, asked_s
+            if time.monotonic() - asked_s < _ASK_S:
+                return ()
+            asked_s = time.monotonic()
+            if now.is_decided:
+                return members
+            awaited = missing()
+            gone = [one for one in awaited if self._liveness.is_dead(one)]
+            lost.update((one, why.why) for one, why in self._liveness.absences(gone).items())
             now_s = time.monotonic()
-            if not awaited:
-                return self._written(life, members, lost)
             if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
-                found = self._roll.absences(awaited)
-                lost |= {one: absence.why for one, absence in found.items() if absence.is_final}
+                found = self._liveness.absences([one for one in awaited if one not in lost])
+                lost.update((one, why.why) for one, why in found.items() if why.is_final)
             if now_s - told_s > _TELL_S:
                 told_s = now_s
                 log.warning("waiting for rank(s) %s, who live", ", ".join(map(str, awaited)))
-            if now_s - began_s > self._limit_s and self._has_failed(life, members):
+            if now_s - began_s > self._limit_s and self._has_failed(now, members):
                 why = f"lives, but did not come in {self._limit_s:g} s"
-                return self._written(life, members, lost | dict.fromkeys(awaited, why))
-            time.sleep(_POLL_S)
+                lost.update((one, why) for one in awaited if one not in lost)
+            return lost
 
-    def _has_failed(self, life: int, members: Sequence[int]) -> bool:
-        return any(one.end is not End.DONE for one in self._said(life, members).values())
+        now.collect(members, look)
+        return self._written(now, members, lost)
 
-    def _said(self, life: int, members: Sequence[int]) -> dict[int, Said]:
-        said = {}
-        for one in members:
-            if self._has_spoken(life, one):
-                end, *rest = json.loads(self._store.get(self._key(life, one)))
-                said[one] = Said(End(end), *rest)
-        return said
+    def _has_failed(self, now: StoreRound, members: Sequence[int]) -> bool:
+        return any(one.end is not End.DONE for one in _said(now, members).values())
 
-    def _has_spoken(self, life: int, member: int) -> bool:
-        return self._store.check([self._key(life, member)])
-
-    def _written(self, life: int, members: Sequence[int], lost: Mapping[int, str]) -> Verdict:
+    def _written(self, now: StoreRound, members: Sequence[int], lost: Mapping[int, str]) -> Verdict:
         """Write the verdict, unless another member has; return what stands there."""
-        said = {one: what for one, what in self._said(life, members).items() if one not in lost}
+        said = {one: what for one, what in _said(now, members).items() if one not in lost}
         gone = {one: why for one, why in lost.items() if one not in said}
-        gone |= {one: DEAD for one in said if one != self._member and self._roll.is_dead(one)}
+        gone |= {one: DEAD for one in said if one != self._member and self._liveness.is_dead(one)}
         own = _judged({one: what for one, what in said.items() if one not in gone}, gone)
         text = json.dumps([own.next.value, own.members, [*own.lost.items()], *own[3:]])
-        return _decoded(self._store.compare_set(f"{life}/verdict", "", text))
+        return _decoded(now.decide_once(text))
 
-    @staticmethod
-    def _key(life: int, member: int) -> str:
-        return f"{life}/said/{member}"
+
+def _said(now: StoreRound, members: Sequence[int]) -> dict[int, Said]:
+    return {
+        one: Said(End(end), *rest)
+        for one, text in now.published(members).items()
+        for end, *rest in [json.loads(text)]
+    }
 
 
 def _judged(said: Mapping[int, Said], lost: Mapping[int, str]) -> Verdict:
@@ -199,7 +199,7 @@ def _judged(said: Mapping[int, Said], lost: Mapping[int, str]) -> Verdict:
     return Verdict(following, tuple(sorted(said)), dict(lost), why, steps)
 
 
-def _decoded(text: bytes) -> Verdict:
+def _decoded(text: str) -> Verdict:
     following, members, lost, why, steps = json.loads(text)
     return Verdict(Next(following), tuple(members), dict(lost), why, tuple(steps))
 

@@ -6,18 +6,14 @@ Nothing here runs in a step that goes well, but for a thread that reads a counte
 from __future__ import annotations
 
 from fullshard.watch.last_words import begin, confess, settle, tear
-from fullshard.watch.roll import DEAD, Roll, ended_key
 from fullshard.watch.step import Step, Torn, steps
 from fullshard.watch.watcher import watcher
 
 __all__ = [
-    "DEAD",
-    "Roll",
     "Step",
     "Torn",
     "begin",
     "confess",
-    "ended_key",
     "settle",
     "steps",
     "tear",

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
-from fullshard.watch.statement import Absence, Group, Issued, Statement
+from fullshard.comm.liveness import Absence
+from fullshard.watch.statement import Group, Issued, Statement
 
 __all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
 

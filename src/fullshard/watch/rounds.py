@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 
+from fullshard.comm.liveness import Liveness, ended_key
 from fullshard.comm.own_store import own_store
 from fullshard.comm.pulse import PULSE_S, patience_s
+from fullshard.comm.store_round import StoreRound, multi_get
 from fullshard.watch.diagnosis import UNDECIDED, Diagnosis, Kind, diagnose
-from fullshard.watch.roll import Roll, ended_key
 from fullshard.watch.statement import Statement
 
 __all__ = ["ANSWER_S", "JUDGE_S", "Rounds"]
@@ -23,7 +25,6 @@ ANSWER_S = 2.0
 """How long a rank may take to answer."""
 JUDGE_S = 2 * PULSE_S + 1.0
 """How long a judge may take."""
-_POLL_S = 0.005
 _FEW = 8
 _RINGS = "fullshard/rings"
 
@@ -39,7 +40,7 @@ class Rounds:
         self._rank, self._world = rank, world
         self.is_over = False
         self._store = own_store()
-        self._roll = Roll(self._store)
+        self._liveness = Liveness(self._store)
         self._store.delete_key(ended_key(rank))
         self._heard = self._store.add(_RINGS, 0)
 
@@ -69,6 +70,7 @@ class Rounds:
 
     def say(self, number: int, own: Statement) -> None:
         """Say where this rank is; judge, if it is the last one to say so."""
+        # The next answer takes the place of this one; a slow judge may still read it then.
         self._store.set(_answer_key(self._rank), f"{number} {own.encoded()}")
         missing = self._world - self._store.add(f"fullshard/said/{number}", 1)
         # Not all ranks look for all others: where many are dead, patience ends the round.
@@ -78,20 +80,26 @@ class Rounds:
     def judgement(self, number: int) -> Diagnosis:
         """Wait for the judgement of a round, and return it; judge, if nobody else does."""
         until_s, attempt = time.monotonic() + ANSWER_S, 1
-        while not self._store.check([_judged_key(number)]):
-            if self.is_over:  # nobody judges any more
-                return UNDECIDED
+
+        def look() -> None:
+            nonlocal until_s, attempt
+            if self.is_over:
+                raise _Over
             if time.monotonic() > until_s:
                 self._judge(number, attempt)
                 until_s, attempt = time.monotonic() + JUDGE_S, attempt + 1
-            time.sleep(_POLL_S * max(1, self._world // 64))
-        kind, ranks, text, behind, signs = json.loads(self._store.get(_judged_key(number)))
-        self._roll.saw(dict(signs))
+
+        try:
+            told = self._round(number).decision(look)
+        except _Over:  # nobody judges any more
+            return UNDECIDED
+        kind, ranks, text, behind, signs = json.loads(told)
+        self._liveness.saw(dict(signs))
         return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind))
 
     def silent_since(self) -> dict[int, float]:
-        """Return what ``Roll.silent_since`` does."""
-        return self._roll.silent_since()
+        """Return what ``Liveness.silent_since`` does."""
+        return self._liveness.silent_since()
 
     def leave(self, how: str) -> None:
         """Tell how this rank ends."""
@@ -102,37 +110,49 @@ class Rounds:
         return [
             rank
             for rank in range(self._world)
-            if rank != self._rank and self._roll.is_dead(rank) and not self._said(number, rank)
+            if rank != self._rank
+            and self._liveness.is_dead(rank)
+            and not self._answers(number, [rank])
         ]
 
-    def _said(self, number: int, rank: int) -> str:
-        """Return what ``rank`` has said in round ``number``, encoded; empty if nothing yet."""
-        if not self._store.check([_answer_key(rank)]):
-            return ""
-        its, text = self._store.get(_answer_key(rank)).decode().split(" ", 1)
-        return text if int(its) == number else ""
+    def _answers(self, number: int, ranks: Sequence[int]) -> dict[int, str]:
+        """Return what ``ranks`` have said in round ``number``, encoded, by rank."""
+        keys = {rank: _answer_key(rank) for rank in ranks}
+        if not self._store.check([*keys.values()]):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        found = {}
+        for rank, answer in zip(keys, multi_get(self._store, [*keys.values()]), strict=True):
+            its, text = answer.split(" ", 1)
+            if int(its) == number:
+                found[rank] = text
+        return found
 
     def _judge(self, number: int, attempt: int) -> None:
         """Judge by what was said in round ``number``, unless another rank does.
 
         A judge may end before it has judged; then there is another ``attempt``.
         """
-        if self.is_over or self._store.check([_judged_key(number)]):
+        now = self._round(number)
+        if self.is_over or now.is_decided:
             return  # who is late may be the last one to speak of what all others know
         if self._store.add(f"fullshard/judges/{number}/{attempt}", 1) > 1:
             return
-        said, silent = {}, []
-        for rank in range(self._world):
-            text = self._said(number, rank)
-            if text:
-                said[rank] = Statement.decoded(text)
-            else:
-                silent.append(rank)
-        found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())
-        signs = self._roll.signs(silent)
-        told = json.dumps([found.kind.value, *found[1:], [*signs.items()]])
-        # The store keeps the first verdict: another judge may have published one meanwhile.
-        self._store.compare_set(_judged_key(number), "", told)
+        said = self._answers(number, range(self._world))
+        silent = [rank for rank in range(self._world) if rank not in said]
+        found = diagnose(
+            {rank: Statement.decoded(text) for rank, text in said.items()},
+            self._liveness.absences(silent),
+            patience_s=patience_s(),
+        )
+        signs = self._liveness.signs(silent)
+        now.decide_once(json.dumps([found.kind.value, *found[1:], [*signs.items()]]))
+
+    def _round(self, number: int) -> StoreRound:
+        return StoreRound(self._store, f"fullshard/round/{number}")
+
+
+class _Over(Exception):
+    """This rank takes part no longer."""
 
 
 def _ring_key(number: int) -> str:
@@ -141,7 +161,3 @@ def _ring_key(number: int) -> str:
 
 def _answer_key(rank: int) -> str:
     return f"fullshard/answer/{rank}"
-
-
-def _judged_key(number: int) -> str:
-    return f"fullshard/judged/{number}"

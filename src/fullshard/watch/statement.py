@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
 
-__all__ = ["Absence", "Group", "Issued", "Statement"]
+__all__ = ["Group", "Issued", "Statement"]
 
 
 class Issued(NamedTuple):
@@ -98,18 +98,3 @@ class Statement(NamedTuple):
             ),
             *rest,
         )
-
-
-class Absence(NamedTuple):
-    """Why a rank says nothing."""
-
-    why: str
-    """A clause without its subject, such as "was stopped by a signal"."""
-    is_final: bool
-    """True if the rank will never come back."""
-    least_wait_s: float = 0.0
-    """How long others must have waited for the rank before it counts as lost, in seconds.
-
-    Above 0 if nothing but its silence in the store says so: the rank may be cut off from the store
-    alone.
-    """

@@ -1,23 +1,38 @@
-"""Who does not answer, and why: last words, signs of life, and what the host says."""
+"""Which ranks do not answer, and why: exit reasons, heartbeats, and the processes of this host."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from fullshard.comm.pulse import PULSE_S, Sign, last_sign, silence_s
-from fullshard.watch.statement import Absence
 
-__all__ = ["DEAD", "STOPPED", "Roll", "ended_key"]
+__all__ = ["DEAD", "STOPPED", "Absence", "Liveness", "ended_key"]
 
 DEAD = "ended without a word: killed, or it crashed"
 STOPPED = "was stopped by a signal"
 
 
-class Roll:
-    """The ranks of a job and their signs of life, as far as they were looked for."""
+class Absence(NamedTuple):
+    """Why a rank says nothing."""
+
+    why: str
+    """A clause without its subject, such as "was stopped by a signal"."""
+    is_final: bool
+    """True if the rank will never come back."""
+    least_wait_s: float = 0.0
+    """How long others must have waited for the rank before it counts as lost, in seconds.
+
+    Above 0 if nothing but its silence in the store says so: the rank may be cut off from the store
+    alone.
+    """
+
+
+class Liveness:
+    """The ranks of a job and their heartbeats, as far as they were looked for."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -59,6 +74,23 @@ class Roll:
         return {
             rank: absence or self._guessed(rank, first[rank]) for rank, absence in found.items()
         }
+
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return which processes ended or are silent for too long, by rank, and why; at once.
+
+        A process of this host that runs is not lost, however long it is silent. An exit reason
+        alone does not count: a background thread may still work for a rank that ends its program.
+        """
+        found = {}
+        for rank in ranks:
+            sign = last_sign(self._store, rank)
+            if sign is not None and sign.is_of_the_dead:
+                found[rank] = DEAD
+            elif not (sign is not None and sign.is_of_the_living):
+                absence = self._silent(rank, "gave no sign of life")
+                if absence.is_final:
+                    found[rank] = absence.why
+        return found
 
     def signs(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the numbers of the last signs of life of ``ranks``."""

@@ -1,0 +1,174 @@
+"""One round of ranks through a store: each publishes a text, and one decision is made for all.
+
+A rank that waits blocks in the store; it does not ask again and again. The first decision that
+reaches the store counts for all ranks. A rank that comes later with another one reads the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+Missing = Callable[[], list[int]]
+"""Asks the store which ranks have not published yet."""
+
+Look = Callable[[Missing], Collection[int]]
+"""Returns the ranks that are not to be waited for any longer, or raises."""
+
+_LOOK_S = 0.05
+"""Seconds between two calls of a ``Look``."""
+_BLOCK_S = 60.0
+"""Seconds that one request may block; PyTorch logs each that ends in vain."""
+_PIECE_NBYTES = 4 << 20
+"""Bytes of one message: stores refuse more than 8 MiB."""
+
+
+class StoreRound:
+    """The keys of one round, which begin with its name; a name is used once."""
+
+    def __init__(self, store: dist.Store, name: str) -> None:
+        self._store = store
+        self.name = name
+
+    def publish(self, rank: int, text: str) -> None:
+        """Publish the text of ``rank``, once."""
+        self._put(self._key(rank), text)
+
+    def has_published(self, rank: int) -> bool:
+        """Return whether the text of ``rank`` is in the store."""
+        return self._store.check([self._key(rank)])
+
+    def published(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the texts that are in the store, by rank; two requests if none is missing."""
+        if not self._store.check(list(map(self._key, ranks))):
+            ranks = [rank for rank in ranks if self.has_published(rank)]
+        return self._texts(ranks)
+
+    def collect(self, ranks: Iterable[int], look: Look) -> dict[int, str]:
+        """Wait for the texts of ``ranks``; return them by rank, without ranks that were given up.
+
+        Args:
+            ranks: the ranks to wait for.
+            look: called from time to time while any is missing.
+        """
+        awaited = list(ranks)
+
+        def missing() -> list[int]:
+            return [rank for rank in awaited if not self.has_published(rank)]
+
+        while True:
+            given_up: set[int] = set()
+            with _Blocked(self._store, list(map(self._key, awaited))) as blocked:
+                while not (given_up or blocked.ends_within(_LOOK_S)):
+                    given_up = {*look(missing)}.intersection(awaited)
+            if not given_up:
+                return self._texts(awaited)
+            awaited = [rank for rank in awaited if rank not in given_up]
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the decision is in the store."""
+        return self._store.check([self._decision_key])
+
+    def decide_once(self, text: str) -> str:
+        """Make ``text`` the decision, unless there is one; return the decision."""
+        return self._put(self._decision_key, text)
+
+    def decision(self, look: Callable[[], object]) -> str:
+        """Wait for the decision and return it; ``look``, called from time to time, may raise."""
+        with _Blocked(self._store, [self._decision_key]) as blocked:
+            while not blocked.ends_within(_LOOK_S):
+                look()
+        return self._joined(self._store.get(self._decision_key).decode())
+
+    def forget(self, ranks: Iterable[int] = (), *, decision: bool = False) -> None:
+        """Delete the texts of ``ranks``, which may be missing; and the decision, if asked for."""
+        for key in [*map(self._key, ranks), *[self._decision_key] * decision]:
+            if self._store.check([key]):
+                for piece in _pieces(self._store.get(key).decode()):
+                    self._store.delete_key(piece)
+                self._store.delete_key(key)
+
+    @property
+    def _decision_key(self) -> str:
+        return f"{self.name}/decision"
+
+    def _key(self, rank: int) -> str:
+        return f"{self.name}/{rank}"
+
+    def _texts(self, ranks: Sequence[int]) -> dict[int, str]:
+        heads = multi_get(self._store, list(map(self._key, ranks)))
+        return {rank: self._joined(head) for rank, head in zip(ranks, heads, strict=True)}
+
+    def _put(self, key: str, text: str) -> str:
+        """Set ``key`` unless it is there; return its text. A long text goes in pieces."""
+        parts = [text[at : at + _PIECE_NBYTES] for at in range(0, len(text), _PIECE_NBYTES)]
+        pieces = f"{key}/{secrets.token_hex(4)}" if len(parts) > 1 else ""
+        head = f"{len(parts[1:])},{pieces}\n{parts[0] if parts else ''}"
+        for piece, part in zip(_pieces(head), parts[1:], strict=True):
+            self._store.set(piece, part)
+        found = self._store.compare_set(key, "", head).decode()
+        return text if found == head else self._joined(found)
+
+    def _joined(self, head: str) -> str:
+        return "".join([head.partition("\n")[2], *multi_get(self._store, _pieces(head))])
+
+
+def _pieces(head: str) -> list[str]:
+    """Return the keys of all pieces but the first, which is in ``head`` itself."""
+    count, _, name = head.partition("\n")[0].partition(",")
+    return [f"{name} {number}" for number in range(int(count))]
+
+
+def multi_get(store: Any, keys: list[str]) -> list[str]:
+    """Return the values of ``keys``, which are there, in one request where a store can."""
+    if not keys:
+        return []
+    is_one = store.has_extended_api()
+    found = store.multi_get(keys) if is_one else [store.get(key) for key in keys]
+    return [value.decode() for value in found]
+
+
+class _Blocked:
+    """A request that blocks until all keys are there, in a thread, so its caller can give up."""
+
+    def __init__(self, store: dist.Store, keys: list[str]) -> None:
+        self._store = store
+        self._keys = keys
+        self._error: Exception | None = None
+        self._is_given_up = False
+        self._ended = threading.Event()
+
+    def __enter__(self) -> _Blocked:
+        if not self._keys or self._store.check(self._keys):
+            self._ended.set()
+        else:
+            threading.Thread(target=self._wait, name="fullshard round", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_given_up = True  # the request itself ends later
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Return whether all keys are there, at the latest after ``timeout_s``."""
+        ended = self._ended.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return ended
+
+    def _wait(self) -> None:
+        try:
+            while not self._is_given_up:
+                with contextlib.suppress(dist.DistStoreError):  # such as at the end of its time
+                    self._store.wait(self._keys, timedelta(seconds=_BLOCK_S))
+                    break
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()
