@@ -204,7 +204,7 @@ def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_
 
 def test_whom_nobody_needs_may_end() -> None:
     rest = statement(0, ("a", "b"), is_open=False), statement(2, ("a", "b"), is_open=False)
-    assert found(*rest, absent={1: Absence("ended its program", True)}).kind is Kind.NOTHING
+    assert found(*rest, absent={1: Absence("exited", True)}).kind is Kind.NOTHING
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
@@ -442,7 +442,7 @@ def test_two_judges_of_one_round_publish_one_verdict(monkeypatch: pytest.MonkeyP
 def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of many ranks would ask the store for all others, in each round."""
     store, ranks = ranks_of(64, monkeypatch)
-    ranks[3].leave("ended its program")
+    ranks[3].leave("exited")
     asked = {}
     for rank, one in enumerate(ranks):
         before = store.num_asked

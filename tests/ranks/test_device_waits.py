@@ -90,7 +90,7 @@ def fails_while_devices_wait() -> list[str]:
         else:
             ledger.issue("gather", "unit a", 8, Done).wait()
             assert until(lambda: heard.texts)  # the others' devices were noticed
-            watch.confess(Trouble("no"))
+            watch.report_failure(Trouble("no"))
         assert aborted.wait(30)
         said.append(heard.texts[-1])
         with pytest.raises(PeerError):  # gradients may be what came of the aborted gather

@@ -699,7 +699,7 @@ def fails_before_the_exchange() -> str:
     if dist.get_rank() == 1:
         until_s = time.monotonic() + 30
         while now() is era and time.monotonic() < until_s:  # the other may not have come to it yet
-            watch.confess(ValueError("before its step"))
+            watch.report_failure(ValueError("before its step"))
     else:
         with pytest.raises(PeerError) as raised:
             optimizer.step()

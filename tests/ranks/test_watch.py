@@ -354,7 +354,7 @@ def meet_who_is_lost_later() -> str:
         else:
             store.wait(["meets"])
             end_era(lambda: PeerError("rank 1 failed"))
-            watching.leave("has left the job")
+            watching.report_exit("has left the job")
             store.wait(["is over"])
     dist.destroy_process_group()
     return said

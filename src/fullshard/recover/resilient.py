@@ -88,7 +88,7 @@ class _Job(Generic[Result]):
 
     def run(self) -> Result:
         """Live until the job is over, or cannot go on."""
-        how = "ended its part"
+        exit_reason = "returned from resilient"
         watch.begin()
         try:
             while True:
@@ -108,10 +108,10 @@ class _Job(Generic[Result]):
                 error = None
                 gc.collect()  # a traceback keeps closures, and these may keep the model
         except BaseException as last:
-            how = f"ended by {type(last).__name__}: {last}"
+            exit_reason = f"left resilient with {type(last).__name__}: {last}"
             raise
         finally:
-            self._voter.leave(how, self._members)
+            self._voter.leave(exit_reason, self._members)
 
     def _live(self) -> tuple[tuple[Result] | None, Exception | None, Said]:
         """Call the training once; leave the process groups if it failed."""
@@ -129,7 +129,7 @@ class _Job(Generic[Result]):
         finally:
             self._ended_at_s = time.monotonic()
         if era.error is None:
-            watch.confess(failure)
+            watch.report_failure(failure)
         is_known = isinstance(failure, PeerError) or era.error is not None
         frame = traceback.extract_tb(failure.__traceback__)[-1]
         # Devices may have stepped weights by what came of collectives that were ended.

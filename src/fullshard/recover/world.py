@@ -90,7 +90,7 @@ def leave(error: BaseException | None) -> None:
     del group
     watching = watch.watcher()
     if watching is not None:
-        watching.leave("has left the job, to go on")
+        watching.report_exit("has left its process groups")
     del watching
     gc.collect()  # models are cycles
     _torch.drop_groups()

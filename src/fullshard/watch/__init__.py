@@ -5,7 +5,7 @@ Nothing here runs in a step that goes well, but for a thread that reads a counte
 
 from __future__ import annotations
 
-from fullshard.watch.last_words import begin, confess, settle, tear
+from fullshard.watch.reporting import begin, report_failure, settle, tear
 from fullshard.watch.roll import DEAD, Roll, ended_key
 from fullshard.watch.step import Step, Torn, steps
 from fullshard.watch.watcher import watcher
@@ -16,8 +16,8 @@ __all__ = [
     "Step",
     "Torn",
     "begin",
-    "confess",
     "ended_key",
+    "report_failure",
     "settle",
     "steps",
     "tear",

@@ -56,8 +56,8 @@ class Watcher:
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
         self._is_cut_off = False  # from the store, perhaps for a while
-        self._leaving = threading.Lock()
-        self._has_left = False
+        self._exit_lock = threading.Lock()
+        self._has_reported_exit = False
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
 
     def start(self) -> None:
@@ -90,17 +90,17 @@ class Watcher:
         group = self._group()
         return group is not None and group is dist.group.WORLD
 
-    def leave(self, how: str) -> None:
-        """Tell how this rank ends, unless it did before; nothing is watched any more."""
+    def report_exit(self, reason: str) -> None:
+        """Publish once why this rank exits, and stop watching."""
         self._rounds.is_over = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
-        with self._leaving:  # or a later job would delete the word before it is there
-            if not self._has_left:
-                self._has_left = True
+        with self._exit_lock:  # else a later job could delete the reason before it is published
+            if not self._has_reported_exit:
+                self._has_reported_exit = True
                 with contextlib.suppress(RuntimeError):  # the store may be gone
-                    self._rounds.leave(how)
+                    self._rounds.leave(reason)
 
     def _run(self) -> None:
         try:
@@ -119,7 +119,7 @@ class Watcher:
             if self._rounds.is_over:
                 return False
             if not self.is_current:  # even if something holds the group still
-                self.leave(_DESTROYED)
+                self.report_exit(_DESTROYED)
                 return False
             asks, self._asks = self._asks, []
             try:
@@ -267,14 +267,14 @@ _inherited: weakref.ref[dist.ProcessGroup] | None = None
 """The default process group of the process that forked this one; None: it had none."""
 
 
-def _leave_to_parent() -> None:
+def _drop_in_child() -> None:
     """Drop the watcher in a forked child, which would speak in the name of its parent."""
     global _newest, _inherited
     group = dist.group.WORLD
     _newest, _inherited = None, None if group is None else weakref.ref(group)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def begin_watching() -> bool:
@@ -288,7 +288,7 @@ def begin_watching() -> bool:
     if not _torch.reaches_processes(_torch.default_store()):
         return False
     if _newest is not None:
-        _newest.leave(_DESTROYED)
+        _newest.report_exit(_DESTROYED)
     forget_failures()
     begin_pulse()
     _newest = Watcher(group)

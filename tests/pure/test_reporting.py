@@ -9,7 +9,7 @@ import pytest
 
 from fullshard.comm.ledger import Entry, Era, Ledger
 from fullshard.errors import LostRankError
-from fullshard.watch import last_words
+from fullshard.watch import reporting
 from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis
 from fullshard.watch.watcher import Watcher
 
@@ -39,8 +39,8 @@ class OfEra:
 def explained(
     monkeypatch: pytest.MonkeyPatch, error: RuntimeError, of: OfEra, watch: Played
 ) -> Exception:
-    monkeypatch.setattr(last_words, "watcher", lambda: cast(Watcher, watch))
-    return last_words.explain(error, cast(Ledger, cast(Any, of)), ENTRY)
+    monkeypatch.setattr(reporting, "watcher", lambda: cast(Watcher, watch))
+    return reporting.explain(error, cast(Ledger, cast(Any, of)), ENTRY)
 
 
 def test_a_round_after_the_one_that_found_the_fault_does_not_hide_it(

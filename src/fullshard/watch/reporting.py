@@ -1,4 +1,4 @@
-"""When this process asks: a collective failed, a step failed, or the program ends."""
+"""Reports failures of this process to the other ranks: of collectives, of steps, of the program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Failure, Step, described, steps
 from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, newest, watcher
 
-__all__ = ["begin", "confess", "explain", "settle", "tear"]
+__all__ = ["begin", "explain", "report_failure", "settle", "tear"]
 
 _PAUSE_S = 0.02
 
@@ -83,8 +83,8 @@ def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
         time.sleep(_PAUSE_S)
 
 
-def confess(error: Exception) -> None:
-    """Tell the other ranks of an exception that ends what this rank does, until they know it."""
+def report_failure(error: Exception) -> None:
+    """Report an exception that ends this rank's work; return once the other ranks know it."""
     watching = watcher()
     if watching is None or str(error) == watching.fault:  # else all know, and end by it, too
         return
@@ -98,34 +98,34 @@ def confess(error: Exception) -> None:
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Tell the other ranks of an exception that ends this program, then the user."""
+    """Report an exception that ends this program to the other ranks, then to the user."""
     watching = watcher()
     if watching is not None and isinstance(error, Exception):
-        confess(error)
+        report_failure(error)
         failure = watching.failure
-        watching.leave(f"ended by {described(error) if failure is None else failure.text}")
-    _before(kind, error, trace)
+        watching.report_exit(f"exited with {described(error) if failure is None else failure.text}")
+    _previous_hook(kind, error, trace)
 
 
-def _leave() -> None:
-    watching = newest()  # programs that end well destroy their process group before
+def _report_exit() -> None:
+    watching = newest()  # a program that exits normally has destroyed its group
     if watching is not None:
-        watching.leave("ended its program")
+        watching.report_exit("exited")
 
 
-_before = sys.excepthook
+_previous_hook = sys.excepthook
 
 
 @functools.cache
-def _listen() -> None:
-    """Hear of failed collectives and of the end of this program; in jobs of several ranks only."""
-    global _before
+def _install_hooks() -> None:
+    """Install the hooks for failed collectives and for the exit of the program, once."""
+    global _previous_hook
     ledger.explain, ledger.settle = explain, settle
-    _before, sys.excepthook = sys.excepthook, _excepthook
-    atexit.register(_leave)
+    _previous_hook, sys.excepthook = sys.excepthook, _excepthook
+    atexit.register(_report_exit)
 
 
 def begin() -> None:
     """Watch over the job from now on, until its default process group is destroyed."""
     if begin_watching():
-        _listen()
+        _install_hooks()
