@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
-from fullshard.watch.statement import Absence, Group, Issued, Statement
+from fullshard.watch.status import Absence, Group, Issued, StatusReport
 
 __all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
 
@@ -70,44 +70,44 @@ class _Wait(NamedTuple):
 
 
 def diagnose(
-    said: Mapping[int, Statement], absent: Mapping[int, Absence], *, patience_s: float
+    reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], *, patience_s: float
 ) -> Diagnosis:
-    """Return what is wrong, by what the ranks ``said``, and why others are ``absent``.
+    """Return what is wrong, by what the ranks ``reports``, and why others are ``absent``.
 
     Who has waited for less than ``patience_s`` may just be early.
     """
-    waits = list(_waits(said))
+    waits = list(_waits(reports))
     found = (
-        _lost(said, absent, waits)
-        or _in_part(said)
-        or _apart(said)
-        or _torn(said, patience_s)
-        or _failed(said, waits, patience_s)
-        or _late(said, absent, waits, patience_s)
+        _lost(reports, absent, waits)
+        or _in_part(reports)
+        or _apart(reports)
+        or _torn(reports, patience_s)
+        or _failed(reports, waits, patience_s)
+        or _late(reports, absent, waits, patience_s)
         or NOTHING
     )
     if not found.is_fault:
         return found
-    between = _between(said) if found.kind is Kind.TORN else _behind(said)
+    between = _between(reports) if found.kind is Kind.TORN else _behind(reports)
     return found._replace(behind=tuple(between))
 
 
-def _waits(said: Mapping[int, Statement]) -> Iterator[_Wait]:
-    for rank, statement in said.items():
-        for group in statement.groups:
+def _waits(reports: Mapping[int, StatusReport]) -> Iterator[_Wait]:
+    for rank, report in reports.items():
+        for group in report.groups:
             if group.waiting is not None:
                 yield _Wait(rank, group, group.numbered(group.waiting))
 
 
 def _lost(
-    said: Mapping[int, Statement], absent: Mapping[int, Absence], waits: Sequence[_Wait]
+    reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], waits: Sequence[_Wait]
 ) -> Diagnosis | None:
     """Find ranks that are gone, if anyone needs them."""
     gone = {rank: absence.why for rank, absence in absent.items() if absence.is_final}
-    open_ranks = {rank for rank, statement in said.items() if statement.is_open}
+    open_ranks = {rank for rank, report in reports.items() if report.is_open}
     needed = {rank for wait in waits for rank in wait.group.ranks}
-    needed |= {r for rank in open_ranks for group in said[rank].groups for r in group.ranks}
-    lost = sorted(rank for rank in gone.keys() & needed if _is_missed(rank, said, absent, waits))
+    needed |= {r for rank in open_ranks for group in reports[rank].groups for r in group.ranks}
+    lost = sorted(rank for rank in gone.keys() & needed if _is_missed(rank, reports, absent, waits))
     if not lost:
         return None
     text = "; ".join(f"rank {rank} {gone[rank]}" for rank in lost)
@@ -116,7 +116,7 @@ def _lost(
 
 def _is_missed(
     rank: int,
-    said: Mapping[int, Statement],
+    reports: Mapping[int, StatusReport],
     absent: Mapping[int, Absence],
     waits: Sequence[_Wait],
 ) -> bool:
@@ -125,26 +125,26 @@ def _is_missed(
     return not least_s or any(
         rank in wait.group.ranks
         and wait.group.waited_s > least_s
-        and not any(_is_behind(one, wait) for one in said.values())
+        and not any(_is_behind(one, wait) for one in reports.values())
         for wait in waits
     )
 
 
 def _failed(
-    said: Mapping[int, Statement], waits: Sequence[_Wait], patience_s: float
+    reports: Mapping[int, StatusReport], waits: Sequence[_Wait], patience_s: float
 ) -> Diagnosis | None:
     """Find ranks whose step ended by an exception that not all ranks had at the same place.
 
     Others may not have begun the step yet; they leave it out then. Whoever ends its program leaves
     word of why, so nobody needs to wait for that.
     """
-    failed = {rank: statement for rank, statement in said.items() if statement.failure}
+    failed = {rank: report for rank, report in reports.items() if report.failure}
     if not failed:
         return None
     in_vain = [wait for wait in waits if any(_is_behind(one, wait) for one in failed.values())]
-    others = [statement for rank, statement in said.items() if rank not in failed]
+    others = [report for rank, report in reports.items() if rank not in failed]
     if not in_vain:
-        is_level = _are_level(said)
+        is_level = _are_level(reports)
         may_begin = is_level and not all(one.ends_program for one in failed.values())
         is_needed = may_begin or any(one.is_open for one in others)
         if is_level and not (others and is_needed):
@@ -155,12 +155,12 @@ def _failed(
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
 
 
-def _in_part(said: Mapping[int, Statement]) -> Diagnosis | None:
+def _in_part(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
     """Find ranks whose optimizer was left by an exception in the middle of its step.
 
     Even if all were, nobody knows whether their weights are stepped alike.
     """
-    failed = {rank: statement for rank, statement in said.items() if statement.is_torn}
+    failed = {rank: report for rank, report in reports.items() if report.is_torn}
     if not failed:
         return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
@@ -168,18 +168,18 @@ def _in_part(said: Mapping[int, Statement]) -> Diagnosis | None:
     return Diagnosis(Kind.TORN, tuple(failed), text)
 
 
-def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:
+def _torn(reports: Mapping[int, StatusReport], patience_s: float) -> Diagnosis | None:
     """Find ranks whose step ended by an exception after the last collective, so others ended it.
 
     Who then waits before the next step begins, such as for a norm to clip by, has not stepped its
     weights yet, and drops the step.
     """
-    failed: dict[int, Statement] = {}
-    ended: dict[int, Statement] = {}
-    for rank, statement in said.items():
-        those = _ended_it(said, statement) if statement.failure else {}
+    failed: dict[int, StatusReport] = {}
+    ended: dict[int, StatusReport] = {}
+    for rank, report in reports.items():
+        those = _ended_it(reports, report) if report.failure else {}
         if those:
-            failed[rank] = statement
+            failed[rank] = report
             ended |= those
     if not failed:
         return None
@@ -196,12 +196,12 @@ def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:
     return Diagnosis(Kind.TORN, tuple(failed), text)
 
 
-def _ended_it(said: Mapping[int, Statement], failed: Statement) -> dict[int, Statement]:
+def _ended_it(reports: Mapping[int, StatusReport], failed: StatusReport) -> dict[int, StatusReport]:
     """Return the ranks that ended well the step in which a rank ``failed``."""
     found = {}
     for group in failed.groups:
         for rank in group.ranks if group.num_issued > group.num_ended else ():
-            one = said.get(rank)
+            one = reports.get(rank)
             if one is not None and not one.failure:
                 own = [its for its in one.groups if (its.name, its.ranks) == group[:2]]
                 if any(its.num_ended >= group.num_issued for its in own):
@@ -209,11 +209,11 @@ def _ended_it(said: Mapping[int, Statement], failed: Statement) -> dict[int, Sta
     return found
 
 
-def _apart(said: Mapping[int, Statement]) -> Diagnosis | None:
+def _apart(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
     """Find the first collective that is not the same on all ranks of a group."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
-    for rank, statement in said.items():
-        for group in statement.groups:
+    for rank, report in reports.items():
+        for group in report.groups:
             groups.setdefault((group.name, group.ranks), {})[rank] = group
     for (_, ranks), of_rank in groups.items():
         for number in sorted({one.number for group in of_rank.values() for one in group.recent}):
@@ -223,7 +223,7 @@ def _apart(said: Mapping[int, Statement]) -> Diagnosis | None:
                 if one is not None:
                     alike.setdefault(one, []).append(rank)
             if len(alike) > 1:
-                return _differ(number, alike, ranks, said)
+                return _differ(number, alike, ranks, reports)
     return None
 
 
@@ -231,7 +231,7 @@ def _differ(
     number: int,
     alike: Mapping[Issued, list[int]],
     ranks: Sequence[int],
-    said: Mapping[int, Statement],
+    reports: Mapping[int, StatusReport],
 ) -> Diagnosis:
     sides = sorted(alike.items(), key=lambda side: -len(side[1]))
     whole = len({one.text() for one in alike}) < len(alike)
@@ -241,7 +241,9 @@ def _differ(
         f"ranks do different things: collective {number} of {_group(ranks)} is {what}. "
         f"{_advice(alike)}"
     )
-    stacks = [f"rank {rank} is at {said[rank].stack}" for rank in minority if said[rank].stack]
+    stacks = [
+        f"rank {rank} is at {reports[rank].stack}" for rank in minority if reports[rank].stack
+    ]
     return Diagnosis(Kind.APART, tuple(minority), "\n".join([text, *stacks[:4]]))
 
 
@@ -253,7 +255,7 @@ def _advice(issued: Iterable[Issued]) -> str:
 
 
 def _late(
-    said: Mapping[int, Statement],
+    reports: Mapping[int, StatusReport],
     absent: Mapping[int, Absence],
     waits: Sequence[_Wait],
     patience_s: float,
@@ -267,7 +269,7 @@ def _late(
         if wait.group.waited_s < patience_s:
             continue
         for rank in wait.group.ranks:
-            if rank in absent or (rank in said and _is_behind(said[rank], wait)):
+            if rank in absent or (rank in reports and _is_behind(reports[rank], wait)):
                 behind.setdefault(rank, []).append(wait)
     in_vain = {wait.rank for these in behind.values() for wait in these}
     roots = sorted(behind.keys() - {wait.rank for wait in waits})
@@ -284,48 +286,48 @@ def _late(
         if rank in absent:
             texts.append(f"rank {rank} {absent[rank].why}")
         else:
-            stack = said[rank].stack
+            stack = reports[rank].stack
             place = f", and is at {stack}" if stack else ""
-            texts.append(f"rank {rank} has not come to it{_after(said[rank])}{place}")
+            texts.append(f"rank {rank} has not come to it{_after(reports[rank])}{place}")
     needs = [wait for rank in roots for wait in behind[rank]]
     return Diagnosis(Kind.LATE, tuple(roots), _with_waits("; ".join(texts), needs))
 
 
-def _behind(said: Mapping[int, Statement]) -> Iterator[int]:
+def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
     """Find ranks between two steps, of which others, in the same job of training, run the second.
 
     Who has issued more than those has ended that step; who waits hears of the fault there.
     """
-    inside = {rank: one for rank, one in said.items() if one.is_open or one.failure}
-    reached = _connected(said, inside)
+    inside = {rank: one for rank, one in reports.items() if one.is_open or one.failure}
+    reached = _connected(reports, inside)
     for rank in sorted(reached - inside.keys()):
-        one = said[rank]
+        one = reports[rank]
         waits = any(group.blocks for group in one.groups)
         if not (waits or any(_is_ahead(one, other) for other in inside.values())):
             yield rank
 
 
-def _between(said: Mapping[int, Statement]) -> Iterator[int]:
+def _between(reports: Mapping[int, StatusReport]) -> Iterator[int]:
     """Find ranks that are in no step, and wait for nothing, in the same job as those who failed."""
-    for rank in sorted(_connected(said, [r for r, one in said.items() if one.failure])):
-        one = said[rank]
+    for rank in sorted(_connected(reports, [r for r, one in reports.items() if one.failure])):
+        one = reports[rank]
         if not (one.is_open or any(group.blocks for group in one.groups)):
             yield rank
 
 
-def _connected(said: Mapping[int, Statement], ranks: Iterable[int]) -> set[int]:
+def _connected(reports: Mapping[int, StatusReport], ranks: Iterable[int]) -> set[int]:
     """Return ``ranks`` and those that share groups with them, with those, and so on."""
     reached: set[int] = set()
     todo = list(ranks)
     while todo:
         rank = todo.pop()
-        if rank not in reached and rank in said:
+        if rank not in reached and rank in reports:
             reached.add(rank)
-            todo += {member for group in said[rank].groups for member in group.ranks} - reached
+            todo += {member for group in reports[rank].groups for member in group.ranks} - reached
     return reached
 
 
-def _is_ahead(one: Statement, other: Statement) -> bool:
+def _is_ahead(one: StatusReport, other: StatusReport) -> bool:
     """Return whether ``one`` has issued more than ``other`` on a group that they share."""
     issued = {(group.name, group.ranks): group.num_issued for group in other.groups}
     return any(
@@ -335,25 +337,25 @@ def _is_ahead(one: Statement, other: Statement) -> bool:
     )
 
 
-def _is_behind(statement: Statement, wait: _Wait) -> bool:
+def _is_behind(report: StatusReport, wait: _Wait) -> bool:
     """Return whether the rank has not issued what is waited for, and others need it to."""
     key = (wait.group.name, wait.group.ranks)
-    found = (group.num_issued for group in statement.groups if (group.name, group.ranks) == key)
-    return statement.rank in wait.group.ranks and next(found, 0) <= wait.number
+    found = (group.num_issued for group in report.groups if (group.name, group.ranks) == key)
+    return report.rank in wait.group.ranks and next(found, 0) <= wait.number
 
 
-def _are_level(said: Mapping[int, Statement]) -> bool:
+def _are_level(reports: Mapping[int, StatusReport]) -> bool:
     """Return whether the ranks of each group have issued equally many collectives on it."""
     issued: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-    for statement in said.values():
-        for group in statement.groups:
+    for report in reports.values():
+        for group in report.groups:
             issued.setdefault((group.name, group.ranks), set()).add(group.num_issued)
     return all(len(numbers) == 1 for numbers in issued.values())
 
 
-def _after(statement: Statement) -> str:
+def _after(report: StatusReport) -> str:
     """Return what the rank did last on each of its groups."""
-    newest = [group.newest.text() for group in statement.groups if group.newest is not None]
+    newest = [group.newest.text() for group in report.groups if group.newest is not None]
     return f" after {' and '.join(newest[:3])}" if newest else ""
 
 

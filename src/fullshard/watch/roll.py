@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch.distributed as dist
 
 from fullshard.comm.pulse import PULSE_S, Sign, last_sign, silence_s
-from fullshard.watch.statement import Absence
+from fullshard.watch.status import Absence
 
 __all__ = ["DEAD", "STOPPED", "Roll", "ended_key"]
 

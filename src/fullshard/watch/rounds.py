@@ -15,7 +15,7 @@ from fullshard.comm.own_store import own_store
 from fullshard.comm.pulse import PULSE_S, patience_s
 from fullshard.watch.diagnosis import UNDECIDED, Diagnosis, Kind, diagnose
 from fullshard.watch.roll import Roll, ended_key
-from fullshard.watch.statement import Statement
+from fullshard.watch.status import StatusReport
 
 __all__ = ["ANSWER_S", "JUDGE_S", "Rounds"]
 
@@ -67,7 +67,7 @@ class Rounds:
         """Let ``next_begun`` return ``number`` again: the store failed in that round."""
         self._heard = number - 1
 
-    def say(self, number: int, own: Statement) -> None:
+    def say(self, number: int, own: StatusReport) -> None:
         """Say where this rank is; judge, if it is the last one to say so."""
         self._store.set(_answer_key(self._rank), f"{number} {own.encoded()}")
         missing = self._world - self._store.add(f"fullshard/said/{number}", 1)
@@ -125,7 +125,7 @@ class Rounds:
         for rank in range(self._world):
             text = self._said(number, rank)
             if text:
-                said[rank] = Statement.decoded(text)
+                said[rank] = StatusReport.decoded(text)
             else:
                 silent.append(rank)
         found = diagnose(said, self._roll.absences(silent), patience_s=patience_s())

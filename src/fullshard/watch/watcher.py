@@ -28,7 +28,7 @@ from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
 from fullshard.watch.rounds import ANSWER_S, JUDGE_S, Rounds
-from fullshard.watch.statement import Group, Issued, Statement
+from fullshard.watch.status import Group, Issued, StatusReport
 from fullshard.watch.step import Failure, forget_failures, judging, steps
 
 log = logging.getLogger("fullshard")
@@ -163,7 +163,7 @@ class Watcher:
         failures = [(step, step.failure) for step in steps()]
         with judging:
             try:
-                self._rounds.say(number, self._statement())
+                self._rounds.say(number, self._status())
                 found = self._rounds.judgement(number)
             except RuntimeError:  # of the store
                 self._rounds.repeat(number)
@@ -183,11 +183,11 @@ class Watcher:
             self.fault = found.text
             end_era(lambda: error_of(found), is_behind=self.rank in found.behind)
 
-    def _statement(self) -> Statement:
+    def _status(self) -> StatusReport:
         failures = (self.failure, *(step.failure for step in steps()))
         known = [one for one in failures if one is not None]
         failure = max(known, key=lambda one: one.is_torn, default=Failure("", 0.0))
-        return Statement(
+        return StatusReport(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
             any(step.is_open and not step.was_dropped for step in steps()),

@@ -1,4 +1,4 @@
-"""What a rank says of itself when ranks ask each other where they are."""
+"""The status that each rank publishes in a round of the watch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
 
-__all__ = ["Absence", "Group", "Issued", "Statement"]
+__all__ = ["Absence", "Group", "Issued", "StatusReport"]
 
 
 class Issued(NamedTuple):
@@ -64,8 +64,8 @@ class Group(NamedTuple):
         return next((one for one in self.recent if one.number == number), None)
 
 
-class Statement(NamedTuple):
-    """Where a rank is."""
+class StatusReport(NamedTuple):
+    """The status of one rank."""
 
     rank: int
     groups: tuple[Group, ...]
@@ -83,12 +83,12 @@ class Statement(NamedTuple):
     """True if the exception ends the program."""
 
     def encoded(self) -> str:
-        """Return the statement as JSON."""
+        """Return the report as JSON."""
         return json.dumps(self)
 
     @classmethod
-    def decoded(cls, text: str) -> Statement:
-        """Return the statement that ``encoded`` made ``text`` of."""
+    def decoded(cls, text: str) -> StatusReport:
+        """Return the report that ``encoded`` turned into ``text``."""
         rank, groups, *rest = json.loads(text)
         return cls(
             rank,
