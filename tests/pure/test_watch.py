@@ -119,21 +119,21 @@ def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
     next_step = ended(report(0, ("a", "b", "a"), waits_s=0.1), 2)
     between = ended(report(2, ("a", "b"), is_open=False), 2)
     what = found(next_step, failed, between)
-    assert (what.kind, what.ranks, what.behind) == (Kind.TORN, (1,), (1, 2))
+    assert (what.kind, what.ranks, what.behind) == (Kind.HALF_STEPPED, (1,), (1, 2))
     assert what.text == (
-        f"rank 1 failed: {why}, in a step that ranks 0, 2 had ended by then: only some ranks have "
-        "its gradients. Go back to a checkpoint"
+        f"rank 1 failed: {why}, in a step that ranks 0, 2 had already ended: only some ranks have "
+        "its gradients. Load a checkpoint on all ranks"
     )
     # Nobody has begun the next one: they may be about to step their weights, or to clip.
     assert found(between._replace(rank=0), failed, between).kind is Kind.UNDECIDED
-    assert found(between._replace(rank=0), late, between).kind is Kind.TORN
+    assert found(between._replace(rank=0), late, between).kind is Kind.HALF_STEPPED
     # They wait for a norm to clip by, and then drop the step.
     clips = ended(report(0, ("a", "b", "norm"), waits_s=0.1, is_open=False), 2)
     assert found(clips, failed, between).kind is Kind.FAILED
     # They wait in a save, before which weights may have been stepped.
     saves = between._replace(rank=0, groups=(*between.groups, saving(0.1)))
     assert found(saves, failed, between).kind is Kind.UNDECIDED
-    assert found(saves, late, between).kind is Kind.TORN
+    assert found(saves, late, between).kind is Kind.HALF_STEPPED
     # They are still in that step, or the one who failed had ended it, too.
     inside = ended(report(0, ("a", "b"), waits_s=0.1), 0), ended(report(2, ("a", "b")), 0)
     assert found(inside[0], failed, inside[1]).kind is Kind.UNDECIDED
@@ -143,18 +143,19 @@ def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
 
 def test_an_optimizer_that_was_left_in_its_step_is_told_at_once() -> None:
     why = "an exception, in the step of AdamW"
-    left = report(1, ("a", "b"), is_open=False, failure=why)._replace(is_torn=True)
+    left = report(1, ("a", "b"), is_open=False, failure=why)._replace(is_half_stepped=True)
     assert StatusReport.decoded(left.encoded()) == left
     waits, between = report(0, ("a", "b", "a"), waits_s=0.1), report(2, ("a",), is_open=False)
     what = found(waits, left, between)
-    assert (what.kind, what.ranks, what.behind) == (Kind.TORN, (1,), (1, 2))
+    assert (what.kind, what.ranks, what.behind) == (Kind.HALF_STEPPED, (1,), (1, 2))
     assert what.text == (
-        f"rank 1 failed: {why}, so weights are stepped in part there. Go back to a checkpoint"
+        f"rank 1 failed: {why}, so the weights there are half-stepped. "
+        "Load a checkpoint on all ranks"
     )
     # All were left: nobody knows whether their weights are alike.
     assert found(left._replace(rank=0), left, left._replace(rank=2)).ranks == (0, 1, 2)
     # Ranks also differ in what they run, as the weights say which way to go, or wait for who left.
-    assert found(report(0, ("a", "c")), left, waits._replace(rank=2)).kind is Kind.TORN
+    assert found(report(0, ("a", "c")), left, waits._replace(rank=2)).kind is Kind.HALF_STEPPED
     gone = {2: Absence(DEAD, True)}
     assert found(waits, left, absent=gone).kind is Kind.LOST
     other = left._replace(groups=())  # of another job of training

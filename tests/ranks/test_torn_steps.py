@@ -150,7 +150,9 @@ def test_a_step_of_an_optimizer_left_by_an_exception_is_told_once_on_all(
         assert said[: rank in victims] == ["2 Trouble: out of memory, say"] * (rank in victims)
         (one,) = said[rank in victims :]  # step 4 runs on all ranks
         assert one.startswith("3 TornStepError: rank "), said
-        assert one.endswith("so weights are stepped in part there. Go back to a checkpoint"), one
+        assert one.endswith(
+            "so the weights there are half-stepped. Load a checkpoint on all ranks"
+        ), one
         named = [r for r in range(world) if f"rank {r} failed: an exception, in the step of" in one]
         # Who has not come to its next step when the first one tells may not have been named.
         assert named and set(named) <= set(victims), one
@@ -222,7 +224,7 @@ def test_weights_stepped_in_part_are_not_saved(
     pool: RankPool, tmp_path: Path, victims: list[int]
 ) -> None:
     (said,) = set(pool.run(3, saved, tmp_path / "step-000000", victims))
-    assert "caught in the step of AdamW: weights are stepped in part" in said
+    assert "caught in the step of AdamW: the weights are half-stepped" in said
     assert not (tmp_path / "step-000000").exists()
 
 
@@ -315,7 +317,7 @@ def alone() -> None:
     with pytest.raises(Trouble):
         fail(optimizer, after=True)
     trained(model, optimizer, (1,))
-    assert engine_of(model)._step.torn is None
+    assert engine_of(model)._step.half_step is None
 
 
 def test_who_is_alone_knows_what_it_caught(pool: RankPool) -> None:

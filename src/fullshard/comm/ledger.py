@@ -94,8 +94,8 @@ class Era:
             raise self.error()
 
     @property
-    def is_torn(self) -> bool:
-        """True if the fault that ended the era left weights that may differ among ranks."""
+    def is_half_stepped(self) -> bool:
+        """True if the fault that ended the era left the weights half-stepped."""
         return self.error is not None and isinstance(self.error(), TornStepError)
 
     def raise_owed(self) -> None:

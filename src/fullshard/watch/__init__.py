@@ -5,21 +5,21 @@ Nothing here runs in a step that goes well, but for a thread that reads a counte
 
 from __future__ import annotations
 
-from fullshard.watch.reporting import begin, report_failure, settle, tear
+from fullshard.watch.reporting import begin, report_failure, report_half_step, settle
 from fullshard.watch.roll import DEAD, Roll, ended_key
-from fullshard.watch.step import Step, Torn, steps
+from fullshard.watch.step import HalfStep, Step, steps
 from fullshard.watch.watcher import watcher
 
 __all__ = [
     "DEAD",
+    "HalfStep",
     "Roll",
     "Step",
-    "Torn",
     "begin",
     "ended_key",
     "report_failure",
+    "report_half_step",
     "settle",
     "steps",
-    "tear",
     "watcher",
 ]

@@ -25,7 +25,7 @@ class Kind(enum.Enum):
     """Ranks run different collectives, or wait for each other."""
     FAILED = "failed"
     """A step or the program of a rank was ended by an exception."""
-    TORN = "torn"
+    HALF_STEPPED = "half-stepped"
     """A rank failed in a step that others had ended by then, or in a step of an optimizer."""
     LOST = "lost"
     """The process of a rank has ended."""
@@ -44,7 +44,7 @@ class Diagnosis(NamedTuple):
     @property
     def is_fault(self) -> bool:
         """True if the step under way cannot end."""
-        return self.kind in (Kind.APART, Kind.FAILED, Kind.TORN, Kind.LOST)
+        return self.kind in (Kind.APART, Kind.FAILED, Kind.HALF_STEPPED, Kind.LOST)
 
 
 NOTHING = Diagnosis(Kind.NOTHING, (), "")
@@ -79,16 +79,16 @@ def diagnose(
     waits = list(_waits(reports))
     found = (
         _lost(reports, absent, waits)
-        or _in_part(reports)
+        or _left_optimizer(reports)
         or _apart(reports)
-        or _torn(reports, patience_s)
+        or _stepped_elsewhere(reports, patience_s)
         or _failed(reports, waits, patience_s)
         or _late(reports, absent, waits, patience_s)
         or NOTHING
     )
     if not found.is_fault:
         return found
-    between = _between(reports) if found.kind is Kind.TORN else _behind(reports)
+    between = _between_steps(reports) if found.kind is Kind.HALF_STEPPED else _behind(reports)
     return found._replace(behind=tuple(between))
 
 
@@ -155,20 +155,20 @@ def _failed(
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
 
 
-def _in_part(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
+def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
     """Find ranks whose optimizer was left by an exception in the middle of its step.
 
     Even if all were, nobody knows whether their weights are stepped alike.
     """
-    failed = {rank: report for rank, report in reports.items() if report.is_torn}
+    failed = {rank: report for rank, report in reports.items() if report.is_half_stepped}
     if not failed:
         return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
-    text += ", so weights are stepped in part there. Go back to a checkpoint"
-    return Diagnosis(Kind.TORN, tuple(failed), text)
+    text += ", so the weights there are half-stepped. Load a checkpoint on all ranks"
+    return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
-def _torn(reports: Mapping[int, StatusReport], patience_s: float) -> Diagnosis | None:
+def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -> Diagnosis | None:
     """Find ranks whose step ended by an exception after the last collective, so others ended it.
 
     Who then waits before the next step begins, such as for a norm to clip by, has not stepped its
@@ -190,10 +190,10 @@ def _torn(reports: Mapping[int, StatusReport], patience_s: float) -> Diagnosis |
             return UNDECIDED
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     text += (
-        f", in a step that {_some(sorted(ended))} had ended by then: only some ranks have its "
-        "gradients. Go back to a checkpoint"
+        f", in a step that {_some(sorted(ended))} had already ended: only some ranks have "
+        "its gradients. Load a checkpoint on all ranks"
     )
-    return Diagnosis(Kind.TORN, tuple(failed), text)
+    return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
 def _ended_it(reports: Mapping[int, StatusReport], failed: StatusReport) -> dict[int, StatusReport]:
@@ -307,7 +307,7 @@ def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
             yield rank
 
 
-def _between(reports: Mapping[int, StatusReport]) -> Iterator[int]:
+def _between_steps(reports: Mapping[int, StatusReport]) -> Iterator[int]:
     """Find ranks that are in no step, and wait for nothing, in the same job as those who failed."""
     for rank in sorted(_connected(reports, [r for r, one in reports.items() if one.failure])):
         one = reports[rank]

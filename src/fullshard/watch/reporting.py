@@ -17,7 +17,7 @@ from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Failure, Step, described, steps
 from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, newest, watcher
 
-__all__ = ["begin", "explain", "report_failure", "settle", "tear"]
+__all__ = ["begin", "explain", "report_failure", "report_half_step", "settle"]
 
 _PAUSE_S = 0.02
 
@@ -56,23 +56,23 @@ def settle() -> None:
     _ask_until(watching, lambda: not any(step.failure for step in steps()))
 
 
-def tear(step: Step) -> Exception | None:
-    """Tell all ranks if an exception left weights of ``step`` stepped in part here.
+def report_half_step(step: Step) -> Exception | None:
+    """Report to all ranks if an exception left the weights of ``step`` half-stepped here.
 
     Returns:
-        What to raise here, as all ranks do; None if there is nothing to tell.
+        The error that all ranks raise; None if there is nothing to report.
     """
-    told = step.tear()
-    if told is None:
+    era = step.report_half_step()
+    if era is None:
         return None
-    torn = step.failure
+    failure = step.failure
     settle()
     step.failure = None
     now().forgive()
-    if told.error is not None:
-        return told.error()
-    text = "an exception" if torn is None else torn.text  # nobody is left to judge it
-    return TornStepError(f"this rank failed: {text}. Go back to a checkpoint")
+    if era.error is not None:
+        return era.error()
+    text = "an exception" if failure is None else failure.text  # no rank answered
+    return TornStepError(f"this rank failed: {text}. Load a checkpoint on all ranks")
 
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:

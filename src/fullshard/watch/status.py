@@ -77,8 +77,8 @@ class StatusReport(NamedTuple):
     """How long ago that was, in seconds."""
     stack: str
     """Where its main thread is, in the user's files."""
-    is_torn: bool = False
-    """True if the exception left a step of an optimizer, so its weights are stepped in part."""
+    is_half_stepped: bool = False
+    """True if the exception left a step of an optimizer, so the weights are half-stepped."""
     ends_program: bool = False
     """True if the exception ends the program."""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Era, now
 
-__all__ = ["Failure", "Step", "Torn", "described", "forget_failures", "judging", "steps"]
+__all__ = ["Failure", "HalfStep", "Step", "described", "forget_failures", "judging", "steps"]
 
 
 class Failure(NamedTuple):
@@ -25,11 +25,11 @@ class Failure(NamedTuple):
     """What it was, and where."""
     at_s: float
     """When, by ``time.monotonic``."""
-    is_torn: bool = False
+    is_half_stepped: bool = False
     """True if it left a step of an optimizer."""
 
 
-class Torn(NamedTuple):
+class HalfStep(NamedTuple):
     """A step of an optimizer that an exception left, which was caught: weights may differ now."""
 
     place: str
@@ -51,7 +51,7 @@ class Step:
     this step ends well or any begins, as the exception was caught then."""
     era: Era = field(default_factory=now)
     """The era in which the step began."""
-    torn: Torn | None = None
+    half_step: HalfStep | None = None
     """What was left behind by an optimizer, until all ranks know or weights are loaded."""
     number: int = 0
     """Tells the steps of all engines of this process apart."""
@@ -90,20 +90,22 @@ class Step:
         finally:
             ledger.within.era = before
 
-    def tear(self) -> Era | None:
+    def report_half_step(self) -> Era | None:
         """Say of this rank that its weights are stepped in part, if they are.
 
         Returns:
             The era that ends by it; None if there is nothing to say: weights are whole, or all
-            ranks have been told of a torn step since.
+            ranks have reported a half-stepped optimizer since.
         """
-        torn, self.torn = self.torn, None
-        if torn is None:
+        half_step, self.half_step = self.half_step, None
+        if half_step is None:
             return None
         with _unjudged():
-            if torn.era.is_torn:
+            if half_step.era.is_half_stepped:
                 return None
-            self.failure = Failure(f"an exception, {torn.place}", time.monotonic(), is_torn=True)
+            self.failure = Failure(
+                f"an exception, {half_step.place}", time.monotonic(), is_half_stepped=True
+            )
             ledger.unsettled = True
             return now()
 

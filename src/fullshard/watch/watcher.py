@@ -186,7 +186,7 @@ class Watcher:
     def _status(self) -> StatusReport:
         failures = (self.failure, *(step.failure for step in steps()))
         known = [one for one in failures if one is not None]
-        failure = max(known, key=lambda one: one.is_torn, default=Failure("", 0.0))
+        failure = max(known, key=lambda one: one.is_half_stepped, default=Failure("", 0.0))
         return StatusReport(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
@@ -194,7 +194,7 @@ class Watcher:
             failure.text,
             time.monotonic() - failure.at_s,
             self._stack(),
-            failure.is_torn,
+            failure.is_half_stepped,
             failure is self.failure,
         )
 
@@ -245,7 +245,7 @@ def error_of(found: Diagnosis) -> FullshardError:
         return ProtocolError(found.text)
     if found.kind is Kind.LOST:
         return LostRankError(found.text)
-    if found.kind is Kind.TORN:
+    if found.kind is Kind.HALF_STEPPED:
         return TornStepError(found.text)
     return PeerError(found.text)
 
