@@ -74,8 +74,9 @@ class Era:
     def __init__(self) -> None:
         self.error: Callable[[], Exception] | None = None
         """Makes the error of the fault that ended the era; None while it lasts."""
-        self.owed: Callable[[], Exception] | None = None
-        """Makes what the next step or collective raises: others have dropped it already."""
+        self.deferred_error: Callable[[], Exception] | None = None
+        """Factory of the error to raise at the next step, which the other ranks have already
+        dropped; None: no error is deferred."""
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None  # made when needed: processes may fork before
 
@@ -98,15 +99,15 @@ class Era:
         """True if the fault that ended the era left the weights half-stepped."""
         return self.error is not None and isinstance(self.error(), TornStepError)
 
-    def raise_owed(self) -> None:
-        """Raise the error of the fault before, if it is owed; once."""
-        owed, self.owed = self.owed, None
-        if owed is not None:
-            raise owed()
+    def raise_deferred(self) -> None:
+        """Raise the deferred error, once, if there is one."""
+        error, self.deferred_error = self.deferred_error, None
+        if error is not None:
+            raise error()
 
-    def forgive(self) -> None:
-        """Let the next step begin: all ranks have agreed on which it is, or are of another job."""
-        self.owed = None
+    def clear_deferred(self) -> None:
+        """Clear the deferred error: ranks agreed on the next step, or a new job began."""
+        self.deferred_error = None
 
     def end(self, error: Callable[[], Exception]) -> None:
         """End the era and wake those who wait in it; from any thread, once."""
@@ -221,8 +222,8 @@ class Ledger:
             inside.check()
         if self.era is not era:
             self._begin_era(era)
-        if era.owed is not None:
-            era.raise_owed()
+        if era.deferred_error is not None:
+            era.raise_deferred()
         if self.aborts is not None:
             _refuse_ended()
         entry = (self.num_issued, kind, label, nbytes)
@@ -412,7 +413,7 @@ def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
     """
     global _era, _ended, _is_told
     last, new = _era, Era()
-    new.owed = error if is_behind else None
+    new.deferred_error = error if is_behind else None
     _era = new
     aborts = [one.aborts for one in ledgers() if one.aborts is not None]
     if aborts and ended_by() is None:

@@ -215,7 +215,7 @@ class Microbatches:
             Exception: a rank failed, and will again.
         """
         found = self._found(attempt)
-        now().forgive()
+        now().clear_deferred()
         worst, most = max(one for one, _ in found), max(rows for _, rows in found)
         if worst is _Outcome.DONE:
             return False

@@ -68,7 +68,7 @@ def report_half_step(step: Step) -> Exception | None:
     failure = step.failure
     settle()
     step.failure = None
-    now().forgive()
+    now().clear_deferred()
     if era.error is not None:
         return era.error()
     text = "an exception" if failure is None else failure.text  # no rank answered

@@ -78,7 +78,7 @@ class Step:
             if inside is not None:
                 inside.check()
             self.era, self.failure = now(), None
-            self.era.raise_owed()
+            self.era.raise_deferred()
             self.is_open, self.number = True, next(_numbers)
 
     @contextlib.contextmanager
@@ -197,6 +197,6 @@ def steps() -> list[Step]:
 
 def forget_failures() -> None:
     """Forget failures of an earlier job of this process."""
-    now().forgive()
+    now().clear_deferred()
     for step in steps():
         step.failure = None
