@@ -15,7 +15,15 @@ from typing import NamedTuple
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Era, now
 
-__all__ = ["Failure", "HalfStep", "Step", "described", "forget_failures", "judging", "steps"]
+__all__ = [
+    "Failure",
+    "HalfStep",
+    "Step",
+    "described",
+    "forget_failures",
+    "steps",
+    "verdict_pending",
+]
 
 
 class Failure(NamedTuple):
@@ -73,7 +81,7 @@ class Step:
             step.place = ""
         if self.is_open:
             return
-        with _unjudged():
+        with _no_verdict_pending():
             inside = ledger.within.era
             if inside is not None:
                 inside.check()
@@ -100,7 +108,7 @@ class Step:
         half_step, self.half_step = self.half_step, None
         if half_step is None:
             return None
-        with _unjudged():
+        with _no_verdict_pending():
             if half_step.era.is_half_stepped:
                 return None
             self.failure = Failure(
@@ -164,22 +172,22 @@ def described(error: BaseException) -> str:
     return text + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
 
 
-judging = threading.Lock()
-"""Held from what this rank says of itself until it knows the judgement; no step begins meanwhile,
-so that all ranks know which step they drop."""
+verdict_pending = threading.Lock()
+"""Held from reporting the status until the verdict: no step may start in between, so that all ranks
+know which step they drop."""
 
-_JUDGED_S = 10.0  # a judgement takes less, unless who keeps the store is gone
+_VERDICT_S = 10.0  # seconds; a verdict takes less, unless the store's process is gone
 
 
 @contextlib.contextmanager
-def _unjudged() -> Iterator[None]:
-    """Hold ``judging`` in the context, unless it is not to be had."""
-    is_free = judging.acquire(timeout=_JUDGED_S)
+def _no_verdict_pending() -> Iterator[None]:
+    """Hold ``verdict_pending`` in the context; after ``_VERDICT_S`` go on without it."""
+    is_free = verdict_pending.acquire(timeout=_VERDICT_S)
     try:
         yield
     finally:
         if is_free:
-            judging.release()
+            verdict_pending.release()
 
 
 _numbers = itertools.count(1)

@@ -2,7 +2,7 @@
 
 Ranks talk through the store of the default process group, beside all training groups. A rank that
 waits for longer than its patience, whose wait failed, or that was left by an exception, asks for a
-round (``rounds``), in which all say where they are, and take note of the same judgement.
+round (``rounds``), in which all ranks report their status and read the same verdict.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolE
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
 from fullshard.watch.rounds import ANSWER_S, JUDGE_S, Rounds
 from fullshard.watch.status import Group, Issued, StatusReport
-from fullshard.watch.step import Failure, forget_failures, judging, steps
+from fullshard.watch.step import Failure, forget_failures, steps, verdict_pending
 
 log = logging.getLogger("fullshard")
 
 _TICK_S = 0.25
-ASK_S = ANSWER_S + 2 * JUDGE_S  # by then there is a judgement, or never
+ASK_S = ANSWER_S + 2 * JUDGE_S  # by then there is a verdict, or never
 _DESTROYED = "has destroyed its process group"
 _FRAMES = 2  # of a stack
 
@@ -161,7 +161,7 @@ class Watcher:
     def _take_part(self, number: int) -> None:
         """Take part in round ``number``; every rank takes part in all, one after the other."""
         failures = [(step, step.failure) for step in steps()]
-        with judging:
+        with verdict_pending:
             try:
                 self._rounds.say(number, self._status())
                 found = self._rounds.judgement(number)
