@@ -12,7 +12,7 @@ from torch import nn
 
 from fullshard import Life, _torch, fully_shard, resilient
 from fullshard.errors import LostRankError, PeerError
-from fullshard.recover import handover, world
+from fullshard.recover import transfer, world
 from fullshard.recover.vote import End, Said, Voter
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble
@@ -45,7 +45,7 @@ def handed_on(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
         raise PeerError("rank 1 failed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handover, "_MEMORY", memory)
+        patch.setattr(transfer, "_MEMORY", memory)
         try:
             resilient(train, max_restarts=1)
         except (Trouble, PeerError) as raised:

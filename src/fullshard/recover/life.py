@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpointer, CheckpointInfo, load_newest
-from fullshard.recover.handover import Handover
+from fullshard.recover.transfer import StateTransfer
 
 log = logging.getLogger("fullshard")
 
@@ -48,7 +48,7 @@ class Life:
         world: int,
         restarts: Sequence[Restart] = (),
         *,
-        handover: Handover | None = None,
+        transfer: StateTransfer | None = None,
         reached: int | None = None,
         failed_at_s: float = 0.0,
     ) -> None:
@@ -57,7 +57,7 @@ class Life:
         self.restarts = tuple(restarts)
         self.last_step: int | None = None
         self._reached_before, self._failed_at_s = reached, failed_at_s
-        self._handover = handover
+        self._transfer = transfer
 
     def load(
         self,
@@ -86,14 +86,14 @@ class Life:
             UnsupportedError: the optimizer takes no hooks.
             CheckpointError, ConfigError, LostRankError, ProtocolError: as ``load_newest`` does.
         """
-        handover = self._handover
-        if handover is None:
+        transfer = self._transfer
+        if transfer is None:
             return load_newest(checkpointers, model, optimizer, strict=strict)
-        load = handover.load if self.number else load_newest
+        load = transfer.load if self.number else load_newest
         loaded = load(checkpointers, model, optimizer, strict=strict)
-        handover.hold(model, optimizer)
+        transfer.track(model, optimizer)
         if loaded is not None:
-            handover.reached(loaded.step, loaded.extra)
+            transfer.reached(loaded.step, loaded.extra)
         return loaded
 
     def reached(self, step: int, extra: Any = None) -> None:
@@ -106,8 +106,8 @@ class Life:
             step: its number.
             extra: what else a run needs to go on, as for ``checkpoint.save``.
         """
-        if self._handover is not None:
-            self._handover.reached(step, extra)
+        if self._transfer is not None:
+            self._transfer.reached(step, extra)
         if self.last_step is None and self.restarts:
             before = self._reached_before
             told = dataclasses.replace(

@@ -18,8 +18,8 @@ from fullshard.comm import ledger
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import now
 from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
-from fullshard.recover.handover import Handover
 from fullshard.recover.life import Life, Restart
+from fullshard.recover.transfer import StateTransfer
 from fullshard.recover.vote import End, Next, Said, Verdict, Voter
 from fullshard.recover.world import Origin, join, leave
 
@@ -76,9 +76,9 @@ class _Job(Generic[Result]):
         own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         names = all_gather_bytes(own, "the name of a job")
         self._name = f"fullshard/resilient/{bytes(names[0].tolist()).hex()}"
-        self._handover = Handover(self._name.replace("/", "-"))
-        self._life = Life(self._member, len(self._members), handover=self._handover)
-        self._takes_over = False
+        self._transfer = StateTransfer(self._name.replace("/", "-"))
+        self._life = Life(self._member, len(self._members), transfer=self._transfer)
+        self._has_state_to_save = False
         self._ended_at_s = 0.0
         self._voter = Voter(
             dist.PrefixStore(self._name, self._origin.store),
@@ -95,7 +95,7 @@ class _Job(Generic[Result]):
                 result, error, said = self._live()
                 verdict = self._voter.vote(self._life.number, self._members, said)
                 if verdict.next is not Next.AGAIN:
-                    self._handover.forget()
+                    self._transfer.discard()
                 if verdict.next is Next.OVER:
                     assert result is not None
                     return result[0]
@@ -120,10 +120,10 @@ class _Job(Generic[Result]):
             if self._life.number and not dist.is_initialized():
                 name = f"{self._name}/{self._life.number}"
                 join(self._origin, name, rank, len(self._members))
-            if self._takes_over:
-                self._handover.save(self._members)
+            if self._has_state_to_save:
+                self._transfer.save(self._members)
             result = self._train(self._life)
-            return (result,), None, Said(End.DONE, step=self._handover.keep(self._members, rank))
+            return (result,), None, Said(End.DONE, step=self._transfer.capture(self._members, rank))
         except Exception as error:
             failure = error
         finally:
@@ -134,7 +134,7 @@ class _Job(Generic[Result]):
         frame = traceback.extract_tb(failure.__traceback__)[-1]
         # Devices may have stepped weights by what came of collectives that were ended.
         is_whole = not isinstance(failure, TornStepError) and ledger.ended_by() is None
-        step = self._handover.keep(self._members, rank, is_whole=is_whole)
+        step = self._transfer.capture(self._members, rank, is_whole=is_whole)
         watching = watch.watcher()
         if watching is not None:
             silent = watching.silent_since()
@@ -155,13 +155,13 @@ class _Job(Generic[Result]):
         why = "; ".join(filter(None, [lost, verdict.why]))
         refusal = self._refusal(len(verdict.members))
         if refusal is not None:
-            self._handover.forget()
+            self._transfer.discard()
             kind = type(error) if isinstance(error, LostRankError) else PeerError
             raise kind(f"the job does not go on, as {refusal}: {why}") from error
         is_first = self._member == verdict.members[0]
         if is_first:
             log.warning("the job begins anew with %d rank(s): %s", len(verdict.members), why)
-        self._takes_over = self._handover.is_to_save(verdict.steps, tells=is_first)
+        self._has_state_to_save = self._transfer.can_save(verdict.steps, warns=is_first)
         restart = Restart(why=why, lost=tuple(verdict.lost), world=len(verdict.members))
         life = self._life
         self._members = verdict.members
@@ -169,7 +169,7 @@ class _Job(Generic[Result]):
             self._members.index(self._member),
             len(self._members),
             (*life.restarts, restart),
-            handover=self._handover,
+            transfer=self._transfer,
             reached=life.last_step,
             failed_at_s=self._ended_at_s,
         )
