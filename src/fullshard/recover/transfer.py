@@ -1,4 +1,4 @@
-"""Transfers the state of a training, from the tensors of the surviving ranks, to the next life."""
+"""Transfers the state in the tensors of the surviving ranks to the next attempt."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class _Snapshot(NamedTuple):
     """The state that one rank contributes: tensors and values, without the model and optimizer.
 
     Attributes:
-        part: this rank's part of the state, with ranks numbered as in the life that it comes from.
-        members: the members of that life, in the order of their ranks.
+        part: this rank's part of the state, with ranks numbered as in its attempt.
+        original_ranks: the original ranks of all ranks of that attempt, by rank.
         step, extra: the arguments of ``Life.reached``; ``extra`` in JSON.
     """
 
     part: Collected
-    members: Sequence[int]
+    original_ranks: Sequence[int]
     step: int
     extra: str
 
-    def left_to(self, members: Sequence[int]) -> Collected:
-        """Return the part that this rank writes if only these ``members`` survive."""
+    def left_to(self, survivors: Sequence[int]) -> Collected:
+        """Return the part that this rank writes if only ``survivors``, original ranks, remain."""
         return self.part.left_to(
-            {self.members.index(one): rank for rank, one in enumerate(members)}
+            {self.original_ranks.index(one): rank for rank, one in enumerate(survivors)}
         )
 
 
@@ -72,22 +72,22 @@ class _Source:
     def reached(self, step: int, extra: Any) -> None:
         self._step, self._extra = step, json.dumps(encode(extra, "extra"), allow_nan=False)
 
-    def snapshot(self, members: Sequence[int], rank: int) -> _Snapshot | None:
+    def snapshot(self, original_ranks: Sequence[int], rank: int) -> _Snapshot | None:
         """Return the state of this rank, ``rank``; None in the middle of a step."""
         if self._step is None:
             return None
         try:
-            part = collected(rank, len(members), self._model, self._optimizer)
+            part = collected(rank, len(original_ranks), self._model, self._optimizer)
         except FullshardError as error:
             log.warning("the state of step %d cannot be captured: %s", self._step, error)
             return None
-        return _Snapshot(part.bare(), members, self._step, self._extra)
+        return _Snapshot(part.bare(), original_ranks, self._step, self._extra)
 
 
 class StateTransfer:
-    """Carries the state of one life of a job over to the next.
+    """Carries the state of one attempt of a job over to the next.
 
-    Between two lives each rank has a snapshot: tensors only, no model and no process group. Once
+    Between two attempts each rank has a snapshot: tensors only, no model and no process group. Once
     the surviving ranks have a new process group, they write the snapshots as one checkpoint to the
     memory of their machines, and load that checkpoint.
 
@@ -102,7 +102,7 @@ class StateTransfer:
         self._snapshot: _Snapshot | None = None
 
     def track(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Set the model and the optimizer whose state is captured if this life ends by a fault."""
+        """Set the model and the optimizer whose state ``capture`` captures."""
         self._source = _Source(model, optimizer)
 
     def reached(self, step: int, extra: Any) -> None:
@@ -110,11 +110,13 @@ class StateTransfer:
         if self._source is not None:
             self._source.reached(step, extra)
 
-    def capture(self, members: Sequence[int], rank: int, *, is_whole: bool = True) -> int | None:
+    def capture(
+        self, original_ranks: Sequence[int], rank: int, *, is_whole: bool = True
+    ) -> int | None:
         """Capture the state of the tracked model and optimizer, and stop tracking them.
 
         Args:
-            members: the members of this life, in the order of their ranks.
+            original_ranks: the original ranks of all ranks of this attempt, by rank.
             rank: the rank of this process.
             is_whole: False if weights may differ among ranks, whatever step was reached.
 
@@ -123,11 +125,11 @@ class StateTransfer:
         """
         source, self._source = self._source, None
         if source is not None and is_whole:
-            self._snapshot = source.snapshot(members, rank)
+            self._snapshot = source.snapshot(original_ranks, rank)
         return None if self._snapshot is None else self._snapshot.step
 
-    def save(self, members: Sequence[int]) -> None:
-        """Write the snapshots of all ``members`` that survive, in their new process group.
+    def save(self, survivors: Sequence[int]) -> None:
+        """Write the snapshots of the ``survivors``, original ranks, in their new process group.
 
         If some part of the state is on none of them, nothing is written, and a warning says so.
 
@@ -139,12 +141,12 @@ class StateTransfer:
         try:
             save_collected(
                 self._folder / "step-0",
-                lambda: snapshot.left_to(members),
+                lambda: snapshot.left_to(survivors),
                 decode(json.loads(snapshot.extra)),
                 step=snapshot.step,
             )
         except LostRankError:
-            raise  # the next life tries again
+            raise  # the next attempt tries again
         except FullshardError as error:
             self._warn(error)
         self._snapshot = None
