@@ -162,7 +162,7 @@ EXPECTED = {
         (Phase.FORWARD,), "(?i)not finite|non-finite|nan", errors=("NonFiniteError",), speak=Who.ALL
     ),
     What.STALL: Expectation(
-        _IN_STEPS, r"user code|outside|waits|waiting|not come|busy", end=End.IS_TOLD
+        _IN_STEPS, r"user code|outside|waits|waiting|not reached|busy", end=End.IS_TOLD
     ),
 }
 ALONE_AT_THE_END = replace(EXPECTED[What.EXTRA_STEP], units={})

@@ -176,7 +176,10 @@ def test_who_is_late_is_told_after_the_patience() -> None:
     waiting = report(0, ("a", "b"), waits_s=6.0), report(2, ("a", "b"), waits_s=6.0)
     what = found(late, *waiting)
     assert (what.kind, what.ranks, what.is_fault) == (Kind.LATE, (1,), False)
-    assert "rank 1 has not come to it after the gather of unit a, and is at load" in what.text
+    assert (
+        "rank 1 has not reached this collective (its last: the gather of unit a), and is at load"
+        in what.text
+    )
 
 
 @pytest.mark.parametrize(("is_final", "kind"), [(True, Kind.LOST), (False, Kind.LATE)])
@@ -184,7 +187,7 @@ def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
     waiting = report(0, ("a", "b"), waits_s=6.0), report(2, ("a", "b"), waits_s=6.0)
     what = found(*waiting, absent={1: Absence("was stopped by a signal", is_final)})
     assert (what.kind, what.ranks) == (kind, (1,))
-    assert what.text.startswith("rank 1 was stopped by a signal; rank 0 waits for the gather of")
+    assert what.text.startswith("rank 1 was stopped by a signal; rank 0 has waited 6.0 s for")
 
 
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:

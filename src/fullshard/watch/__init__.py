@@ -1,6 +1,6 @@
-"""The watch of each rank over the others: who left the common order of collectives, and why.
+"""The watch: finds which rank left the common order of collectives, and why, and ends the step.
 
-Nothing here runs in a step that goes well, but for a thread that reads a counter in the store.
+In a step without faults, only a thread runs here, which reads a counter in the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is wrong, by what all ranks say of themselves: a function without effects."""
+"""``diagnose``: a pure function from the status reports of all ranks to what is wrong."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
 from fullshard.watch.status import Absence, Group, Issued, StatusReport
+from fullshard.watch.text import named_ranks
 
 __all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
 
 
 class Kind(enum.Enum):
-    """What a diagnosis says."""
+    """The kinds of diagnoses."""
 
     NOTHING = "nothing"
-    """Nobody waits in vain, as far as can be told."""
+    """No rank is known to wait in vain."""
     UNDECIDED = "undecided"
-    """A rank failed; whether the others fail likewise, or will wait for it, shows soon."""
+    """A rank failed; soon the other ranks fail in the same way, or wait for it."""
     LATE = "late"
-    """Some ranks have not come to what others wait for; they may still come."""
+    """Some ranks have not reached a collective that other ranks wait in; they may still do so."""
     APART = "apart"
-    """Ranks run different collectives, or wait for each other."""
+    """Ranks run different collectives, or wait for each other in different ones."""
     FAILED = "failed"
-    """A step or the program of a rank was ended by an exception."""
+    """An exception ended a step of a rank, or its program."""
     HALF_STEPPED = "half-stepped"
-    """A rank failed in a step that others had ended by then, or in a step of an optimizer."""
+    """A rank failed in a step that other ranks had already ended, or in an optimizer's step."""
     LOST = "lost"
     """The process of a rank has ended."""
 
 
 class Diagnosis(NamedTuple):
-    """What is wrong."""
+    """The result of a round of the watch."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """The ranks at fault; of ranks that are apart, those in the minority."""
+    """The ranks at fault; for ``APART``, the minority."""
     text: str
     behind: tuple[int, ...] = ()
-    """The ranks that have not begun the step which the others drop by a fault."""
+    """The ranks that have not begun the step which the other ranks drop."""
 
     @property
     def is_fault(self) -> bool:
-        """True if the step under way cannot end."""
+        """True if the current step cannot end."""
         return self.kind in (Kind.APART, Kind.FAILED, Kind.HALF_STEPPED, Kind.LOST)
 
 
@@ -64,17 +65,20 @@ class _Wait(NamedTuple):
     def text(self) -> str:
         what = "a collective" if self.issued is None else self.issued.text()
         return (
-            f"rank {self.rank} waits for {what} (collective {self.number} of its group) since "
-            f"{self.group.waited_s:.1f} s"
+            f"rank {self.rank} has waited {self.group.waited_s:.1f} s for {what} (collective "
+            f"{self.number} of its group)"
         )
 
 
 def diagnose(
     reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], *, patience_s: float
 ) -> Diagnosis:
-    """Return what is wrong, by what the ranks ``reports``, and why others are ``absent``.
+    """Return what is wrong, given status reports by rank.
 
-    Who has waited for less than ``patience_s`` may just be early.
+    Args:
+        reports: the reports of the ranks that answered, by rank.
+        absent: the reasons why the other ranks did not answer, by rank.
+        patience_s: seconds; a rank that has waited for less may just be early.
     """
     waits = list(_waits(reports))
     found = (
@@ -102,7 +106,7 @@ def _waits(reports: Mapping[int, StatusReport]) -> Iterator[_Wait]:
 def _lost(
     reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], waits: Sequence[_Wait]
 ) -> Diagnosis | None:
-    """Find ranks that are gone, if anyone needs them."""
+    """Find lost ranks that other ranks need."""
     gone = {rank: absence.why for rank, absence in absent.items() if absence.is_final}
     open_ranks = {rank for rank, report in reports.items() if report.is_open}
     needed = {rank for wait in waits for rank in wait.group.ranks}
@@ -120,7 +124,7 @@ def _is_missed(
     absent: Mapping[int, Absence],
     waits: Sequence[_Wait],
 ) -> bool:
-    """Return whether others have waited for ``rank`` for long enough, and for no other rank."""
+    """Return whether other ranks have waited long enough for ``rank``, and for no other rank."""
     least_s = absent[rank].least_wait_s
     return not least_s or any(
         rank in wait.group.ranks
@@ -133,10 +137,10 @@ def _is_missed(
 def _failed(
     reports: Mapping[int, StatusReport], waits: Sequence[_Wait], patience_s: float
 ) -> Diagnosis | None:
-    """Find ranks whose step ended by an exception that not all ranks had at the same place.
+    """Find ranks whose step was ended by an exception that not all ranks raised at the same place.
 
-    Others may not have begun the step yet; they leave it out then. Whoever ends its program leaves
-    word of why, so nobody needs to wait for that.
+    Ranks that have not begun the step skip it. An exiting rank publishes its reason, so no rank
+    waits for it.
     """
     failed = {rank: report for rank, report in reports.items() if report.failure}
     if not failed:
@@ -156,9 +160,9 @@ def _failed(
 
 
 def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
-    """Find ranks whose optimizer was left by an exception in the middle of its step.
+    """Find ranks where an exception left the optimizer in the middle of its step.
 
-    Even if all were, nobody knows whether their weights are stepped alike.
+    This is a fault even if it happened on all ranks, as each may have stepped different weights.
     """
     failed = {rank: report for rank, report in reports.items() if report.is_half_stepped}
     if not failed:
@@ -169,10 +173,10 @@ def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
 
 
 def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -> Diagnosis | None:
-    """Find ranks whose step ended by an exception after the last collective, so others ended it.
+    """Find ranks that failed after the last collective of a step, which other ranks ended.
 
-    Who then waits before the next step begins, such as for a norm to clip by, has not stepped its
-    weights yet, and drops the step.
+    A rank that still waits before its optimizer's step, such as for the norm to clip by, can drop
+    the step: its weights are not stepped yet.
     """
     failed: dict[int, StatusReport] = {}
     ended: dict[int, StatusReport] = {}
@@ -190,14 +194,14 @@ def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -
             return UNDECIDED
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     text += (
-        f", in a step that {_some(sorted(ended))} had already ended: only some ranks have "
+        f", in a step that {named_ranks(sorted(ended))} had already ended: only some ranks have "
         "its gradients. Load a checkpoint on all ranks"
     )
     return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
 def _ended_it(reports: Mapping[int, StatusReport], failed: StatusReport) -> dict[int, StatusReport]:
-    """Return the ranks that ended well the step in which a rank ``failed``."""
+    """Return the reports of the ranks that ended the step in which a rank ``failed``."""
     found = {}
     for group in failed.groups:
         for rank in group.ranks if group.num_issued > group.num_ended else ():
@@ -210,7 +214,7 @@ def _ended_it(reports: Mapping[int, StatusReport], failed: StatusReport) -> dict
 
 
 def _apart(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
-    """Find the first collective that is not the same on all ranks of a group."""
+    """Find the first collective that differs among the ranks of a group."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
     for rank, report in reports.items():
         for group in report.groups:
@@ -235,10 +239,10 @@ def _differ(
 ) -> Diagnosis:
     sides = sorted(alike.items(), key=lambda side: -len(side[1]))
     whole = len({one.text() for one in alike}) < len(alike)
-    what = ", and ".join(f"{one.text(whole=whole)} on {_some(of)}" for one, of in sides)
+    what = ", and ".join(f"{one.text(whole=whole)} on {named_ranks(of)}" for one, of in sides)
     minority = sorted(rank for _, of in sides[1:] for rank in of)
     text = (
-        f"ranks do different things: collective {number} of {_group(ranks)} is {what}. "
+        f"ranks run different collectives: collective {number} of {_group(ranks)} is {what}. "
         f"{_advice(alike)}"
     )
     stacks = [
@@ -248,10 +252,10 @@ def _differ(
 
 
 def _advice(issued: Iterable[Issued]) -> str:
-    """Return what is wrong in a program whose ranks issue these where they should be alike."""
+    """Return advice for a program whose ranks issue these different collectives."""
     if any(one.kind in BETWEEN_STEPS for one in issued):
-        return "All ranks must make the same calls at the same place, to save and to load, too"
-    return "They run different units or different models, or in another order"
+        return "Make the same calls in the same order on all ranks, to save and to load, too"
+    return "Run the same units of the same model in the same order on all ranks"
 
 
 def _late(
@@ -260,9 +264,9 @@ def _late(
     waits: Sequence[_Wait],
     patience_s: float,
 ) -> Diagnosis | None:
-    """Find the ranks that others wait for and that wait for nobody themselves.
+    """Find the ranks that other ranks wait for and that do not wait themselves.
 
-    A wait for what all ranks have issued is not in vain: it is about to end.
+    A wait for a collective that all ranks have issued does not count: it is about to end.
     """
     behind: dict[int, list[_Wait]] = {}
     for wait in waits:
@@ -288,15 +292,17 @@ def _late(
         else:
             stack = reports[rank].stack
             place = f", and is at {stack}" if stack else ""
-            texts.append(f"rank {rank} has not come to it{_after(reports[rank])}{place}")
+            last = _last(reports[rank])
+            texts.append(f"rank {rank} has not reached this collective{last}{place}")
     needs = [wait for rank in roots for wait in behind[rank]]
     return Diagnosis(Kind.LATE, tuple(roots), _with_waits("; ".join(texts), needs))
 
 
 def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
-    """Find ranks between two steps, of which others, in the same job of training, run the second.
+    """Find ranks that have not begun the step which other ranks of the same training run.
 
-    Who has issued more than those has ended that step; who waits hears of the fault there.
+    A rank that has issued more collectives has ended that step. A rank that waits in a collective
+    learns of the fault there.
     """
     inside = {rank: one for rank, one in reports.items() if one.is_open or one.failure}
     reached = _connected(reports, inside)
@@ -308,7 +314,7 @@ def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
 
 
 def _between_steps(reports: Mapping[int, StatusReport]) -> Iterator[int]:
-    """Find ranks that are in no step, and wait for nothing, in the same job as those who failed."""
+    """Find ranks outside of steps that wait for nothing, in the training of the failed ranks."""
     for rank in sorted(_connected(reports, [r for r, one in reports.items() if one.failure])):
         one = reports[rank]
         if not (one.is_open or any(group.blocks for group in one.groups)):
@@ -316,7 +322,7 @@ def _between_steps(reports: Mapping[int, StatusReport]) -> Iterator[int]:
 
 
 def _connected(reports: Mapping[int, StatusReport], ranks: Iterable[int]) -> set[int]:
-    """Return ``ranks`` and those that share groups with them, with those, and so on."""
+    """Return ``ranks`` and all ranks connected to them by shared groups."""
     reached: set[int] = set()
     todo = list(ranks)
     while todo:
@@ -328,7 +334,7 @@ def _connected(reports: Mapping[int, StatusReport], ranks: Iterable[int]) -> set
 
 
 def _is_ahead(one: StatusReport, other: StatusReport) -> bool:
-    """Return whether ``one`` has issued more than ``other`` on a group that they share."""
+    """Return whether ``one`` has issued more collectives than ``other`` on a shared group."""
     issued = {(group.name, group.ranks): group.num_issued for group in other.groups}
     return any(
         group.num_issued > issued.get((group.name, group.ranks), 0)
@@ -338,7 +344,7 @@ def _is_ahead(one: StatusReport, other: StatusReport) -> bool:
 
 
 def _is_behind(report: StatusReport, wait: _Wait) -> bool:
-    """Return whether the rank has not issued what is waited for, and others need it to."""
+    """Return whether the rank belongs to the group but has not issued the awaited collective."""
     key = (wait.group.name, wait.group.ranks)
     found = (group.num_issued for group in report.groups if (group.name, group.ranks) == key)
     return report.rank in wait.group.ranks and next(found, 0) <= wait.number
@@ -353,10 +359,10 @@ def _are_level(reports: Mapping[int, StatusReport]) -> bool:
     return all(len(numbers) == 1 for numbers in issued.values())
 
 
-def _after(report: StatusReport) -> str:
-    """Return what the rank did last on each of its groups."""
+def _last(report: StatusReport) -> str:
+    """Return the words for the newest collectives of the rank, one for each group."""
     newest = [group.newest.text() for group in report.groups if group.newest is not None]
-    return f" after {' and '.join(newest[:3])}" if newest else ""
+    return f" (its last: {' and '.join(newest[:3])})" if newest else ""
 
 
 def _with_waits(text: str, waits: Sequence[_Wait]) -> str:
@@ -366,10 +372,4 @@ def _with_waits(text: str, waits: Sequence[_Wait]) -> str:
 
 
 def _group(ranks: Sequence[int]) -> str:
-    return f"the group of {_some(ranks)}"
-
-
-def _some(ranks: Sequence[int]) -> str:
-    """Return words such as "rank 3" or "ranks 0, 1, 2 and 5 more"."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more
+    return f"the group of {named_ranks(ranks)}"

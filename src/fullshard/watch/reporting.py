@@ -23,13 +23,15 @@ _PAUSE_S = 0.02
 
 
 def explain(error: Exception, of: Ledger, entry: Entry) -> Exception:
-    """Return what to raise for ``error``, which ended collective ``entry``: the fault, if found."""
+    """Return the error of the fault that made collective ``entry`` fail, or else ``error``."""
     watching = watcher()
     if of.era.error is None and watching is not None:
         watching.last = UNDECIDED
-        is_lost = isinstance(error, LostRankError)  # connections close a moment before a process
+        is_lost = isinstance(
+            error, LostRankError
+        )  # a process's connections close a moment before it ends
         _ask_until(
-            watching,  # another round may follow the one that found the fault
+            watching,  # the round that finds the fault may be followed by another
             lambda: (
                 of.era.error is not None or not (is_lost or watching.last.kind is Kind.UNDECIDED)
             ),
@@ -45,9 +47,9 @@ def _text(of: Ledger) -> tuple[object, ...]:
 
 
 def settle() -> None:
-    """Find out what failures of steps did to others, before anything else begins.
+    """Settle failed steps with the other ranks before a step begins or a collective is issued.
 
-    Either all ranks failed at the same place, or the others are told, and drop the step, too.
+    Either all ranks failed at the same place, or the other ranks learn of it and drop the step.
     """
     watching = watcher()
     if not ledger.unsettled or watching is None:
@@ -71,12 +73,12 @@ def report_half_step(step: Step) -> Exception | None:
     now().clear_deferred()
     if era.error is not None:
         return era.error()
-    text = "an exception" if failure is None else failure.text  # no rank answered
+    text = "an exception" if failure is None else failure.text  # the watch is over
     return TornStepError(f"this rank failed: {text}. Load a checkpoint on all ranks")
 
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
-    """Ask until a failure of this rank is known for what it is, or patience ends."""
+    """Ask for rounds until ``is_known`` returns True, or patience ends."""
     until_s = time.monotonic() + patience_s() + ASK_S
     while not (is_known() or watching.is_over) and time.monotonic() < until_s:
         watching.ask()
@@ -86,7 +88,7 @@ def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
 def report_failure(error: Exception) -> None:
     """Report an exception that ends this rank's work; return once the other ranks know it."""
     watching = watcher()
-    if watching is None or str(error) == watching.fault:  # else all know, and end by it, too
+    if watching is None or str(error) == watching.fault:  # otherwise all ranks know it
         return
     places = [step.place for step in steps() if step.place]
     text = ", ".join([described(error), *places[:1]])
@@ -126,6 +128,6 @@ def _install_hooks() -> None:
 
 
 def begin() -> None:
-    """Watch over the job from now on, until its default process group is destroyed."""
+    """Watch the job from now on, until its default process group is destroyed."""
     if begin_watching():
         _install_hooks()

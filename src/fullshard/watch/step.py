@@ -1,4 +1,4 @@
-"""Where the steps of a model are, as far as other ranks must know."""
+"""The state of training steps that the watch reports to other ranks."""
 
 from __future__ import annotations
 
@@ -27,51 +27,53 @@ __all__ = [
 
 
 class Failure(NamedTuple):
-    """An exception that ended a step, or the program."""
+    """An exception that ended a step or the program."""
 
     text: str
-    """What it was, and where."""
+    """The exception and its place."""
     at_s: float
-    """When, by ``time.monotonic``."""
+    """The time of the exception, by ``time.monotonic``."""
     is_half_stepped: bool = False
-    """True if it left a step of an optimizer."""
+    """True if the exception left an optimizer in the middle of its step."""
 
 
 class HalfStep(NamedTuple):
-    """A step of an optimizer that an exception left, which was caught: weights may differ now."""
+    """An optimizer's step that a caught exception left: weights may differ among ranks."""
 
     place: str
-    """Such as "in the step of AdamW"."""
+    """The place, such as "in the step of AdamW"."""
     era: Era
     """The era in which the step began."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Step:
-    """The step under way of one engine."""
+    """The current step of one engine."""
 
     is_open: bool = False
-    """True from the beginning of a forward to the end of its backward."""
+    """True from the start of a forward to the end of its backward."""
     failure: Failure | None = None
-    """What ended the last step, until all ranks know or the next step begins."""
+    """The exception that ended the last step, until all ranks know it or the next step begins."""
     place: str = ""
-    """Where an exception left the last step, such as "in the forward of unit blocks.3"; empty once
-    this step ends well or any begins, as the exception was caught then."""
+    """The place where an exception left the last step, such as "in the forward of unit blocks.3".
+
+    Empty once this step ends without an error or any step begins: the exception was caught then.
+    """
     era: Era = field(default_factory=now)
     """The era in which the step began."""
     half_step: HalfStep | None = None
-    """What was left behind by an optimizer, until all ranks know or weights are loaded."""
+    """The optimizer's step that an exception left, until all ranks know it or load weights."""
     number: int = 0
-    """Tells the steps of all engines of this process apart."""
+    """The number of the step, among all steps of this process."""
     beside: frozenset[int] = frozenset()
-    """The steps of other engines that were open when the last one ended with gradients."""
+    """The numbers of the steps of other engines that were open when this engine last trained."""
 
     def __post_init__(self) -> None:
         with _lock:
             _steps.add(self)
 
     def begin(self) -> None:
-        """Begin a step, or another forward of it.
+        """Begin a step, or another forward of the same step.
 
         Raises:
             PeerError, ProtocolError, LostRankError, TornStepError: the other ranks have dropped
@@ -91,7 +93,7 @@ class Step:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Make what begins and is issued in the block part of this step, which others may drop."""
+        """Treat collectives and steps in the block as part of this step: dropped with it."""
         before, ledger.within.era = ledger.within.era, self.era
         try:
             yield
@@ -99,11 +101,11 @@ class Step:
             ledger.within.era = before
 
     def report_half_step(self) -> Era | None:
-        """Say of this rank that its weights are stepped in part, if they are.
+        """Set the failure that reports half-stepped weights, if an exception left any.
 
         Returns:
-            The era that ends by it; None if there is nothing to say: weights are whole, or all
-            ranks have reported a half-stepped optimizer since.
+            The era that the report ends; None if there is nothing to report, because no optimizer
+            was left in its step, or because all ranks have learned of half-stepped weights since.
         """
         half_step, self.half_step = self.half_step, None
         if half_step is None:
@@ -118,12 +120,12 @@ class Step:
             return now()
 
     def check(self) -> None:
-        """Raise the error of the fault that ended this step's era, in the middle of the step."""
+        """Raise the error of the fault, in an open step whose era a fault has ended."""
         if self.is_open:
             self.era.check()
 
     def left(self, place: str) -> None:
-        """Take note of where an exception leaves the step; the innermost place comes first."""
+        """Record the place where an exception leaves the step; the innermost call comes first."""
         self.place = self.place or place
 
     def end(
@@ -132,9 +134,9 @@ class Step:
         """End the step.
 
         Args:
-            error: the exception that ended it, if known.
-            failed: an exception did.
-            trained: it ended well, with gradients.
+            error: the exception that ended the step, if known.
+            failed: True if an exception ended the step.
+            trained: True if the step ended without an error and has computed gradients.
         """
         was_open, self.is_open = self.is_open, False
         if was_open and not failed:
@@ -149,10 +151,11 @@ class Step:
             ledger.unsettled = True
 
     def _end_for_all(self) -> None:
-        """Take note on the ledgers that a step of training ended, once it has for all its engines.
+        """Record in the ledgers that a training step ended, after the last of its engines.
 
-        What was open when this engine ended the step before, too, is a forward whose output nobody
-        needs: ranks forget such models at different times, and their ledgers must be alike.
+        Ignore a step that was already open when this engine last trained: the output of its
+        forward was discarded. Ranks collect such garbage at different times, and their ledgers
+        must be alike.
         """
         others = frozenset(step.number for step in steps() if step.is_open)
         if others <= self.beside:
@@ -166,7 +169,7 @@ class Step:
 
 
 def described(error: BaseException) -> str:
-    """Return the last line of a traceback, and where in the user's files it was raised."""
+    """Return the last line of the traceback, with the file and line that raised the exception."""
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     return text + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
@@ -193,18 +196,18 @@ def _no_verdict_pending() -> Iterator[None]:
 _numbers = itertools.count(1)
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
 _lock = threading.Lock()
-_failed: set[Step] = set()  # holds those whose model is gone: other ranks may still wait for them
+_failed: set[Step] = set()  # strong references: other ranks may wait for a step whose model is gone
 
 
 def steps() -> list[Step]:
-    """Return the steps of all engines of this process, and those that failed and were not told."""
-    with _lock:  # the main thread adds to them
+    """Return the steps of all engines of this process, and all steps with unreported failures."""
+    with _lock:  # the main thread adds steps
         _failed.intersection_update([step for step in _failed if step.failure is not None])
         return list({*_steps, *_failed})
 
 
 def forget_failures() -> None:
-    """Forget failures of an earlier job of this process."""
+    """Forget the failures of an earlier job in this process."""
     now().clear_deferred()
     for step in steps():
         step.failure = None
