@@ -1,8 +1,8 @@
 """Ledgers of issued collectives: what this process issued, where it waits, and how waits end.
 
 A ledger belongs to one process group. When ranks wait for each other in vain, the room ``watch``
-compares their ledgers to find the rank that left the common order. Until then no thread reads the
-ledgers: a collective costs one tuple and two assignments.
+compares their ledgers to find the rank that left the common order. Until then the watch reads only
+the current waits, and a collective costs one tuple and two assignments.
 
 An *era* lasts from one fault to the next. All ranks of a job number the collectives of an era
 alike. After a fault every rank ends its era: pending waits in that era raise the error of the
@@ -22,16 +22,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from fullshard import _torch
 from fullshard.comm.protocol import Pending
+from fullshard.comm.underway import KEPT, Entry, Mark, Underway, Wait
 from fullshard.errors import ProtocolError, TornStepError
-
-KEPT = 32
-"""The number of collectives that a ledger remembers."""
 
 MEETING = "meeting"
 """The kind of collectives and waits in which ranks connect to each other."""
@@ -44,29 +40,6 @@ TRANSFER = "transfer"
 
 BETWEEN_STEPS = frozenset({TRANSFER, "save", "load", "list", "stream"})
 """The kinds of collectives between steps, when weights may have changed since the last backward."""
-
-
-Entry = tuple[int, str, str, int]
-"""A collective that this process issued: its number in the group and era, from 0, its kind, its
-label (may be empty), and the bytes that this rank contributes. The garbage collector soon stops
-tracking plain tuples, so this is one."""
-
-
-class Mark(Protocol):
-    """A point in the work of a device, such as an event."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed the mark; never blocks."""
-
-
-class Wait(NamedTuple):
-    """A wait of this process for a collective."""
-
-    entry: Entry
-    since_s: float
-    """The start of the wait, by ``time.monotonic``."""
-    on_device: bool
-    """True if the device waits, and the host may have gone on."""
 
 
 class Era:
@@ -126,57 +99,6 @@ def _close(fds: tuple[int, int]) -> None:
         os.close(fd)
 
 
-class _Underway:
-    """Collectives that were issued to a device and may not be complete.
-
-    The host may run ahead of the device by any number of collectives, and the oldest may be the
-    one that hangs. So marks are removed only once the device has passed them; the host checks them
-    when there are many.
-    """
-
-    def __init__(self) -> None:
-        self._marks: deque[tuple[Entry, Mark, float]] = deque()
-        self._most = KEPT  # the number of marks above which the host checks them
-        self._first: tuple[Entry | None, float] = (
-            None,
-            0.0,
-        )  # the oldest, and when it was first seen as that
-        self._removing = threading.Lock()  # the host and the watch may find the same mark passed
-
-    def add(self, entry: Entry, mark: Mark) -> None:
-        """Add a collective and the mark behind it."""
-        self._marks.append((entry, mark, time.monotonic()))
-        if len(self._marks) > self._most:
-            self.first()
-            self._most = max(KEPT, 2 * len(self._marks))
-
-    def clear(self) -> None:
-        """Remove all collectives."""
-        self._marks.clear()
-
-    def first(self, least_s: float = 0.0) -> Wait | None:
-        """Return the wait for the first incomplete collective, if it was issued ``least_s`` ago.
-
-        The marks that the device has passed are removed. The wait starts when the collective was
-        first seen as the oldest, not when it was issued. Where a query of a mark could invalidate a
-        CUDA graph capture, no mark is queried and the result is None.
-        """
-        with contextlib.suppress(IndexError), _torch.beside_captures() as may_ask:
-            while may_ask:  # another thread may add or clear marks meanwhile
-                entry, mark, issued_s = self._marks[0]
-                if time.monotonic() - issued_s < least_s:
-                    return None
-                if _is_passed(mark):
-                    with self._removing:
-                        if self._marks[0][0] is entry:
-                            self._marks.popleft()
-                    continue
-                if self._first[0] is not entry:
-                    self._first = (entry, time.monotonic())
-                return Wait(entry, self._first[1], on_device=True)
-        return None
-
-
 class Ledger:
     """The collectives that this process issued on one process group in this era."""
 
@@ -201,7 +123,7 @@ class Ledger:
         ``RuntimeError``, at the cost of the transport."""
         self.aborts: Callable[[], None] | None = None
         """Function that aborts all collectives on devices, and so the group; None: it has none."""
-        self._underway = _Underway()
+        self._underway = Underway()
 
     def issue(
         self,
@@ -294,13 +216,6 @@ class Ledger:
         return error if explain is None else explain(error, self, entry)
 
 
-def _is_passed(mark: Mark) -> bool:
-    try:
-        return mark.query()
-    except RuntimeError:  # the device is broken; its next use raises that
-        return True
-
-
 class _Awaited:
     """A collective whose wait the watch can see and end.
 
@@ -385,7 +300,7 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
 
 
 def ledger_beside(holder: object, name: str) -> Ledger:
-    """Return a new ledger, owned by ``holder``, for what all ranks do without a process group."""
+    """Return a new ledger, owned by ``holder``, of joint work without a process group."""
     with _lock:
         ledger = _ledgers[holder] = Ledger(name, tuple(range(dist.get_world_size())))
     return ledger
