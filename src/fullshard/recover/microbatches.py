@@ -80,7 +80,7 @@ class _Try(NamedTuple):
 class Microbatches:
     """Computes forward and backward of a step in as many parts of the batch as memory requires.
 
-    Use this in place of forward and ``loss.backward()``, on all ranks::
+    Use it instead of forward and ``loss.backward()``, on all ranks::
 
         microbatches = fullshard.Microbatches(model)
         loss = microbatches.backward(lambda part: loss_of(model(part.x), part.y), batch)

@@ -36,7 +36,7 @@ def resilient(
 
     All ranks call this, in a default process group whose store outlives each of them: torchrun's
     store, or another one that the launcher keeps. When a process ends or hangs, the other ranks
-    leave their process groups, agree on which of them survive, and are renumbered in the same
+    leave their process groups, agree on the list of survivors, and are renumbered in the same
     order. They make a new default process group and call ``train`` again, in the same processes.
     If a step fails on one rank and the error is not caught, all ranks do the same with no rank
     lost. If all ranks raise an exception of their own at the same place, that exception is raised.
@@ -76,7 +76,7 @@ class _Job(Generic[Result]):
         self._train, self._max_restarts, self._min_world = train, max_restarts, min_world
         self._origin = Origin.found()
         self._original_rank = dist.get_rank()
-        self._original_ranks = tuple(range(dist.get_world_size()))  # of those in this attempt
+        self._original_ranks = tuple(range(dist.get_world_size()))  # of the present ranks, in order
         # An earlier job may have used this store: draw a new name for the keys.
         own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         names = all_gather_bytes(own, "the name of a job")

@@ -1,4 +1,4 @@
-"""``diagnose``: a pure function from the status reports of all ranks to what is wrong."""
+"""Diagnoses a job from the status reports of its ranks, by a pure function."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _failed(
 def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
     """Find ranks where an exception left the optimizer in the middle of its step.
 
-    This is a fault even if it happened on all ranks, as each may have stepped different weights.
+    If all ranks were left so, they are at fault as well: each may have stepped different weights.
     """
     failed = {rank: report for rank, report in reports.items() if report.is_half_stepped}
     if not failed:
@@ -181,7 +181,7 @@ def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -
     failed: dict[int, StatusReport] = {}
     ended: dict[int, StatusReport] = {}
     for rank, report in reports.items():
-        those = _ended_it(reports, report) if report.failure else {}
+        those = _ended_step(reports, report) if report.failure else {}
         if those:
             failed[rank] = report
             ended |= those
@@ -200,7 +200,9 @@ def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -
     return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
-def _ended_it(reports: Mapping[int, StatusReport], failed: StatusReport) -> dict[int, StatusReport]:
+def _ended_step(
+    reports: Mapping[int, StatusReport], failed: StatusReport
+) -> dict[int, StatusReport]:
     """Return the reports of the ranks that ended the step in which a rank ``failed``."""
     found = {}
     for group in failed.groups:
@@ -301,8 +303,8 @@ def _late(
 def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
     """Find ranks that have not begun the step which other ranks of the same training run.
 
-    A rank that has issued more collectives has ended that step. A rank that waits in a collective
-    learns of the fault there.
+    A rank that has issued more collectives than a rank in that step has ended it. A rank that waits
+    in a collective learns of the fault there.
     """
     inside = {rank: one for rank, one in reports.items() if one.is_open or one.failure}
     reached = _connected(reports, inside)

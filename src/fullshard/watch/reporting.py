@@ -27,9 +27,8 @@ def explain(error: Exception, of: Ledger, entry: Entry) -> Exception:
     watching = watcher()
     if of.era.error is None and watching is not None:
         watching.last = UNDECIDED
-        is_lost = isinstance(
-            error, LostRankError
-        )  # a process's connections close a moment before it ends
+        # The connections of a process close a moment before it ends.
+        is_lost = isinstance(error, LostRankError)
         _ask_until(
             watching,  # the round that finds the fault may be followed by another
             lambda: (

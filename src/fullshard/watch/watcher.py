@@ -52,10 +52,8 @@ class Watcher:
         self.fault = ""
         """The text of the last fault; empty if there was none."""
         self._rounds = Rounds(self.rank, self.world)
-        self._last_ask: tuple[float, int] = (
-            0.0,
-            0,
-        )  # start of the last wait asked about; how often
+        # The start of the last wait that was asked about, and how often.
+        self._last_ask: tuple[float, int] = (0.0, 0)
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
         self._is_cut_off = False  # True while the store is out of reach
