@@ -81,7 +81,7 @@ def equals(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
-def torn(
+def half_stepped(
     path: Path, face: str, make: Make, wire: str, victims: list[int], late: int | None = None
 ) -> list[str]:
     """Leave step 2 by an exception on ``victims``, which catch it; go on from a checkpoint.
@@ -145,7 +145,7 @@ def test_a_step_of_an_optimizer_left_by_an_exception_is_told_once_on_all(
     wire: str,
     victims: list[int],
 ) -> None:
-    told = pool.run(world, torn, tmp_path / "step-000001", face, make, wire, victims)
+    told = pool.run(world, half_stepped, tmp_path / "step-000001", face, make, wire, victims)
     for rank, said in enumerate(told):
         assert said[: rank in victims] == ["2 Trouble: out of memory, say"] * (rank in victims)
         (one,) = said[rank in victims :]  # step 4 runs on all ranks
@@ -163,7 +163,7 @@ def test_who_was_left_too_and_comes_late_is_told_what_the_others_were(
     pool: RankPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "step-000001"
-    told = pool.run(3, torn, path, "fully_shard", adamw, "1", [0, 1, 2], late=1)
+    told = pool.run(3, half_stepped, path, "fully_shard", adamw, "1", [0, 1, 2], late=1)
     for said in told:
         assert len(said) == 2, said
         assert said[1].startswith("3 TornStepError: rank "), said
