@@ -122,7 +122,7 @@ class Ledger:
         If the error leaves the wait without an end, the function makes the wait raise a
         ``RuntimeError``, at the cost of the transport."""
         self.aborts: Callable[[], None] | None = None
-        """Function that aborts all collectives on devices, and so the group; None: it has none."""
+        """Function that aborts all device collectives, and so the group; None: there are none."""
         self._underway = Underway()
 
     def issue(
@@ -274,7 +274,7 @@ class _Within(threading.local):
 within = _Within()
 """``within.era`` is the era of the step that runs in this thread; None outside of steps. The engine
 sets it. If a fault has ended that era, collectives and steps must not start in the next one. The
-variable is thread-local, as in tests the ranks are threads of one process."""
+variable is thread-local, because ranks may be threads of one process."""
 
 # The last job whose process groups a fault has ended, and the factory of the error of that fault.
 _ended: tuple[weakref.ref[dist.ProcessGroup] | None, Callable[[], Exception]] | None = None

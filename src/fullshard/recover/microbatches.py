@@ -78,7 +78,7 @@ class _Try(NamedTuple):
 
 
 class Microbatches:
-    """Computes forward and backward of a step in as many parts of the batch as memory requires.
+    """Forward and backward of a step, in as many parts of the batch as memory requires.
 
     Use it instead of forward and ``loss.backward()``, on all ranks::
 

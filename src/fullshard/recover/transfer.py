@@ -85,7 +85,7 @@ class _Source:
 
 
 class StateTransfer:
-    """Carries the state of one attempt of a job over to the next.
+    """The state of one attempt of a job, on its way to the next attempt.
 
     Between two attempts each rank has a snapshot: tensors only, no model and no process group. Once
     the surviving ranks have a new process group, they write the snapshots as one checkpoint to the

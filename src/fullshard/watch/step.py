@@ -184,7 +184,7 @@ _VERDICT_S = 10.0  # seconds; a verdict takes less, unless the store's process i
 
 @contextlib.contextmanager
 def _no_verdict_pending() -> Iterator[None]:
-    """Hold ``verdict_pending`` in the context; after ``_VERDICT_S`` go on without it."""
+    """Hold ``verdict_pending`` in the context; after ``_VERDICT_S`` enter it without."""
     is_free = verdict_pending.acquire(timeout=_VERDICT_S)
     try:
         yield

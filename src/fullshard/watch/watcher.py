@@ -105,7 +105,7 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            while self._looks():
+            while self._tick():
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
         finally:
@@ -113,7 +113,7 @@ class Watcher:
             for done in self._asks:
                 done.set()
 
-    def _looks(self) -> bool:
+    def _tick(self) -> bool:
         """Ask and answer once; return False when the watch has ended."""
         asks: list[threading.Event] = []
         with world_lock:  # a dry run replaces the default group
