@@ -101,7 +101,7 @@ _WHERE_IT_COMPUTES = {
 _IN_STEPS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 _ANYWHERE = (*_IN_STEPS, Phase.GATHER)
 _ENDED = r"ended|exit|finished|died|is gone"
-_ENDED_WELL = r"rank \d+ (?:ended its program|has destroyed its process group)"
+_ENDED_WELL = r"rank \d+ (?:exited|has destroyed its process group)"
 
 
 def _different(phase: Phase, units: Mapping[Phase, str] = _THERE) -> Expectation:
@@ -162,7 +162,7 @@ EXPECTED = {
         (Phase.FORWARD,), "(?i)not finite|non-finite|nan", errors=("NonFiniteError",), speak=Who.ALL
     ),
     What.STALL: Expectation(
-        _IN_STEPS, r"user code|outside|waits|waiting|not come|busy", end=End.IS_TOLD
+        _IN_STEPS, r"user code|outside|waits|waiting|not reached|busy", end=End.IS_TOLD
     ),
 }
 ALONE_AT_THE_END = replace(EXPECTED[What.EXTRA_STEP], units={})

@@ -78,15 +78,15 @@ def test_the_state_of_those_who_are_left_is_taken_over(plan: Plan) -> None:
     ],
     ids=["a shard is lost", "stepped apart"],
 )
-def test_state_that_is_incomplete_is_not_taken_over(plan: Plan) -> None:
+def test_state_that_is_incomplete_is_not_transferred(plan: Plan) -> None:
     """They go back to what was saved, and say why."""
     seen = run(plan)
     assert not seen.wrong, f"{seen.wrong}\n{seen.told}"
-    assert "is not taken over" in seen.told
+    assert "cannot be transferred" in seen.told
     assert "loads: {'step': 4, 'where': 'disk'}" in seen.told, seen.told
 
 
-def test_weights_stepped_in_part_are_not_taken_over() -> None:
+def test_half_stepped_weights_are_not_transferred() -> None:
     """Whose step was left by an exception says that it reached it, as do the others."""
     stroke = Stroke(1, 0, 5, Fault(What.CAUGHT_ALONE, Phase.OPTIMIZER))
     seen = run(Plan(2, (stroke,), hands_over=True))

@@ -28,7 +28,7 @@ from fullshard.comm.ledger import (
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
 from fullshard.watch import Step
-from fullshard.watch.statement import Group
+from fullshard.watch.status import Group
 from fullshard.watch.watcher import _group
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fullshard.comm.liveness import DEAD, STOPPED, Absence, Liveness
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
 from fullshard.watch.rounds import Rounds
-from fullshard.watch.statement import Group, Issued, Statement
+from fullshard.watch.status import Group, Issued, StatusReport
 
 PATIENCE_S = 5.0
 ORDER = ("a", "b", "c", "b", "a")
@@ -26,7 +26,7 @@ def issued(number: int, unit: str) -> Issued:
     return Issued(number, "gather", f"unit {unit} (weight; digest 1)", 8)
 
 
-def statement(
+def report(
     rank: int,
     units: tuple[str, ...],
     *,
@@ -36,12 +36,12 @@ def statement(
     failure: str = "",
     failed_s: float = 0.0,
     stack: str = "",
-) -> Statement:
+) -> StatusReport:
     """A rank that issued a gather of each of ``units`` and may wait for the last one."""
     recent = tuple(issued(number, unit) for number, unit in enumerate(units))
     waiting = None if waits_s is None else len(units) - 1
     group = Group("0", tuple(range(world)), len(units), recent, waiting, waits_s or 0.0)
-    return Statement(rank, (group,), is_open, failure, failed_s, stack)
+    return StatusReport(rank, (group,), is_open, failure, failed_s, stack)
 
 
 def saving(waited_s: float, *, world: int = 3) -> Group:
@@ -50,20 +50,20 @@ def saving(waited_s: float, *, world: int = 3) -> Group:
     return Group("councils", tuple(range(world)), 3, (save,), 2, waited_s)
 
 
-def found(*said: Statement, absent: Mapping[int, Absence] | None = None) -> Diagnosis:
+def found(*said: StatusReport, absent: Mapping[int, Absence] | None = None) -> Diagnosis:
     return diagnose({one.rank: one for one in said}, absent or {}, patience_s=PATIENCE_S)
 
 
-def test_statements_come_back_from_json() -> None:
-    one = statement(2, ("a", "b"), waits_s=1.5, failure="E: no", stack="f (x.py:3)")
-    assert Statement.decoded(one.encoded()) == one
+def test_status_reports_come_back_from_json() -> None:
+    one = report(2, ("a", "b"), waits_s=1.5, failure="E: no", stack="f (x.py:3)")
+    assert StatusReport.decoded(one.encoded()) == one
 
 
 def test_what_differs_first_is_told() -> None:
     what = found(
-        statement(0, ("a", "b", "c"), waits_s=0.1),
-        statement(1, ("a", "c", "b"), stack="load (x.py:3)"),
-        statement(2, ("a", "b", "c")),
+        report(0, ("a", "b", "c"), waits_s=0.1),
+        report(1, ("a", "c", "b"), stack="load (x.py:3)"),
+        report(2, ("a", "b", "c")),
     )
     assert (what.kind, what.ranks) == (Kind.APART, (1,))
     assert "collective 1 of the group of ranks 0, 1, 2 is the gather of unit b on" in what.text
@@ -73,29 +73,29 @@ def test_what_differs_first_is_told() -> None:
 
 def test_who_failed_while_others_wait_is_told() -> None:
     what = found(
-        statement(0, ("a", "b"), waits_s=0.1),
-        statement(1, ("a",), is_open=False, failure="ValueError: no, in the forward of unit a"),
-        statement(2, ("a", "b"), waits_s=0.1),
+        report(0, ("a", "b"), waits_s=0.1),
+        report(1, ("a",), is_open=False, failure="ValueError: no, in the forward of unit a"),
+        report(2, ("a", "b"), waits_s=0.1),
     )
     assert (what.kind, what.ranks) == (Kind.FAILED, (1,))
     assert what.text.startswith("rank 1 failed: ValueError: no, in the forward of unit a; rank 0")
 
 
 def test_who_failed_is_waited_for_until_others_wait_or_fail_likewise() -> None:
-    failed = statement(1, ("a",), is_open=False, failure="E", failed_s=0.1)
+    failed = report(1, ("a",), is_open=False, failure="E", failed_s=0.1)
     alike = failed._replace(rank=0), failed._replace(rank=2)
-    assert found(failed, statement(0, ("a",)), statement(2, ("a",))).kind is Kind.UNDECIDED
+    assert found(failed, report(0, ("a",)), report(2, ("a",))).kind is Kind.UNDECIDED
     assert found(failed, *alike).kind is Kind.NOTHING
     late = failed._replace(failed_s=PATIENCE_S + 1)
-    assert found(late, statement(0, ("a",)), statement(2, ("a",))).kind is Kind.FAILED
+    assert found(late, report(0, ("a",)), report(2, ("a",))).kind is Kind.FAILED
     assert found(late, *(one._replace(failed_s=PATIENCE_S + 1) for one in alike)).kind is (
         Kind.NOTHING
     )
 
 
 def test_who_failed_before_others_began_is_waited_for_then_they_leave_the_step_out() -> None:
-    failed = statement(1, ("a",), is_open=False, failure="E", failed_s=0.1)
-    idle = statement(0, ("a",), is_open=False), statement(2, ("a",), is_open=False)
+    failed = report(1, ("a",), is_open=False, failure="E", failed_s=0.1)
+    idle = report(0, ("a",), is_open=False), report(2, ("a",), is_open=False)
     assert found(failed, *idle).kind is Kind.UNDECIDED
     assert found(failed, failed._replace(rank=0), idle[1]).kind is Kind.UNDECIDED
     what = found(failed._replace(failed_s=PATIENCE_S + 1), *idle)
@@ -103,39 +103,39 @@ def test_who_failed_before_others_began_is_waited_for_then_they_leave_the_step_o
     # Whoever ends its program leaves word.
     last = failed._replace(ends_program=True)
     assert found(last, *idle).kind is Kind.NOTHING
-    assert found(last, statement(0, ("a",)), idle[1]).kind is Kind.UNDECIDED
+    assert found(last, report(0, ("a",)), idle[1]).kind is Kind.UNDECIDED
     assert found(last, failed._replace(rank=0), idle[1]).kind is Kind.UNDECIDED
 
 
-def ended(one: Statement, num_ended: int) -> Statement:
+def ended(one: StatusReport, num_ended: int) -> StatusReport:
     """Return ``one`` of a rank whose last good step ended after so many collectives."""
     return one._replace(groups=tuple(its._replace(num_ended=num_ended) for its in one.groups))
 
 
 def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
     why = "ValueError: no, in the backward of unit a"
-    failed = ended(statement(1, ("a", "b"), is_open=False, failure=why, failed_s=0.1), 0)
+    failed = ended(report(1, ("a", "b"), is_open=False, failure=why, failed_s=0.1), 0)
     late = failed._replace(failed_s=PATIENCE_S + 1)
-    next_step = ended(statement(0, ("a", "b", "a"), waits_s=0.1), 2)
-    between = ended(statement(2, ("a", "b"), is_open=False), 2)
+    next_step = ended(report(0, ("a", "b", "a"), waits_s=0.1), 2)
+    between = ended(report(2, ("a", "b"), is_open=False), 2)
     what = found(next_step, failed, between)
-    assert (what.kind, what.ranks, what.behind) == (Kind.TORN, (1,), (1, 2))
+    assert (what.kind, what.ranks, what.behind) == (Kind.HALF_STEPPED, (1,), (1, 2))
     assert what.text == (
-        f"rank 1 failed: {why}, in a step that ranks 0, 2 had ended by then: only some ranks have "
-        "its gradients. Go back to a checkpoint"
+        f"rank 1 failed: {why}, in a step that ranks 0, 2 had already ended: only some ranks have "
+        "its gradients. Load a checkpoint on all ranks"
     )
     # Nobody has begun the next one: they may be about to step their weights, or to clip.
     assert found(between._replace(rank=0), failed, between).kind is Kind.UNDECIDED
-    assert found(between._replace(rank=0), late, between).kind is Kind.TORN
+    assert found(between._replace(rank=0), late, between).kind is Kind.HALF_STEPPED
     # They wait for a norm to clip by, and then drop the step.
-    clips = ended(statement(0, ("a", "b", "norm"), waits_s=0.1, is_open=False), 2)
+    clips = ended(report(0, ("a", "b", "norm"), waits_s=0.1, is_open=False), 2)
     assert found(clips, failed, between).kind is Kind.FAILED
     # They wait in a save, before which weights may have been stepped.
     saves = between._replace(rank=0, groups=(*between.groups, saving(0.1)))
     assert found(saves, failed, between).kind is Kind.UNDECIDED
-    assert found(saves, late, between).kind is Kind.TORN
+    assert found(saves, late, between).kind is Kind.HALF_STEPPED
     # They are still in that step, or the one who failed had ended it, too.
-    inside = ended(statement(0, ("a", "b"), waits_s=0.1), 0), ended(statement(2, ("a", "b")), 0)
+    inside = ended(report(0, ("a", "b"), waits_s=0.1), 0), ended(report(2, ("a", "b")), 0)
     assert found(inside[0], failed, inside[1]).kind is Kind.UNDECIDED
     assert found(next_step, ended(failed, 2), between).kind is Kind.FAILED
     assert found(next_step, ended(failed, 2), between).behind == (2,)
@@ -143,74 +143,80 @@ def test_who_failed_in_a_step_that_others_ended_is_told() -> None:
 
 def test_an_optimizer_that_was_left_in_its_step_is_told_at_once() -> None:
     why = "an exception, in the step of AdamW"
-    left = statement(1, ("a", "b"), is_open=False, failure=why)._replace(is_torn=True)
-    assert Statement.decoded(left.encoded()) == left
-    waits, between = statement(0, ("a", "b", "a"), waits_s=0.1), statement(2, ("a",), is_open=False)
+    left = report(1, ("a", "b"), is_open=False, failure=why)._replace(is_half_stepped=True)
+    assert StatusReport.decoded(left.encoded()) == left
+    waits, between = report(0, ("a", "b", "a"), waits_s=0.1), report(2, ("a",), is_open=False)
     what = found(waits, left, between)
-    assert (what.kind, what.ranks, what.behind) == (Kind.TORN, (1,), (1, 2))
+    assert (what.kind, what.ranks, what.behind) == (Kind.HALF_STEPPED, (1,), (1, 2))
     assert what.text == (
-        f"rank 1 failed: {why}, so weights are stepped in part there. Go back to a checkpoint"
+        f"rank 1 failed: {why}, so the weights there are half-stepped. "
+        "Load a checkpoint on all ranks"
     )
     # All were left: nobody knows whether their weights are alike.
     assert found(left._replace(rank=0), left, left._replace(rank=2)).ranks == (0, 1, 2)
     # Ranks also differ in what they run, as the weights say which way to go, or wait for who left.
-    assert found(statement(0, ("a", "c")), left, waits._replace(rank=2)).kind is Kind.TORN
+    assert found(report(0, ("a", "c")), left, waits._replace(rank=2)).kind is Kind.HALF_STEPPED
     gone = {2: Absence(DEAD, True)}
     assert found(waits, left, absent=gone).kind is Kind.LOST
     other = left._replace(groups=())  # of another job of training
-    assert found(statement(0, ("a",), is_open=False), other).behind == (1,)
+    assert found(report(0, ("a",), is_open=False), other).behind == (1,)
 
 
 def test_a_wait_for_what_all_have_issued_is_not_in_vain() -> None:
-    failed = statement(1, ("a", "b"), is_open=False, failure="E", failed_s=0.1)
-    others = statement(0, ("a", "b"), waits_s=9.0), statement(2, ("a", "b"), waits_s=9.0)
+    failed = report(1, ("a", "b"), is_open=False, failure="E", failed_s=0.1)
+    others = report(0, ("a", "b"), waits_s=9.0), report(2, ("a", "b"), waits_s=9.0)
     assert found(failed, *others).kind is Kind.UNDECIDED
-    assert found(statement(1, ("a", "b", "c"), waits_s=9.0), *others).kind is Kind.NOTHING
+    assert found(report(1, ("a", "b", "c"), waits_s=9.0), *others).kind is Kind.NOTHING
 
 
 def test_who_is_late_is_told_after_the_patience() -> None:
-    late = statement(1, ("a",), stack="load (x.py:3)")
-    early = statement(0, ("a", "b"), waits_s=1.0), statement(2, ("a", "b"), waits_s=1.0)
+    late = report(1, ("a",), stack="load (x.py:3)")
+    early = report(0, ("a", "b"), waits_s=1.0), report(2, ("a", "b"), waits_s=1.0)
     assert found(late, *early).kind is Kind.NOTHING
-    waiting = statement(0, ("a", "b"), waits_s=6.0), statement(2, ("a", "b"), waits_s=6.0)
+    waiting = report(0, ("a", "b"), waits_s=6.0), report(2, ("a", "b"), waits_s=6.0)
     what = found(late, *waiting)
     assert (what.kind, what.ranks, what.is_fault) == (Kind.LATE, (1,), False)
-    assert "rank 1 has not come to it after the gather of unit a, and is at load" in what.text
+    assert (
+        "rank 1 has not reached this collective (its last: the gather of unit a), and is at load"
+        in what.text
+    )
 
 
 @pytest.mark.parametrize(("is_final", "kind"), [(True, Kind.LOST), (False, Kind.LATE)])
 def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
-    waiting = statement(0, ("a", "b"), waits_s=6.0), statement(2, ("a", "b"), waits_s=6.0)
+    waiting = report(0, ("a", "b"), waits_s=6.0), report(2, ("a", "b"), waits_s=6.0)
     what = found(*waiting, absent={1: Absence("was stopped by a signal", is_final)})
     assert (what.kind, what.ranks) == (kind, (1,))
-    assert what.text.startswith("rank 1 was stopped by a signal; rank 0 waits for the gather of")
+    assert what.text.startswith("rank 1 was stopped by a signal; rank 0 has waited 6.0 s for")
 
 
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:
     """It takes part in collectives while others wait for less, or for a rank that has answered."""
     silent = {1: Absence("gives no sign of life", is_final=True, least_wait_s=30.0)}
 
-    def what(waits_s: float, third: Statement, *, is_open: bool = True) -> Kind:
-        first = statement(0, ("a", "b"), waits_s=waits_s, is_open=is_open)
+    def what(waits_s: float, third: StatusReport, *, is_open: bool = True) -> Kind:
+        first = report(0, ("a", "b"), waits_s=waits_s, is_open=is_open)
         return found(first, third, absent=silent).kind
 
-    assert what(29.0, statement(2, ("a", "b"), waits_s=29.0)) is Kind.LATE
-    assert what(31.0, statement(2, ("a",))) is Kind.LATE  # it is late, and rank 1 may wait for it
-    assert what(31.0, statement(2, ("a", "b"), waits_s=31.0)) is Kind.LOST
-    running = statement(0, ("a", "b")), statement(2, ("a", "b"))
+    assert what(29.0, report(2, ("a", "b"), waits_s=29.0)) is Kind.LATE
+    assert what(31.0, report(2, ("a",))) is Kind.LATE  # it is late, and rank 1 may wait for it
+    assert what(31.0, report(2, ("a", "b"), waits_s=31.0)) is Kind.LOST
+    running = report(0, ("a", "b")), report(2, ("a", "b"))
     assert found(*running, absent=silent).kind is Kind.NOTHING
     assert found(*running, absent={1: Absence("ended", is_final=True)}).kind is Kind.LOST
 
 
 def test_whom_nobody_needs_may_end() -> None:
-    rest = statement(0, ("a", "b"), is_open=False), statement(2, ("a", "b"), is_open=False)
-    assert found(*rest, absent={1: Absence("ended its program", True)}).kind is Kind.NOTHING
+    rest = report(0, ("a", "b"), is_open=False), report(2, ("a", "b"), is_open=False)
+    assert found(*rest, absent={1: Absence("exited", True)}).kind is Kind.NOTHING
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
-    def one(rank: int, first: str, second: str) -> Statement:
+    def one(rank: int, first: str, second: str) -> StatusReport:
         waits = Group(first, (0, 1), 1, (issued(0, "a"),), 0, 6.0)
-        return Statement(rank, (waits, Group(second, (0, 1), 0, (), None, 0.0)), True, "", 0.0, "")
+        return StatusReport(
+            rank, (waits, Group(second, (0, 1), 0, (), None, 0.0)), True, "", 0.0, ""
+        )
 
     what = found(one(0, "x", "y"), one(1, "y", "x"))
     assert (what.kind, what.ranks) == (Kind.APART, (0, 1))
@@ -218,44 +224,44 @@ def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
 
 
 def test_who_has_not_begun_the_step_that_is_dropped_is_known() -> None:
-    waiting = statement(0, ("a", "b"), waits_s=0.1)
-    failed = statement(1, ("a",), is_open=False, failure="E")
-    loading = statement(2, (), is_open=False)
+    waiting = report(0, ("a", "b"), waits_s=0.1)
+    failed = report(1, ("a",), is_open=False, failure="E")
+    loading = report(2, (), is_open=False)
     assert found(waiting, failed, loading).behind == (2,)
-    assert found(waiting, failed, statement(2, ("a",), is_open=False)).behind == (2,)
-    assert found(waiting, failed, statement(2, (), is_open=True)).behind == ()  # it is in it
-    ended = statement(2, ("a", "b"), is_open=False)
+    assert found(waiting, failed, report(2, ("a",), is_open=False)).behind == (2,)
+    assert found(waiting, failed, report(2, (), is_open=True)).behind == ()  # it is in it
+    ended = report(2, ("a", "b"), is_open=False)
     assert found(waiting, failed, ended).behind == ()  # it issued more than who failed
-    gathers = statement(2, ("a", "b"), is_open=False, waits_s=0.1)
+    gathers = report(2, ("a", "b"), is_open=False, waits_s=0.1)
     assert found(waiting, failed, gathers).behind == ()  # it hears of the fault there
-    assert found(statement(0, ("a",)), failed._replace(failed_s=0.1), loading).behind == ()
+    assert found(report(0, ("a",)), failed._replace(failed_s=0.1), loading).behind == ()
 
 
 def test_who_has_not_begun_the_step_may_be_of_another_replica() -> None:
-    def one(rank: int, count: int, *, is_open: bool, failure: str = "") -> Statement:
+    def one(rank: int, count: int, *, is_open: bool, failure: str = "") -> StatusReport:
         shards = Group("s", (rank // 2 * 2, rank // 2 * 2 + 1), count, (), None, 0.0)
         replicas = Group("r", (rank % 2, rank % 2 + 2), 0, (), None, 0.0)
-        return Statement(rank, (shards, replicas), is_open, failure, 9.0, "")
+        return StatusReport(rank, (shards, replicas), is_open, failure, 9.0, "")
 
     said = one(0, 2, is_open=True), one(1, 1, is_open=False, failure="E")
     assert found(*said, one(2, 0, is_open=False), one(3, 0, is_open=False)).behind == (2, 3)
     assert found(*said, one(2, 1, is_open=True), one(3, 0, is_open=False)).behind == (3,)
     pair = [one._replace(groups=one.groups[:1]) for one in said]  # the others run other models
-    alone = Statement(2, (Group("t", (2, 3), 0, (), None, 0.0),), False, "", 0.0, "")
+    alone = StatusReport(2, (Group("t", (2, 3), 0, (), None, 0.0),), False, "", 0.0, "")
     assert found(*pair, alone, alone._replace(rank=3)).behind == ()
 
 
 def messages() -> list[str]:
     """One of each kind, as docs/faults.md shows them."""
     units, ahead = ("blocks.0", "blocks.1"), ("blocks.0", "blocks.3")
-    waits, other = statement(0, units, waits_s=0.1), statement(2, units)
+    waits, other = report(0, units, waits_s=0.1), report(2, units)
     place = "ValueError: no (train.py:40), in the forward of unit blocks.2"
-    failed = statement(1, units[:1], is_open=False, failure=place)
+    failed = report(1, units[:1], is_open=False, failure=place)
     last = "ValueError: no (train.py:40), in the backward of unit blocks.0"
-    late = statement(1, units, is_open=False, failure=last)
+    late = report(1, units, is_open=False, failure=last)
     longer = waits._replace(groups=(waits.groups[0]._replace(waited_s=6.0),))
     crossed = [
-        Statement(
+        StatusReport(
             rank,
             (
                 Group(str(rank), (0, 1), 1, (issued(0, "blocks.0"),), 0, 6.0),
@@ -268,13 +274,13 @@ def messages() -> list[str]:
     groups = crossed[0].groups[:1], (crossed[1].groups[1], saving(6.0, world=2))
     apart = [one._replace(groups=its) for one, its in zip(crossed, groups, strict=True)]
     return [
-        found(statement(0, ahead, waits_s=0.1), failed, statement(2, ahead)).text,
-        found(waits, statement(1, ("blocks.0", "blocks.2")), other).text,
-        found(longer, statement(1, units[:1], stack="load (data.py:3)"), other).text,
+        found(report(0, ahead, waits_s=0.1), failed, report(2, ahead)).text,
+        found(waits, report(1, ("blocks.0", "blocks.2")), other).text,
+        found(longer, report(1, units[:1], stack="load (data.py:3)"), other).text,
         found(waits, other, absent={1: Absence(DEAD, is_final=True)}).text,
         found(longer, other, absent={1: Absence(STOPPED, is_final=False)}).text,
         found(*crossed).text,
-        found(ended(statement(0, (*units, "blocks.0")), 2), late, ended(other, 0)).text,
+        found(ended(report(0, (*units, "blocks.0")), 2), late, ended(other, 0)).text,
         found(*apart).text,
     ]
 
@@ -293,7 +299,7 @@ def test_ranks_in_one_order_are_never_at_fault(data: st.DataObject) -> None:
     for rank in range(world):
         units = ORDER[: data.draw(st.integers(0, len(ORDER)))]
         waits = data.draw(st.none() | st.floats(0, 20)) if units else None
-        said.append(statement(rank, units, world=world, waits_s=waits))
+        said.append(report(rank, units, world=world, waits_s=waits))
     least = min(len(one.groups[0].recent) for one in said)
     what = found(*said)
     assert what.kind in (Kind.NOTHING, Kind.LATE)
@@ -348,7 +354,7 @@ def test_ranks_that_all_meet_wait_for_nobody() -> None:
     """Connecting may take longer than the patience, where it cannot be done."""
     meeting = Issued(0, "meeting", "", 0)
     said = {
-        rank: Statement(rank, (Group("0", (0, 1), 1, (meeting,), 0, 9.0),), True, "", 0.0, "")
+        rank: StatusReport(rank, (Group("0", (0, 1), 1, (meeting,), 0, 9.0),), True, "", 0.0, "")
         for rank in (0, 1)
     }
     assert diagnose(said, {}, patience_s=PATIENCE_S).kind is Kind.NOTHING
@@ -393,7 +399,7 @@ def test_what_was_said_in_earlier_rounds_is_not_kept(
             assert one.next_begun() == number
             failure = "E: no" if rank == 1 else ""
             waits_s = None if failure else 0.1
-            own = statement(
+            own = report(
                 rank, units[: len(units) - rank % 2], world=world, failure=failure, waits_s=waits_s
             )
             one.say(number, own)
@@ -442,12 +448,12 @@ def test_two_judges_of_one_round_publish_one_verdict(monkeypatch: pytest.MonkeyP
 def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of many ranks would ask the store for all others, in each round."""
     store, ranks = ranks_of(64, monkeypatch)
-    ranks[3].leave("ended its program")
+    ranks[3].leave("exited")
     asked = {}
     for rank, one in enumerate(ranks):
         before = store.num_asked
         if rank != 3:
-            one.say(1, statement(rank, ("a",), world=64))
+            one.say(1, report(rank, ("a",), world=64))
         asked[rank] = store.num_asked - before
     assert sum(number > 10 for number in asked.values()) < 10
     assert store.inner.check(["fullshard/round/1/decision"])  # by the last, as it knows who ended

@@ -391,7 +391,7 @@ def test_a_batch_without_rows_is_told_to_all(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("batch", [[], [torch.ones(())], [torch.ones(2), torch.ones(3)]])
 def test_batches_without_rows_are_refused(batch: list[Tensor]) -> None:
-    with pytest.raises(ConfigError, match="expected one number, at least 1"):
+    with pytest.raises(ConfigError, match="expected the same number in all of them, at least 1"):
         Microbatches(nn.Linear(2, 2)).backward(lambda part: part[0].sum(), batch)
 
 

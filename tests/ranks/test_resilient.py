@@ -12,17 +12,17 @@ from torch import nn
 
 from fullshard import Life, _torch, fully_shard, resilient
 from fullshard.errors import LostRankError, PeerError
-from fullshard.recover import handover, world
+from fullshard.recover import transfer, world
 from fullshard.recover.vote import End, Said, Voter
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble
 
 
-def handed_on(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
-    """Hand on the state of a first step, to a life that ends, by ``error``, before it takes it up.
+def transferred(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
+    """Transfer the state of a first step to an attempt that ends, by ``error``, before it loads it.
 
     Returns:
-        How many files there were in memory then, and how many are left.
+        The number of files in memory during that attempt, and after it.
     """
     memory = folder / "memory"
     memory.mkdir()
@@ -45,7 +45,7 @@ def handed_on(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
         raise PeerError("rank 1 failed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handover, "_MEMORY", memory)
+        patch.setattr(transfer, "_MEMORY", memory)
         try:
             resilient(train, max_restarts=1)
         except (Trouble, PeerError) as raised:
@@ -57,14 +57,14 @@ def handed_on(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("error", [Trouble, PeerError, None])
-def test_state_that_nobody_took_up_is_not_left_in_memory(
+def test_transferred_state_that_is_never_loaded_is_removed_from_memory(
     pool: RankPool, tmp_path: Path, error: type[Exception] | None
 ) -> None:
-    assert pool.run(1, handed_on, tmp_path, error, process_group=False) == [(1, 0)]
+    assert pool.run(1, transferred, tmp_path, error, process_group=False) == [(1, 0)]
 
 
-def models_of_the_life_before(path: Path) -> list[bool]:
-    """Fail in a hook of a module; return which models are alive as the next life begins."""
+def models_of_the_attempt_before(path: Path) -> list[bool]:
+    """Fail in a hook of a module; return which models are alive as the next attempt begins."""
     store = dist.FileStore(str(path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     made: list[weakref.ref[nn.Module]] = []
@@ -86,9 +86,11 @@ def models_of_the_life_before(path: Path) -> list[bool]:
     return alive
 
 
-def test_the_model_of_a_life_is_gone_when_the_next_begins(pool: RankPool, tmp_path: Path) -> None:
+def test_the_model_of_an_attempt_is_gone_when_the_next_begins(
+    pool: RankPool, tmp_path: Path
+) -> None:
     """PyTorch calls hooks in a function whose closure has the module, and no traceback drops it."""
-    found = pool.run(1, models_of_the_life_before, tmp_path, process_group=False)
+    found = pool.run(1, models_of_the_attempt_before, tmp_path, process_group=False)
     assert found == [[False]]
 
 

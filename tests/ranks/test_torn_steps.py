@@ -81,7 +81,7 @@ def equals(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
-def torn(
+def half_stepped(
     path: Path, face: str, make: Make, wire: str, victims: list[int], late: int | None = None
 ) -> list[str]:
     """Leave step 2 by an exception on ``victims``, which catch it; go on from a checkpoint.
@@ -145,12 +145,14 @@ def test_a_step_of_an_optimizer_left_by_an_exception_is_told_once_on_all(
     wire: str,
     victims: list[int],
 ) -> None:
-    told = pool.run(world, torn, tmp_path / "step-000001", face, make, wire, victims)
+    told = pool.run(world, half_stepped, tmp_path / "step-000001", face, make, wire, victims)
     for rank, said in enumerate(told):
         assert said[: rank in victims] == ["2 Trouble: out of memory, say"] * (rank in victims)
         (one,) = said[rank in victims :]  # step 4 runs on all ranks
         assert one.startswith("3 TornStepError: rank "), said
-        assert one.endswith("so weights are stepped in part there. Go back to a checkpoint"), one
+        assert one.endswith(
+            "so the weights there are half-stepped. Load a checkpoint on all ranks"
+        ), one
         named = [r for r in range(world) if f"rank {r} failed: an exception, in the step of" in one]
         # Who has not come to its next step when the first one tells may not have been named.
         assert named and set(named) <= set(victims), one
@@ -161,7 +163,7 @@ def test_who_was_left_too_and_comes_late_is_told_what_the_others_were(
     pool: RankPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "step-000001"
-    told = pool.run(3, torn, path, "fully_shard", adamw, "1", [0, 1, 2], late=1)
+    told = pool.run(3, half_stepped, path, "fully_shard", adamw, "1", [0, 1, 2], late=1)
     for said in told:
         assert len(said) == 2, said
         assert said[1].startswith("3 TornStepError: rank "), said
@@ -222,7 +224,7 @@ def test_weights_stepped_in_part_are_not_saved(
     pool: RankPool, tmp_path: Path, victims: list[int]
 ) -> None:
     (said,) = set(pool.run(3, saved, tmp_path / "step-000000", victims))
-    assert "caught in the step of AdamW: weights are stepped in part" in said
+    assert "caught in the step of AdamW: the weights are half-stepped" in said
     assert not (tmp_path / "step-000000").exists()
 
 
@@ -315,7 +317,7 @@ def alone() -> None:
     with pytest.raises(Trouble):
         fail(optimizer, after=True)
     trained(model, optimizer, (1,))
-    assert engine_of(model)._step.torn is None
+    assert engine_of(model)._step.half_step is None
 
 
 def test_who_is_alone_knows_what_it_caught(pool: RankPool) -> None:

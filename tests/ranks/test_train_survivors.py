@@ -53,7 +53,7 @@ def _first_of(launcher: int) -> int:
 
 def begun_again(outcome: Outcome) -> int:
     """Return the step from which the job went on."""
-    found = re.search(r"goes on with 2 rank\(s\), .* step (\d+) is done", outcome.err)
+    found = re.search(r"resumed on 2 ranks after losing .*; step (\d+) finished", outcome.err)
     assert found, outcome.err
     return int(found[1]) - 1
 
@@ -77,7 +77,7 @@ def test_replicas_that_are_left_lose_no_step(shell: Shell) -> None:
         os.kill(_first_of(job.pid), signal.SIGKILL)
         outcome = shell.end_of(job)
     assert outcome.exitcode == 0, outcome.err
-    assert "0 step(s) were lost" in outcome.err
+    assert "0 steps were repeated" in outcome.err
     steps = [record["step"] for record in shell.metrics("halved")]
     assert steps == sorted({*steps})
     assert len({*range(1, 41)} - {*steps}) <= 1  # whose figures were lost with the worker
@@ -104,7 +104,7 @@ def test_too_few_workers_end_the_job(shell: Shell) -> None:
         os.kill(children_of(job.pid)[-1], signal.SIGKILL)
         outcome = shell.end_of(job)
     assert outcome.exitcode != 0
-    assert "1 rank(s) are left, fewer than min_world=2" in outcome.err
+    assert "only 1 rank survives, fewer than min_world=2" in outcome.err
     assert "--resume  goes on from" in outcome.err
 
 

@@ -18,7 +18,7 @@ KINDS = {
     "private names": r"there is none; docs/compat|can only be read|there is none; use"
     r"|has no attribute '_|fullshard that fullshard shards|object has no setter",
     "documented": r"LOCAL_STATE_DICT is historical|expected a process group with|mesh of 2 dims"
-    r"|no attribute 'local_shards'|torch.float32 != torch.float16|ranks do different things",
+    r"|no attribute 'local_shards'|torch.float32 != torch.float16|ranks run different collectives",
     "wording": r"AssertionError: .*(does not match|not found in|Regex didn't match)|not triggered",
 }
 """Words of the error by which a failure on our engine is sorted; anything else is "other"."""

@@ -62,8 +62,8 @@ class Collected:
         """Add parameters, buffers and extra state of a model.
 
         Raises:
-            TornStepError: weights are stepped in part, by an exception that was caught, and are to
-                be ``whole``.
+            TornStepError: an exception that was caught left the weights half-stepped, and they
+                are to be ``whole``.
         """
         tree = Tree(model, "save")
         if whole:

@@ -86,8 +86,9 @@ def save(
             plain parameters of one name with different values. Nothing changed.
         CheckpointError: a rank could not write; nothing is left behind.
         LostRankError: a rank ended or hangs; other checkpoints are as they were.
-        TornStepError: an exception was caught that left a step of the optimizer on some rank, so
-            weights are stepped in part, and its state does not show it; nothing was written.
+        TornStepError: an exception that was caught left a step of the optimizer on some rank: the
+            weights are half-stepped, and the optimizer's state does not show it; nothing was
+            written.
         ProtocolError: during a forward, a backward or ``unshard_params``; or other ranks do
             something else, and wait for this one.
         PeerError: a step of another rank failed, which so does not come to this.

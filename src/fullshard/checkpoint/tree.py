@@ -128,7 +128,7 @@ class Tree:
                 engine_of(unit).rewritten(unit)
 
     def check_whole(self, what: str) -> None:
-        """Raise ``TornStepError`` if weights are stepped in part, by an exception in a step."""
+        """Raise ``TornStepError`` if an exception in a step left the weights half-stepped."""
         for unit in self.units:
             engine_of(unit).check_whole(what)
 

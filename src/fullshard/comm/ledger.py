@@ -1,15 +1,16 @@
-"""What this process issued on each of its process groups, where it waits, and what ends waits.
+"""Ledgers of issued collectives: what this process issued, where it waits, and how waits end.
 
-When ranks wait for each other in vain, they compare these ledgers to find out who left the order
-(room ``watch``). Until then nobody reads them: a collective costs one tuple and two assignments.
+A ledger belongs to one process group. When ranks wait for each other in vain, the room ``watch``
+compares their ledgers to find the rank that left the common order. Until then the watch reads only
+the current waits, and a collective costs one tuple and two assignments.
 
-An *era* lasts from one fault to the next. All ranks of a job count the collectives of an era alike.
-When a fault was found, every rank ends its era: whatever was issued in it, and is still waited for,
-raises the error of the fault, and later collectives are counted and connected anew.
+An *era* lasts from one fault to the next. All ranks of a job number the collectives of an era
+alike. After a fault every rank ends its era: pending waits in that era raise the error of the
+fault. In the next era numbers start from 0, and ranks connect to each other again.
 
-Collectives of devices cannot be ended one by one, nor connected anew. A fault ends the process
-groups that have any: the backend's communicators are aborted, so that neither a device nor a host
-that waits for it stays behind. What devices have computed from them since is of no use.
+Collectives on devices cannot be ended one by one, and their groups cannot connect again. So a fault
+aborts the backend's communicators in all process groups that have such collectives, and no device
+or host hangs in them. Results that devices compute from aborted collectives are useless.
 """
 
 from __future__ import annotations
@@ -21,51 +22,24 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from fullshard import _torch
 from fullshard.comm.protocol import Pending
+from fullshard.comm.underway import KEPT, Entry, Mark, Underway, Wait
 from fullshard.errors import ProtocolError, TornStepError
 
-KEPT = 32
-"""Collectives of each group that a ledger remembers."""
-
 MEETING = "meeting"
-"""The kind of a collective, and of a wait, by which ranks connect to each other."""
+"""The kind of collectives and waits in which ranks connect to each other."""
 
 COMPARISON = "comparison"
-"""The kind of a wait for ranks to compare labels with."""
+"""The kind of waits in which ranks compare labels."""
 
 TRANSFER = "transfer"
-"""The kind of collectives by PyTorch's public functions, of objects and of raw bytes."""
+"""The kind of collectives that exchange objects or raw bytes by PyTorch's public functions."""
 
 BETWEEN_STEPS = frozenset({TRANSFER, "save", "load", "list", "stream"})
-"""Kinds of what ranks do together when weights may have been stepped since the last backward."""
-
-
-Entry = tuple[int, str, str, int]
-"""A collective that this process issued: its number among those of the group in this era, from 0,
-its kind, its label (may be empty), and the bytes that this rank contributes. A plain tuple, which
-the garbage collector soon leaves alone."""
-
-
-class Mark(Protocol):
-    """A point in the work of a device, such as an event."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed it; never blocks."""
-
-
-class Wait(NamedTuple):
-    """What this process waits for."""
-
-    entry: Entry
-    since_s: float
-    """Since when, by ``time.monotonic``."""
-    on_device: bool
-    """True if the device does, and the host may have gone on."""
+"""The kinds of collectives between steps, when weights may have changed since the last backward."""
 
 
 class Era:
@@ -73,9 +47,10 @@ class Era:
 
     def __init__(self) -> None:
         self.error: Callable[[], Exception] | None = None
-        """Makes the error of the fault that ended the era; None while it lasts."""
-        self.owed: Callable[[], Exception] | None = None
-        """Makes what the next step or collective raises: others have dropped it already."""
+        """Factory of the error of the fault that ended the era; None while the era lasts."""
+        self.deferred_error: Callable[[], Exception] | None = None
+        """Factory of the error to raise at the next step, which the other ranks have already
+        dropped; None: no error is deferred."""
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None  # made when needed: processes may fork before
 
@@ -85,7 +60,7 @@ class Era:
             if self._pipe is None:
                 self._pipe = os.pipe()
                 weakref.finalize(self, _close, self._pipe)
-                self._tell()
+                self._wake()
             return self._pipe[0]
 
     def check(self) -> None:
@@ -94,29 +69,29 @@ class Era:
             raise self.error()
 
     @property
-    def is_torn(self) -> bool:
-        """True if the fault that ended the era left weights that may differ among ranks."""
+    def is_half_stepped(self) -> bool:
+        """True if the fault that ended the era left the weights half-stepped."""
         return self.error is not None and isinstance(self.error(), TornStepError)
 
-    def raise_owed(self) -> None:
-        """Raise the error of the fault before, if it is owed; once."""
-        owed, self.owed = self.owed, None
-        if owed is not None:
-            raise owed()
+    def raise_deferred(self) -> None:
+        """Raise the deferred error, once, if there is one."""
+        error, self.deferred_error = self.deferred_error, None
+        if error is not None:
+            raise error()
 
-    def forgive(self) -> None:
-        """Let the next step begin: all ranks have agreed on which it is, or are of another job."""
-        self.owed = None
+    def clear_deferred(self) -> None:
+        """Clear the deferred error: ranks agreed on the next step, or a new job began."""
+        self.deferred_error = None
 
     def end(self, error: Callable[[], Exception]) -> None:
-        """End the era and wake those who wait in it; from any thread, once."""
+        """End the era and wake the threads that wait in it; call this once, from any thread."""
         with self._lock:
             self.error = error
-            self._tell()
+            self._wake()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         if self._pipe is not None and self.error is not None:
-            os.write(self._pipe[1], b".")  # nobody reads it, so all who poll are woken
+            os.write(self._pipe[1], b".")  # never read, so it wakes every thread that polls
 
 
 def _close(fds: tuple[int, int]) -> None:
@@ -124,75 +99,31 @@ def _close(fds: tuple[int, int]) -> None:
         os.close(fd)
 
 
-class _Underway:
-    """Collectives that were issued to a device, which may not have done them.
-
-    A host may be ahead of its device by any number of them, and the oldest may be the one that
-    hangs. Marks are removed once the device has passed them, so the host checks them when many
-    pile up.
-    """
-
-    def __init__(self) -> None:
-        self._marks: deque[tuple[Entry, Mark, float]] = deque()
-        self._most = KEPT  # marks; with more, the host checks them
-        self._first: tuple[Entry | None, float] = (None, 0.0)  # the oldest; when it was first seen
-        self._removing = threading.Lock()  # the host and the watch may see one mark passed
-
-    def add(self, entry: Entry, mark: Mark) -> None:
-        """Add a collective, and the mark behind it."""
-        self._marks.append((entry, mark, time.monotonic()))
-        if len(self._marks) > self._most:
-            self.first()
-            self._most = max(KEPT, 2 * len(self._marks))
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._marks.clear()
-
-    def first(self, least_s: float = 0.0) -> Wait | None:
-        """Return the first that is not done, if it was issued ``least_s`` ago or earlier.
-
-        Older marks that the device has passed are dropped. The wait starts when this collective was
-        first seen as the oldest, not when it was issued.
-        """
-        with contextlib.suppress(IndexError), _torch.beside_captures() as may_ask:
-            while may_ask:  # another thread adds and clears meanwhile
-                entry, mark, issued_s = self._marks[0]
-                if time.monotonic() - issued_s < least_s:
-                    return None
-                if _is_passed(mark):
-                    with self._removing:
-                        if self._marks[0][0] is entry:
-                            self._marks.popleft()
-                    continue
-                if self._first[0] is not entry:
-                    self._first = (entry, time.monotonic())
-                return Wait(entry, self._first[1], on_device=True)
-        return None
-
-
 class Ledger:
-    """What this process issued on one process group in this era."""
+    """The collectives that this process issued on one process group in this era."""
 
     def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.name = name
         self.ranks = ranks
-        """The members, by their ranks in the job."""
+        """The ranks of the group, numbered as in the job."""
         self.job = _job()
         self.era = now()
         self.num_issued = 0
         self.num_ended = 0
-        """How many had been issued when the last step of training ended well."""
+        """The number of collectives issued before the last training step ended without an error."""
         self.entries: deque[Entry] = deque(maxlen=KEPT)
         self.waiting: Entry | None = None
-        """What the host waits for at the moment."""
+        """The collective that the host waits for; None if it does not wait."""
         self.waiting_since_s = 0.0
+        """The start of that wait, by ``time.monotonic``."""
         self.breaks: Callable[[Entry, Exception], None] | None = None
-        """Makes a wait that sees no era raise a ``RuntimeError``, at the cost of its transport, if
-        the error of the fault, the second argument, leaves the wait no end."""
+        """Function of the awaited entry and the fault's error, for waits that do not poll the era.
+
+        If the error leaves the wait without an end, the function makes the wait raise a
+        ``RuntimeError``, at the cost of the transport."""
         self.aborts: Callable[[], None] | None = None
-        """Ends all collectives of devices, and the group with them; None: it has none."""
-        self._underway = _Underway()
+        """Function that aborts all device collectives, and so the group; None: there are none."""
+        self._underway = Underway()
 
     def issue(
         self,
@@ -202,16 +133,17 @@ class Ledger:
         start: Callable[[], Pending],
         mark: Callable[[], Mark | None] | None = None,
     ) -> Pending:
-        """Start a collective and return what waits for it.
+        """Start a collective and return its ``Pending``.
 
         Args:
             kind, label, nbytes: as in ``Entry``.
-            start: starts it.
-            mark: for collectives of a device: returns a mark behind what was issued there last, or
-                None where there can be none.
+            start: starts the collective.
+            mark: for collectives on a device: returns a mark behind the device's last work, or
+                None if no mark can be set.
 
         Raises:
-            PeerError: it cannot end, since another rank failed, and so in ``wait``.
+            PeerError: the collective cannot end, since another rank failed; ``wait`` may raise
+                the same.
             ProtocolError: an earlier fault has ended the process group.
         """
         if unsettled and settle is not None:
@@ -221,8 +153,8 @@ class Ledger:
             inside.check()
         if self.era is not era:
             self._begin_era(era)
-        if era.owed is not None:
-            era.raise_owed()
+        if era.deferred_error is not None:
+            era.raise_deferred()
         if self.aborts is not None:
             _refuse_ended()
         entry = (self.num_issued, kind, label, nbytes)
@@ -240,10 +172,10 @@ class Ledger:
         return pending
 
     def wait(self, least_s: float = 0.0) -> Wait | None:
-        """Return what the host waits for, or else the device; for those who watch.
+        """Return the wait of the host, or else that of the device; None if neither waits.
 
         Args:
-            least_s: how many seconds ago it must have been issued, if the device waits for it.
+            least_s: for a wait of the device: seconds since the collective was issued, at least.
         """
         waiting = self.waiting
         if waiting is not None:
@@ -252,20 +184,20 @@ class Ledger:
 
     @property
     def is_meeting(self) -> bool:
-        """True if the host waits to meet other ranks, perhaps since an earlier era."""
+        """True if the host waits to connect to other ranks, perhaps since an earlier era."""
         waiting = self.waiting
         return waiting is not None and waiting[1] == MEETING
 
     def starting(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Show that the host waits in the block for ranks of the group, to start a collective.
+        """Record that in the block the host waits for ranks of the group to start a collective.
 
-        It is the one that was issued last, and ``kind`` says what the host does for it.
+        The collective is the one that was issued last; ``kind`` says what the host does for it.
         """
         return self.awaiting((max(0, self.num_issued - 1), kind, "", 0))
 
     @contextlib.contextmanager
     def awaiting(self, entry: Entry) -> Iterator[None]:
-        """Show that the host waits in the block for ``entry``."""
+        """Record that the host waits for ``entry`` in the block."""
         self.waiting_since_s = time.monotonic()
         self.waiting = entry
         try:
@@ -280,21 +212,14 @@ class Ledger:
         self._underway.clear()
 
     def explained(self, error: Exception, entry: Entry) -> Exception:
-        """Return what to raise for ``error``, which ``entry`` ended by."""
+        """Return the error to raise for ``error``, which made ``entry`` fail."""
         return error if explain is None else explain(error, self, entry)
 
 
-def _is_passed(mark: Mark) -> bool:
-    try:
-        return mark.query()
-    except RuntimeError:  # the device is broken, which whoever uses it learns
-        return True
-
-
 class _Awaited:
-    """A collective whose wait can be seen, and ended, by those who watch.
+    """A collective whose wait the watch can see and end.
 
-    After a wait that failed, later ones raise at once: what failed half-way may never end.
+    After a failed wait, later waits raise at once: a collective that failed half-way may never end.
     """
 
     __slots__ = ("_entry", "_era", "_failure", "_ledger", "_pending")
@@ -304,7 +229,7 @@ class _Awaited:
         self._entry = entry
         self._ledger = ledger
         self._era = ledger.era
-        self._failure = ""  # in words: an exception would keep the stack that it left
+        self._failure = ""  # text, as an exception would keep the frames of its traceback
 
     def wait(self) -> None:
         """See ``Pending``."""
@@ -318,7 +243,7 @@ class _Awaited:
         ledger.waiting_since_s = time.monotonic()
         ledger.waiting = self._entry
         try:
-            self._era.check()  # only now: a fault that comes later ends the wait
+            self._era.check()  # after the wait is recorded: a later fault ends it
             self._pending.wait()
         except Exception as error:
             explained = ledger.explained(error, self._entry)
@@ -331,14 +256,15 @@ class _Awaited:
 
 
 explain: Callable[[Exception, Ledger, Entry], Exception] | None = None
-"""Finds out why a collective failed, and returns what to raise instead; set by who watches."""
+"""Function that finds out why a collective failed and returns the error to raise; set by the watch.
+None: there is no watch."""
 
 unsettled = False
-"""True if an exception ended a step of this process, and other ranks may wait in it."""
+"""True if an exception ended a step of this process, in which other ranks may wait."""
 
 settle: Callable[[], None] | None = None
-"""Finds out whether they do, and ends the era then, before anything else is issued; set by who
-watches."""
+"""Function that finds out whether other ranks wait, and ends the era if they do, before another
+collective is issued; set by the watch. None: there is no watch."""
 
 
 class _Within(threading.local):
@@ -346,13 +272,13 @@ class _Within(threading.local):
 
 
 within = _Within()
-"""Its ``era`` is that of the step which runs or issues something in this thread at the moment, if
-one does; set by who drives it. If a fault has ended it, what begins or is issued now must not count
-in the next. Ranks that are threads would leave each other's behind in one variable."""
+"""``within.era`` is the era of the step that runs in this thread; None outside of steps. The engine
+sets it. If a fault has ended that era, collectives and steps must not start in the next one. The
+variable is thread-local, because ranks may be threads of one process."""
 
-# The last job of which a fault has ended process groups, and what makes the error of that fault.
+# The last job whose process groups a fault has ended, and the factory of the error of that fault.
 _ended: tuple[weakref.ref[dist.ProcessGroup] | None, Callable[[], Exception]] | None = None
-_is_told = False  # whether a collective was refused with that error
+_is_raised = False  # whether a collective was refused with that error
 
 _era = Era()
 _lock = threading.Lock()
@@ -360,12 +286,12 @@ _ledgers: weakref.WeakKeyDictionary[object, Ledger] = weakref.WeakKeyDictionary(
 
 
 def now() -> Era:
-    """Return the era that lasts."""
+    """Return the current era."""
     return _era
 
 
 def ledger_of(group: dist.ProcessGroup) -> Ledger:
-    """Return the ledger of ``group``, made at the first call."""
+    """Return the ledger of ``group``; the first call makes the ledger."""
     with _lock:
         if group not in _ledgers:
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -374,7 +300,7 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
 
 
 def ledger_beside(holder: object, name: str) -> Ledger:
-    """Return a new ledger of what all ranks do together without a group; ``holder`` keeps it."""
+    """Return a new ledger, owned by ``holder``, of joint work without a process group."""
     with _lock:
         ledger = _ledgers[holder] = Ledger(name, tuple(range(dist.get_world_size())))
     return ledger
@@ -383,7 +309,7 @@ def ledger_beside(holder: object, name: str) -> Ledger:
 def ledgers() -> list[Ledger]:
     """Return the ledgers of the groups of this job.
 
-    Something may still hold a group of an earlier job, on this rank only, under the same name.
+    On this rank alone, a reference may still hold a group of an earlier job with the same name.
     """
     job = _job()
     with _lock:
@@ -391,36 +317,36 @@ def ledgers() -> list[Ledger]:
 
 
 def end_step() -> None:
-    """Take note, on the ledgers of all groups, that a step of training ended well."""
+    """Record in all ledgers that a training step ended without an error."""
     for ledger in ledgers():
         if ledger.era is _era:
             ledger.num_ended = ledger.num_issued
 
 
 def _job() -> weakref.ref[dist.ProcessGroup] | None:
-    """Return what tells this job from others of the same process: its default group."""
+    """Return a reference to the default group, which identifies the job; None: there is no job."""
     group = dist.group.WORLD
     return None if group is None else weakref.ref(group)
 
 
 def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
-    """End the era by a fault, which ``error`` makes the error of, and begin the next.
+    """End the era by a fault, and begin the next one.
 
     Args:
-        error: makes the error.
-        is_behind: True if other ranks drop a step that this one has not begun.
+        error: the factory of the fault's error.
+        is_behind: True if other ranks drop a step that this rank has not begun.
     """
-    global _era, _ended, _is_told
+    global _era, _ended, _is_raised
     last, new = _era, Era()
-    new.owed = error if is_behind else None
+    new.deferred_error = error if is_behind else None
     _era = new
     aborts = [one.aborts for one in ledgers() if one.aborts is not None]
     if aborts and ended_by() is None:
-        _ended, _is_told = (_job(), error), False  # before any wait ends by it
+        _ended, _is_raised = (_job(), error), False  # before any wait ends
     last.end(error)
     for ledger in ledgers():
         waiting = ledger.waiting
-        # Of an earlier era, too: only a lost rank ends a meeting.
+        # Waits of an earlier era, too: only a lost rank ends a meeting.
         if waiting is not None and ledger.breaks is not None:
             ledger.breaks(waiting, error())
     for abort in aborts:
@@ -428,33 +354,33 @@ def end_era(error: Callable[[], Exception], *, is_behind: bool = False) -> None:
 
 
 def ended_by() -> Callable[[], Exception] | None:
-    """Return what makes the error of the fault that ended process groups of this job, if one did.
+    """Return the factory of the error that aborted this job's groups, or None.
 
-    Those of an earlier job are no concern of this one, nor of a process that goes on alone.
+    The groups of an earlier job do not count.
     """
     return _ended[1] if _ended is not None and _ended[0] == _job() else None
 
 
 def check_ended() -> None:
-    """Raise the error of the fault that ended process groups of this job, if one did."""
+    """Raise the error of the fault, if a fault has aborted groups of this job."""
     error = ended_by()
     if error is not None:
         raise error()
 
 
 def _refuse_ended() -> None:
-    """Refuse a collective on a group that a fault has ended.
+    """Refuse a collective on a group that a fault has aborted.
 
-    The first time by the error of the fault; who catches that and tries again has to know better.
+    Raise the original fault once, then a ``ProtocolError``.
     """
-    global _is_told
+    global _is_raised
     error = ended_by()
     if error is None:
         return
-    was_told, _is_told = _is_told, True
-    if not was_told:
+    was_raised, _is_raised = _is_raised, True
+    if not was_raised:
         raise error()
     raise ProtocolError(
-        f"{error()}. This fault has ended the process groups of devices, so that no rank waits "
-        "for ever; go on in new ones, as fullshard.resilient does, or end the program"
+        f"{error()}. This fault has aborted the process groups of devices, so that no rank hangs; "
+        "continue in new process groups, as fullshard.resilient does, or end the program"
     ) from error()

@@ -17,17 +17,17 @@ STOPPED = "was stopped by a signal"
 
 
 class Absence(NamedTuple):
-    """Why a rank says nothing."""
+    """The reason why a rank did not report its status."""
 
     why: str
     """A clause without its subject, such as "was stopped by a signal"."""
     is_final: bool
     """True if the rank will never come back."""
     least_wait_s: float = 0.0
-    """How long others must have waited for the rank before it counts as lost, in seconds.
+    """Seconds that other ranks must have waited for the rank before it counts as lost.
 
-    Above 0 if nothing but its silence in the store says so: the rank may be cut off from the store
-    alone.
+    Above 0 if the only evidence is the rank's silence in the store: its connection to the store
+    may be broken while it still takes part in collectives.
     """
 
 

@@ -139,22 +139,23 @@ class Engine(Actor):
         A rank that is alone is not told what it caught itself.
         """
         if watch.watcher() is not None and self.shares_params(optimizer):
-            self._step.torn = watch.Torn(f"in the step of {type(optimizer).__name__}", era)
+            self._step.half_step = watch.HalfStep(f"in the step of {type(optimizer).__name__}", era)
 
     def check_whole(self, what: str) -> None:
-        """Raise ``TornStepError`` if weights are stepped in part, by an exception in a step."""
+        """Raise ``TornStepError`` if an exception in a step left the weights half-stepped."""
         find_left()
-        if self._step.torn is not None:
+        if self._step.half_step is not None:
             raise TornStepError(
-                f"{what} was called after an exception was caught {self._step.torn.place}: weights "
-                "are stepped in part. Go back to a checkpoint"
+                f"{what} was called after an exception was caught "
+                f"{self._step.half_step.place}: the weights are half-stepped. "
+                "Load a checkpoint on all ranks"
             )
 
     def forget_left(self, unit: Unit) -> None:
         """Forget, with the root, steps left in part: it was loaded, or all ranks were told else."""
         if unit is self.units[-1]:
             find_left()
-            self._step.torn = None
+            self._step.half_step = None
 
     def trigger(self, trigger: Trigger) -> None:
         """Pass ``trigger`` to the scheduler, then carry out its actions; one thread at a time."""
@@ -314,12 +315,12 @@ class Engine(Actor):
     def _begin_step(self) -> None:
         """Begin a step, or another forward of it, once the last one's failure is known to all."""
         find_left()
-        torn = watch.tear(self._step)
+        half_stepped = watch.report_half_step(self._step)
         watch.settle()
         if self._step.was_dropped:
             self._drop_step()
-        if torn is not None:
-            raise torn
+        if half_stepped is not None:
+            raise half_stepped
         self._step.begin()
 
     def _end_step(

@@ -4,7 +4,7 @@ Version counters do not see the writes of foreach and fused optimizers. If ranks
 ranks may be in the middle of a step, and must not gather units that this rank does not gather.
 
 A step that has begun and not ended, and is on no stack, was left by an exception that somebody
-caught: its weights are stepped in part. Nobody sees that exception, so this is looked for when
+caught: its weights are half-stepped. Nobody sees that exception, so this is looked for when
 weights are used next. Optimizers are held weakly: to hold the frame of a step would keep the
 memory of one that its user drops because memory ran out.
 

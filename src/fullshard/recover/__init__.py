@@ -1,8 +1,8 @@
-"""A job goes on without the ranks that it lost, in the processes that are left.
+"""Resumes a job on the ranks that survive a fault, in the same processes.
 
-``resilient`` calls the user's training in one life of the job after the other. ``vote`` is how all
-ranks find, at the end of each, what comes next and who is left; ``world`` leaves the old process
-groups and makes new ones. ``microbatches`` goes on with a step that memory did not suffice for.
+``resilient`` calls the user's training, once in each attempt. After an attempt, ``vote`` decides
+on all ranks alike what comes next and which ranks survive; ``world`` leaves the old process groups
+and makes new ones. ``microbatches`` repeats a step in smaller parts when memory runs out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tell a training about the job that calls it, and let it tell how far it is."""
+"""``Life``: what the user's training learns about the job, and reports to it, in one attempt."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpointer, CheckpointInfo, load_newest
-from fullshard.recover.handover import Handover
+from fullshard.recover.transfer import StateTransfer
+from fullshard.watch.text import counted, named_ranks
 
 log = logging.getLogger("fullshard")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Why a training was called again, and what that cost."""
+    """The reason for another attempt, and its cost."""
 
     why: str
-    """The failure, as a text in which ranks have the numbers that they had then."""
+    """The failure; the text numbers ranks as in the attempt that failed."""
     lost: tuple[int, ...]
-    """The ranks that are gone, by the numbers that they had when the job began."""
+    """The lost ranks, by their original ranks: those of the first attempt."""
     world: int
-    """How many ranks are left."""
+    """The number of surviving ranks."""
     steps_lost: int | None = None
-    """Steps done again; None while that is not known, or if ``reached`` was not called."""
+    """The number of repeated steps; None before ``reached`` is called, or if it never was."""
     seconds: float | None = None
-    """From the fault to the end of the first step afterwards; None while that is not known."""
+    """Seconds from the fault to the end of the next step; None before that."""
 
 
 class Life:
-    """The job between two faults: one call of the training.
+    """One attempt at a training: one call of ``train`` by ``resilient``.
 
     Attributes:
-        number: how often the training was called before.
-        rank, world: this rank's number, and how many there are; those of the default process group.
-        restarts: why it was called again, each time.
+        number: the number of this attempt, from 0.
+        rank, world: the rank of this process and the number of ranks, in the default process group.
+        restarts: one ``Restart`` for each attempt after the first.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Life:
         world: int,
         restarts: Sequence[Restart] = (),
         *,
-        handover: Handover | None = None,
+        transfer: StateTransfer | None = None,
         reached: int | None = None,
         failed_at_s: float = 0.0,
     ) -> None:
@@ -57,7 +58,7 @@ class Life:
         self.restarts = tuple(restarts)
         self.last_step: int | None = None
         self._reached_before, self._failed_at_s = reached, failed_at_s
-        self._handover = handover
+        self._transfer = transfer
 
     def load(
         self,
@@ -67,66 +68,68 @@ class Life:
         *,
         strict: bool = True,
     ) -> CheckpointInfo | None:
-        """Load the newest state there is, and hand this one's on to the next life.
+        """Load the newest state there is; the next attempt can take over the state of this one.
 
-        After a fault that is the state in the tensors of the ranks that are left, if they all have
-        that of one step, and together all of it, as replicas (HSDP) have, or if no rank was lost.
-        Else it is the newest intact checkpoint of ``checkpointers``, as ``load_newest`` loads it.
-        All ranks must call this, before the first step.
+        After a fault, the state comes from the tensors of the surviving ranks. All of them must
+        have the state of the same step, and together the whole state: because no rank was lost, or
+        because replicas (HSDP) hold what the lost ranks held. Otherwise the state is that of the
+        newest intact checkpoint of ``checkpointers``, loaded by ``load_newest``. All ranks must
+        call this, before the first step.
 
         Args:
-            checkpointers: may be none.
+            checkpointers: the checkpoints to fall back to; may be empty.
             model, optimizer, strict: as for ``checkpoint.load``.
 
         Returns:
-            Its description, whose ``extra`` is the one given to ``reached`` or ``save``; None if
-            there is nothing to load.
+            The description of the loaded state, with the ``extra`` that was given to ``reached`` or
+            to ``save``; None if there is nothing to load.
 
         Raises:
-            UnsupportedError: the optimizer takes no hooks.
+            UnsupportedError: the optimizer does not support step hooks.
             CheckpointError, ConfigError, LostRankError, ProtocolError: as ``load_newest`` does.
         """
-        handover = self._handover
-        if handover is None:
+        transfer = self._transfer
+        if transfer is None:
             return load_newest(checkpointers, model, optimizer, strict=strict)
-        load = handover.load if self.number else load_newest
+        load = transfer.load if self.number else load_newest
         loaded = load(checkpointers, model, optimizer, strict=strict)
-        handover.hold(model, optimizer)
+        transfer.track(model, optimizer)
         if loaded is not None:
-            handover.reached(loaded.step, loaded.extra)
+            transfer.reached(loaded.step, loaded.extra)
         return loaded
 
     def reached(self, step: int, extra: Any = None) -> None:
-        """Tell that ``step`` is done; the first call after a restart says what that has cost.
+        """Report that ``step`` is complete: the next attempt can start from its state.
 
-        To be called when the optimizer has stepped, before anything for which ranks wait: from then
-        on the next life can go on from here.
+        Call this after the optimizer's step, before anything that waits for other ranks. The first
+        call after a restart logs what the restart cost.
 
         Args:
-            step: its number.
+            step: the number of the step.
             extra: what else a run needs to go on, as for ``checkpoint.save``.
         """
-        if self._handover is not None:
-            self._handover.reached(step, extra)
+        if self._transfer is not None:
+            self._transfer.reached(step, extra)
         if self.last_step is None and self.restarts:
             before = self._reached_before
-            told = dataclasses.replace(
+            restart = dataclasses.replace(
                 self.restarts[-1],
                 steps_lost=None if before is None else max(0, before - step + 1),
                 seconds=time.monotonic() - self._failed_at_s,
             )
-            self.restarts = (*self.restarts[:-1], told)
+            self.restarts = (*self.restarts[:-1], restart)
             if self.rank == 0:
-                log.warning("%s", _told(told, step))
+                log.warning("%s", _resumed(restart, step))
         self.last_step = step
 
 
-def _told(restart: Restart, step: int) -> str:
-    lost = f", without rank(s) {', '.join(map(str, restart.lost))} of the first" * bool(
-        restart.lost
-    )
-    again = "" if restart.steps_lost is None else f", {restart.steps_lost} step(s) were lost"
+def _resumed(restart: Restart, step: int) -> str:
+    lost = f" after losing original {named_ranks(restart.lost)}" if restart.lost else ""
+    repeated = ""
+    if restart.steps_lost is not None:
+        verb = "was" if restart.steps_lost == 1 else "were"
+        repeated = f", {counted(restart.steps_lost, 'step')} {verb} repeated"
     return (
-        f"the job goes on with {restart.world} rank(s){lost}: step {step} is done "
-        f"{restart.seconds:.1f} s after the fault{again}"
+        f"resumed on {counted(restart.world, 'rank')}{lost}; step {step} finished "
+        f"{restart.seconds:.1f} s after the fault{repeated}"
     )

@@ -1,4 +1,4 @@
-"""``Microbatches``: steps that all ranks compute again in smaller parts, if memory runs out."""
+"""``Microbatches``: steps that all ranks repeat in smaller parts when memory runs out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fullshard.comm.protocol import Label
 from fullshard.device import empty_cache
 from fullshard.errors import ArgumentTypeError, ConfigError, LostRankError, PeerError
 from fullshard.tensors import find_tensors, map_tensors
+from fullshard.watch.text import counted, named_ranks
 
 __all__ = ["Microbatches"]
 
@@ -42,27 +43,34 @@ class _Unsynced(Protocol):
 
 
 class _Outcome(enum.IntEnum):
-    """What came of an attempt on one rank."""
+    """The outcome of a try at a step on one rank."""
 
     DONE = 0
     DROPPED = 1
-    """Another rank failed."""
+    """The rank dropped the step because another rank failed."""
     NO_MEMORY = 2
+    """The rank ran out of memory."""
     FAILED = 3
-    """Another exception."""
+    """The rank raised another exception."""
 
 
 _Found = tuple[_Outcome, int]
-"""What came of an attempt on one rank, and the number of its rows."""
+"""The outcome of a try on one rank, and the rank's number of rows."""
 
-_SAID = {
+_WORDS = {
     _Outcome.DROPPED: "dropped the step",
     _Outcome.NO_MEMORY: "ran out of memory",
     _Outcome.FAILED: "failed",
 }
 
 
-class _Attempt(NamedTuple):
+class _Try(NamedTuple):
+    """A try at a step on this rank.
+
+    Attributes:
+        rows: this rank's number of rows; 0 if unknown.
+    """
+
     rows: int
     outcome: _Outcome
     loss: Tensor | None
@@ -70,23 +78,23 @@ class _Attempt(NamedTuple):
 
 
 class Microbatches:
-    """Forward and backward of a step, in as many parts of the batch as memory needs.
+    """Forward and backward of a step, in as many parts of the batch as memory requires.
 
-    In place of forward and ``loss.backward()``, on all ranks::
+    Use it instead of forward and ``loss.backward()``, on all ranks::
 
         microbatches = fullshard.Microbatches(model)
         loss = microbatches.backward(lambda part: loss_of(model(part.x), part.y), batch)
         guard.step(loss)
         optimizer.zero_grad()
 
-    If a rank runs out of memory, all ranks drop what they have computed of the step and begin it
-    again in twice as many parts; the first rank logs a warning that names who ran out. Later steps
-    begin with as many parts. Gradients are those of the whole batch, up to rounding. One small
-    collective a step tells how the others fared, for which the host waits.
+    If a rank runs out of memory, all ranks drop the step and repeat it in twice as many parts; rank
+    0 logs a warning that names the ranks without memory. Later steps start with the new number of
+    parts. Gradients are those of the whole batch, up to rounding. In each step the ranks exchange
+    their outcomes in one small collective, and the host waits for its result.
 
     Attributes:
         parts: the number of parts of the next step, the same on all ranks.
-        repeated: how many times steps were begun again.
+        repeated: the number of repeated tries so far.
     """
 
     def __init__(
@@ -98,16 +106,16 @@ class Microbatches:
         reduces_each: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Create what runs the steps of ``model``.
+        """Create the ``Microbatches`` of ``model``.
 
         Args:
             model: the sharded model, or an unsharded one in a single process.
-            parts: the number of parts to begin with.
-            sums: False if a loss is the mean over the rows of its part, which is then weighted by
-                their number; True if it is a sum, over whatever.
-            reduces_each: True if gradients are reduced after each part, which takes the least
-                memory; False to do so once, after the last, which takes whole gradients of all
-                units until then.
+            parts: the number of parts of the first step.
+            sums: False if a loss is the mean over the rows of its part: it is weighted by their
+                number. True if a loss is a sum: losses are added as they are.
+            reduces_each: True to reduce gradients after each part, which needs the least memory.
+                False to reduce once, after the last part: until then each rank holds unsharded
+                gradients of all units.
             process_group: the ranks that train ``model`` together; None: all ranks.
 
         Raises:
@@ -128,43 +136,47 @@ class Microbatches:
     def backward(self, compute: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """Compute the gradients of a step and return this rank's loss, detached.
 
-        Gradients that parameters have already are added to. If the step fails, they are lost.
+        New gradients are added to those that parameters have. If the step fails, both are lost.
 
         Args:
-            compute: returns the loss, with one element, of a part of the batch. It may run more
-                than once on the same rows, so random numbers and buffers go on from there.
-            batch: tensors, in lists, tuples, mappings or dataclasses, whose first dim is that of
-                the rows, at least one; those without dims, and anything else, are passed on as
-                they are. Ranks may have differently many rows.
+            compute: returns the loss, with one element, of a part of the batch. A repeated step
+                calls ``compute`` again on the same rows; random number generators and buffers are
+                not reset.
+            batch: tensors with at least one row, in lists, tuples, mappings or dataclasses; the
+                first dim of each is that of the rows. Tensors without dims and other values are
+                passed on unchanged. Ranks may have different numbers of rows.
 
         Raises:
-            ConfigError: this rank's ``batch`` has no rows, or tensors of differently many.
-            PeerError: another rank failed, or ran out of memory with one row a part.
+            ConfigError: this rank's ``batch`` has no rows, or its tensors have different numbers.
+            PeerError: another rank failed, or ran out of memory with one row in each part.
             LostRankError: another rank was lost.
-            Exception: what ``compute`` raised, out of memory included, with one row a part.
+            Exception: the exception of ``compute``; if memory ran out, only with one row in each
+                part.
         """
-        kept = [(param, param.grad) for param in self.model.parameters() if param.grad is not None]
-        for param, _ in kept:
+        earlier = [
+            (param, param.grad) for param in self.model.parameters() if param.grad is not None
+        ]
+        for param, _ in earlier:
             param.grad = None
         while True:
             try:
-                attempt = self._attempt(compute, batch)
-                repeats = self._must_repeat(attempt)
+                done = self._try(compute, batch)
+                repeats = self._must_repeat(done)
             except BaseException:
                 self._step.end(failed=False)
                 raise
             self._step.end(failed=False, trained=not repeats)
             if not repeats:
                 break
-            del attempt
+            del done
             self._drop()
-        for param, grad in kept:
+        for param, grad in earlier:
             param.grad = grad if param.grad is None else grad.add_(param.grad)
-        assert attempt.loss is not None
-        return attempt.loss
+        assert done.loss is not None
+        return done.loss
 
-    def _attempt(self, compute: Callable[[Any], Tensor], batch: Any) -> _Attempt:
-        """Compute all parts; an exception is kept until all ranks know of it."""
+    def _try(self, compute: Callable[[Any], Tensor], batch: Any) -> _Try:
+        """Compute all parts; return an exception, to be raised once all ranks know the outcome."""
         rows = 0
         try:
             self._step.begin()
@@ -172,15 +184,17 @@ class Microbatches:
             with self._step.around():
                 loss = self._compute(compute, batch, rows)
             self._step.check()
-            return _Attempt(rows, _Outcome.DONE, loss, None)
-        except LostRankError:  # all raise it, as whom they lost would come to no agreement
+            return _Try(rows, _Outcome.DONE, loss, None)
+        except (
+            LostRankError
+        ):  # every rank raises it: the lost rank could not join the agreement below
             raise
         except PeerError as error:
-            return _Attempt(rows, _Outcome.DROPPED, None, error)
+            return _Try(rows, _Outcome.DROPPED, None, error)
         except Exception as error:
-            self._tell(error)
+            self._report(error)
             outcome = _Outcome.NO_MEMORY if _is_out_of_memory(error) else _Outcome.FAILED
-            return _Attempt(rows, outcome, None, error)
+            return _Try(rows, outcome, None, error)
 
     def _compute(self, compute: Callable[[Any], Tensor], batch: Any, rows: int) -> Tensor:
         total: Tensor | None = None
@@ -195,56 +209,56 @@ class Microbatches:
         return total
 
     def _synced(self, reduces: bool) -> AbstractContextManager[object]:
-        """Have the backward in the context reduce gradients, or keep them."""
+        """Reduce the gradients of the backward in the context, or accumulate them unreduced."""
         if isinstance(self.model, _Synced):
             self.model.set_requires_gradient_sync(reduces)
         elif not reduces and isinstance(self.model, _Unsynced):
             return self.model.no_sync()
         return nullcontext()
 
-    def _tell(self, error: Exception) -> None:
-        """Have the others told, who wait for this rank, unless the engine does so."""
+    def _report(self, error: Exception) -> None:
+        """Report ``error`` to the waiting ranks, unless the engine has reported it."""
         if not any(step.failure for step in watch.steps()):
             self._step.left("outside of forward and backward")
             self._step.end(error, failed=True)
 
-    def _must_repeat(self, attempt: _Attempt) -> bool:
-        """Agree on what came of an attempt; return True if all ranks begin again.
+    def _must_repeat(self, done: _Try) -> bool:
+        """Agree on the outcome of a try; return True if all ranks repeat the step.
 
         Raises:
-            Exception: a rank failed, and will again.
+            Exception: a rank failed and would fail again.
         """
-        found = self._found(attempt)
-        now().forgive()
+        found = self._found(done)
+        now().clear_deferred()
         worst, most = max(one for one, _ in found), max(rows for _, rows in found)
         if worst is _Outcome.DONE:
             return False
-        said = f"rank(s) {self._named(found, worst)} {_SAID[worst]}"
+        what = f"{named_ranks(self._ranks(found, worst))} {_WORDS[worst]}"
         if worst is not _Outcome.NO_MEMORY or self.parts >= most:
             self._drop()
-            raise attempt.error or PeerError(f"{said}, with {self.parts} part(s) of {most} row(s)")
-        if attempt.error is not None:
-            traceback.clear_frames(attempt.error.__traceback__)  # they hold activations
+            size = f"{counted(most, 'row')} a rank, computed in {counted(self.parts, 'part')}"
+            raise done.error or PeerError(f"{what} in a step of at most {size}")
+        if done.error is not None:
+            traceback.clear_frames(done.error.__traceback__)  # frames hold activations
         self.parts = min(2 * self.parts, most)
         self.repeated += 1
         if not dist.is_initialized() or dist.get_rank() == 0:
-            log.warning("%s; all ranks begin the step again in %d parts", said, self.parts)
+            log.warning("%s; all ranks repeat the step in %d parts", what, self.parts)
         return True
 
-    def _named(self, found: list[_Found], outcome: _Outcome) -> str:
-        """Return the ranks, in the job, of which ``outcome`` came."""
+    def _ranks(self, found: list[_Found], outcome: _Outcome) -> list[int]:
+        """Return the ranks with this ``outcome``, numbered as in the job."""
         group = self._group
         ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        these = [str(rank) for rank, (one, _) in zip(ranks, found, strict=True) if one is outcome]
-        return ", ".join(these[:8]) + (f" and {len(these) - 8} more" if len(these) > 8 else "")
+        return [rank for rank, (one, _) in zip(ranks, found, strict=True) if one is outcome]
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD if self._process_group is None else self._process_group
 
-    def _found(self, attempt: _Attempt) -> list[_Found]:
-        """Return what came of the attempt, and the number of rows, of all ranks."""
-        rows, outcome = attempt.rows, attempt.outcome
+    def _found(self, done: _Try) -> list[_Found]:
+        """Gather the outcome and the number of rows of all ranks."""
+        rows, outcome = done.rows, done.outcome
         group = self._group
         if group is None or group.size() == 1:
             return [(outcome, rows)]
@@ -257,14 +271,14 @@ class Microbatches:
                 wire.all_reduce_mean(values.view(-1)).wait()
             except LostRankError:
                 raise
-            except PeerError:  # a rank failed that had not come here
+            except PeerError:  # a rank failed before this collective
                 outcome = max(outcome, _Outcome.DROPPED)
                 continue
-            told = (values * group.size()).round().int().tolist()
-            return [(_Outcome(one), rows) for one, rows in told]
+            pairs = (values * group.size()).round().int().tolist()
+            return [(_Outcome(one), rows) for one, rows in pairs]
 
     def _drop(self) -> None:
-        """Forget all that was computed of the step."""
+        """Drop the gradients and the state of the step."""
         for module in self.model.modules():
             if isinstance(module, _Resettable):
                 module.reset_iter_state()
@@ -281,14 +295,14 @@ def _num_rows(batch: Any) -> int:
     if len(sizes) != 1 or 0 in sizes:
         raise ConfigError(
             f"Microbatches.backward: the tensors of the batch have {sorted(sizes)} rows; expected "
-            "one number, at least 1, as the first dim of each"
+            "the same number in all of them, at least 1, as their first dim"
         )
     (rows,) = sizes
     return rows
 
 
 def _parts(rows: int, parts: int) -> Iterator[tuple[int, int, float]]:
-    """Return start, end and weight of ``parts`` parts; where rows lack, row 0 without weight."""
+    """Yield start, end and weight of ``parts`` parts; an empty part is row 0 with weight 0."""
     for number in range(parts):
         start, end = number * rows // parts, (number + 1) * rows // parts
         yield (start, end, (end - start) / rows) if start < end else (0, 1, 0.0)
@@ -303,7 +317,7 @@ def _rows_of(batch: Any, rows: int, start: int, end: int) -> Any:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory ran out, of a device or, as far as its allocator tells, of the host."""
+    """Return whether memory ran out: of a device, or of the host if its allocator fails."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)

@@ -1,4 +1,4 @@
-"""Calls a training again when a rank of the job failed, with the ranks that are left."""
+"""``resilient``: repeats a training after a fault, on the surviving ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from fullshard.comm import ledger
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import now
 from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
-from fullshard.recover.handover import Handover
 from fullshard.recover.life import Life, Restart
+from fullshard.recover.transfer import StateTransfer
 from fullshard.recover.vote import End, Next, Said, Verdict, Voter
 from fullshard.recover.world import Origin, join, leave
+from fullshard.watch.text import counted
 
 log = logging.getLogger("fullshard")
 
@@ -31,71 +32,77 @@ Result = TypeVar("Result")
 def resilient(
     train: Callable[[Life], Result], *, max_restarts: int = 3, min_world: int = 1
 ) -> Result:
-    """Return what ``train`` returns; call it again with the ranks that are left if one is lost.
+    """Call ``train`` and return its result; after a fault call it again, on the surviving ranks.
 
-    All ranks call this, with a default process group whose store outlives each of them: torchrun's,
-    or one that the launcher keeps. When a process ended or hangs, the others leave their process
-    groups, agree on who is left, take new ranks in the same order, make a new default process group
-    and call ``train`` again, in the same processes. So they do, with the same ranks, if a step
-    failed on one rank and nobody caught that. An exception that all ranks raise by themselves is
-    raised.
+    All ranks call this, in a default process group whose store outlives each of them: torchrun's
+    store, or another one that the launcher keeps. When a process ends or hangs, the other ranks
+    leave their process groups, agree on the list of survivors, and are renumbered in the same
+    order. They make a new default process group and call ``train`` again, in the same processes.
+    If a step fails on one rank and the error is not caught, all ranks do the same with no rank
+    lost. If all ranks raise an exception of their own at the same place, that exception is raised.
 
     Args:
-        train: builds the model for the ranks that there are, loads the newest state (``Life.load``)
-            and trains; calls ``Life.reached`` after each step. What it makes must end with it:
-            nothing outside may hold a model, a mesh or a process group.
+        train: builds the model for the present number of ranks, loads the newest state
+            (``Life.load``), trains, and calls ``Life.reached`` after each step. The model, the
+            meshes and the process groups that ``train`` makes must end with it: keep no reference
+            to them outside.
         max_restarts: how often ``train`` may be called again.
-        min_world: how many ranks must be left for that.
+        min_world: the number of surviving ranks that a restart needs.
 
     Raises:
         ConfigError: an argument has no meaning, or there is no default process group.
-        LostRankError: too few are left, or the store is gone; or the others went on without this
-            rank, as it did not come in time.
-        PeerError: too many restarts; the last fault, on all ranks.
-        Exception: what ``train`` raised, if all ranks raised. Then no process group is left.
+        LostRankError: too few ranks survive, or the store is gone, or the other ranks went on
+            without this one because it answered too late.
+        PeerError: all restarts are used up; the last fault, on all ranks.
+        Exception: the exception of ``train``, if all ranks raised; no process group remains.
     """
     for name, value, least in (("max_restarts", max_restarts, 0), ("min_world", min_world, 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"resilient({name}={value!r}): expected an int of at least {least}")
     if not dist.is_initialized():
         raise ConfigError(
-            "resilient: there is no default process group; call init_process_group before"
+            "resilient: there is no default process group; call init_process_group first"
         )
     return _Job(train, max_restarts, min_world).run()
 
 
 class _Job(Generic[Result]):
-    """A job from its first life to its last, as one of its members."""
+    """A job from its first attempt to its last, as one of its ranks takes part in it.
+
+    In all attempts a process keeps its original rank, that of the first attempt, as its name.
+    """
 
     def __init__(self, train: Callable[[Life], Result], max_restarts: int, min_world: int) -> None:
         self._train, self._max_restarts, self._min_world = train, max_restarts, min_world
         self._origin = Origin.found()
-        self._member = dist.get_rank()
-        self._members = tuple(range(dist.get_world_size()))
-        # Ranks may have met in this store before: use other keys.
+        self._original_rank = dist.get_rank()
+        self._original_ranks = tuple(range(dist.get_world_size()))  # of the present ranks, in order
+        # An earlier job may have used this store: draw a new name for the keys.
         own = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         names = all_gather_bytes(own, "the name of a job")
         self._name = f"fullshard/resilient/{bytes(names[0].tolist()).hex()}"
-        self._handover = Handover(self._name.replace("/", "-"))
-        self._life = Life(self._member, len(self._members), handover=self._handover)
-        self._takes_over = False
+        self._transfer = StateTransfer(self._name.replace("/", "-"))
+        self._attempt = Life(
+            self._original_rank, len(self._original_ranks), transfer=self._transfer
+        )
+        self._has_state_to_save = False
         self._ended_at_s = 0.0
         self._voter = Voter(
             dist.PrefixStore(self._name, self._origin.store),
-            self._member,
+            self._original_rank,
             limit_s=self._origin.timeout.total_seconds(),
         )
 
     def run(self) -> Result:
-        """Live until the job is over, or cannot go on."""
-        how = "ended its part"
+        """Run attempts until the job is complete or cannot be restarted."""
+        exit_reason = "returned from resilient"
         watch.begin()
         try:
             while True:
-                result, error, said = self._live()
-                verdict = self._voter.vote(self._life.number, self._members, said)
+                result, error, said = self._run_attempt()
+                verdict = self._voter.vote(self._attempt.number, self._original_ranks, said)
                 if verdict.next is not Next.AGAIN:
-                    self._handover.forget()
+                    self._transfer.discard()
                 if verdict.next is Next.OVER:
                     assert result is not None
                     return result[0]
@@ -104,79 +111,83 @@ class _Job(Generic[Result]):
                 if error is None:
                     result = None
                     leave(None)
-                self._go_on(verdict, error)
+                self._prepare_attempt(verdict, error)
                 error = None
-                gc.collect()  # a traceback keeps closures, and these may keep the model
+                gc.collect()  # a traceback keeps closures, which may keep the model
         except BaseException as last:
-            how = f"ended by {type(last).__name__}: {last}"
+            exit_reason = f"left resilient with {type(last).__name__}: {last}"
             raise
         finally:
-            self._voter.leave(how, self._members)
+            self._voter.leave(exit_reason, self._original_ranks)
 
-    def _live(self) -> tuple[tuple[Result] | None, Exception | None, Said]:
+    def _run_attempt(self) -> tuple[tuple[Result] | None, Exception | None, Said]:
         """Call the training once; leave the process groups if it failed."""
-        era, rank = now(), self._life.rank
+        era, rank = now(), self._attempt.rank
+        ranks = self._original_ranks
         try:
-            if self._life.number and not dist.is_initialized():
-                name = f"{self._name}/{self._life.number}"
-                join(self._origin, name, rank, len(self._members))
-            if self._takes_over:
-                self._handover.save(self._members)
-            result = self._train(self._life)
-            return (result,), None, Said(End.DONE, step=self._handover.keep(self._members, rank))
+            if self._attempt.number and not dist.is_initialized():
+                join(self._origin, f"{self._name}/{self._attempt.number}", rank, len(ranks))
+            if self._has_state_to_save:
+                self._transfer.save(ranks)
+            result = self._train(self._attempt)
+            return (result,), None, Said(End.DONE, step=self._transfer.capture(ranks, rank))
         except Exception as error:
             failure = error
         finally:
             self._ended_at_s = time.monotonic()
         if era.error is None:
-            watch.confess(failure)
+            watch.report_failure(failure)
         is_known = isinstance(failure, PeerError) or era.error is not None
         frame = traceback.extract_tb(failure.__traceback__)[-1]
-        # Devices may have stepped weights by what came of collectives that were ended.
+        # After an abort, devices may have stepped weights with results of aborted collectives.
         is_whole = not isinstance(failure, TornStepError) and ledger.ended_by() is None
-        step = self._handover.keep(self._members, rank, is_whole=is_whole)
+        step = self._transfer.capture(ranks, rank, is_whole=is_whole)
         watching = watch.watcher()
         if watching is not None:
             silent = watching.silent_since()
-            self._voter.take_over({self._members[one]: at_s for one, at_s in silent.items()})
+            self._voter.take_over({ranks[one]: at_s for one, at_s in silent.items()})
         leave(failure)
         kind = type(failure).__name__
         place = f"{kind} {frame.filename}:{frame.lineno}"
         end = End.FAULT if is_known else End.RAISED
         return None, failure, Said(end, f"{kind}: {failure}", place, step)
 
-    def _go_on(self, verdict: Verdict, error: Exception | None) -> None:
-        """Begin the next life, for those who are left.
+    def _prepare_attempt(self, verdict: Verdict, error: Exception | None) -> None:
+        """Prepare the next attempt, on the surviving ranks.
 
         Raises:
-            PeerError: it may not begin.
+            PeerError: the limits of ``resilient`` allow no other attempt.
         """
+        survivors = verdict.members
         lost = "; ".join(f"rank {one} {why}" for one, why in verdict.lost.items())
         why = "; ".join(filter(None, [lost, verdict.why]))
-        refusal = self._refusal(len(verdict.members))
+        refusal = self._refusal(len(survivors))
         if refusal is not None:
-            self._handover.forget()
+            self._transfer.discard()
             kind = type(error) if isinstance(error, LostRankError) else PeerError
-            raise kind(f"the job does not go on, as {refusal}: {why}") from error
-        is_first = self._member == verdict.members[0]
+            raise kind(f"the job cannot be restarted, as {refusal}: {why}") from error
+        is_first = self._original_rank == survivors[0]
         if is_first:
-            log.warning("the job begins anew with %d rank(s): %s", len(verdict.members), why)
-        self._takes_over = self._handover.is_to_save(verdict.steps, tells=is_first)
-        restart = Restart(why=why, lost=tuple(verdict.lost), world=len(verdict.members))
-        life = self._life
-        self._members = verdict.members
-        self._life = Life(
-            self._members.index(self._member),
-            len(self._members),
-            (*life.restarts, restart),
-            handover=self._handover,
-            reached=life.last_step,
+            log.warning("restarting on %s: %s", counted(len(survivors), "rank"), why)
+        self._has_state_to_save = self._transfer.can_save(verdict.steps, warns=is_first)
+        restart = Restart(why=why, lost=tuple(verdict.lost), world=len(survivors))
+        before = self._attempt
+        self._original_ranks = survivors
+        self._attempt = Life(
+            survivors.index(self._original_rank),
+            len(survivors),
+            (*before.restarts, restart),
+            transfer=self._transfer,
+            reached=before.last_step,
             failed_at_s=self._ended_at_s,
         )
 
     def _refusal(self, num_left: int) -> str | None:
-        if self._life.number >= self._max_restarts:
-            return f"max_restarts={self._max_restarts} are over"
+        if self._attempt.number >= self._max_restarts:
+            return f"max_restarts={self._max_restarts} is reached"
         if num_left < self._min_world:
-            return f"{num_left} rank(s) are left, fewer than min_world={self._min_world}"
+            verb = "survives" if num_left == 1 else "survive"
+            return (
+                f"only {counted(num_left, 'rank')} {verb}, fewer than min_world={self._min_world}"
+            )
         return None

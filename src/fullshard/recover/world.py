@@ -1,4 +1,4 @@
-"""Leaving the process groups of a job that failed, and making those of the next."""
+"""Leaves the process groups of a failed attempt, and makes those of the next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("fullshard")
 
 
 class Origin(NamedTuple):
-    """How the default process group was made, for others like it."""
+    """The arguments that the default process group was made with, to make others like it."""
 
     store: dist.Store
     backend: str
@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def found(cls) -> Origin:
-        """Return how the present one was made."""
+        """Return the arguments of the present default process group."""
         group = dist.group.WORLD
         assert group is not None
         device_type = next(iter(_torch.device_types(group)))
@@ -49,11 +49,11 @@ class Origin(NamedTuple):
 
 
 def join(origin: Origin, name: str, rank: int, world: int) -> None:
-    """Make the default process group of ``world`` ranks that all call this with the same ``name``.
+    """Make a default process group of ``world`` ranks; all of them call this with one ``name``.
 
     Raises:
-        RuntimeError: a rank did not come in ``stall_s``; PyTorch's. Some NCCL groups connect later,
-            in the first collective.
+        RuntimeError: PyTorch's, if a rank did not call this within ``stall_s``. Some NCCL groups
+            connect later, in the first collective.
     """
     dist.init_process_group(
         origin.backend,
@@ -61,7 +61,7 @@ def join(origin: Origin, name: str, rank: int, world: int) -> None:
         rank=rank,
         world_size=world,
         timeout=min(origin.timeout, timedelta(seconds=stall_s())),
-        pg_options=_torch.options_like(origin.options),  # again at each call
+        pg_options=_torch.options_like(origin.options),  # a new object for each group
         device_id=origin.device,
     )
     group = dist.group.WORLD
@@ -69,48 +69,49 @@ def join(origin: Origin, name: str, rank: int, world: int) -> None:
     _torch.set_timeout(group, origin.timeout)
     own_store().set_timeout(origin.timeout)
     for variable, value in (("RANK", rank), ("WORLD_SIZE", world)):
-        if variable in os.environ:  # programs read what the launcher has set
+        if variable in os.environ:  # programs read the variables of their launcher
             os.environ[variable] = str(value)
     watch.begin()
 
 
 def leave(error: BaseException | None) -> None:
-    """Leave all process groups, and so wake ranks that wait for us in PyTorch's collectives.
+    """Leave all process groups, which wakes ranks that wait for this one in PyTorch's collectives.
 
-    Models hold groups, and frames hold models: the local variables of those that ``error`` came
-    through are cleared.
+    A frame may hold a model, and the model its groups. So the local variables of the frames in the
+    traceback of ``error`` are cleared.
     """
     try:
-        settle()  # of a save beside the training; other ranks' go on until theirs is over, too
+        settle()  # ends a background save; on other ranks it runs until theirs ends, too
     except FullshardError as failure:
-        log.warning("a checkpoint was not finished: %s", failure)
+        log.warning("a checkpoint was not completed: %s", failure)
     _clear_frames(error)
     group = dist.group.WORLD
     old = None if group is None else weakref.ref(group)
     del group
     watching = watch.watcher()
     if watching is not None:
-        watching.leave("has left the job, to go on")
+        watching.report_exit("has left its process groups")
     del watching
-    gc.collect()  # models are cycles
+    gc.collect()  # models are reference cycles
     _torch.drop_groups()
     gc.collect()
     if old is not None and _is_held(old()):
         log.warning(
-            "something still holds the process group of before, and maybe a model: its memory and "
-            "threads stay. What train makes must end with it: keep nothing outside of it"
+            "an object still holds the previous process group, and perhaps a model, so their "
+            "memory and threads are not freed. Keep no model, mesh or process group of train "
+            "outside it"
         )
 
 
 def _is_held(group: dist.ProcessGroup | None) -> bool:
-    """Return whether any object of Python's, but for frames, holds ``group``."""
+    """Return whether a Python object other than a frame holds ``group``."""
     return group is not None and any(
         not isinstance(one, FrameType) for one in gc.get_referrers(group)
     )
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables of the frames of ``error`` and of those that led to it."""
+    """Clear the local variables in the tracebacks of ``error`` and of the errors that led to it."""
     seen: set[int] = set()
     errors = [error]
     while errors:

@@ -1,21 +1,21 @@
-"""The watch of each rank over the others: who left the common order of collectives, and why.
+"""The watch: finds which rank left the common order of collectives, and why, and ends the step.
 
-Nothing here runs in a step that goes well, but for a thread that reads a counter in the store.
+In a step without faults, only a thread runs here, which reads a counter in the store.
 """
 
 from __future__ import annotations
 
-from fullshard.watch.last_words import begin, confess, settle, tear
-from fullshard.watch.step import Step, Torn, steps
+from fullshard.watch.reporting import begin, report_failure, report_half_step, settle
+from fullshard.watch.step import HalfStep, Step, steps
 from fullshard.watch.watcher import watcher
 
 __all__ = [
+    "HalfStep",
     "Step",
-    "Torn",
     "begin",
-    "confess",
+    "report_failure",
+    "report_half_step",
     "settle",
     "steps",
-    "tear",
     "watcher",
 ]

@@ -1,4 +1,4 @@
-"""What is wrong, by what all ranks say of themselves: a function without effects."""
+"""Diagnoses a job from the status reports of its ranks, by a pure function."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
 from fullshard.comm.liveness import Absence
-from fullshard.watch.statement import Group, Issued, Statement
+from fullshard.watch.status import Group, Issued, StatusReport
+from fullshard.watch.text import named_ranks
 
 __all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
 
 
 class Kind(enum.Enum):
-    """What a diagnosis says."""
+    """The kinds of diagnoses."""
 
     NOTHING = "nothing"
-    """Nobody waits in vain, as far as can be told."""
+    """No rank is known to wait in vain."""
     UNDECIDED = "undecided"
-    """A rank failed; whether the others fail likewise, or will wait for it, shows soon."""
+    """A rank failed; soon the other ranks fail in the same way, or wait for it."""
     LATE = "late"
-    """Some ranks have not come to what others wait for; they may still come."""
+    """Some ranks have not reached a collective that other ranks wait in; they may still do so."""
     APART = "apart"
-    """Ranks run different collectives, or wait for each other."""
+    """Ranks run different collectives, or wait for each other in different ones."""
     FAILED = "failed"
-    """A step or the program of a rank was ended by an exception."""
-    TORN = "torn"
-    """A rank failed in a step that others had ended by then, or in a step of an optimizer."""
+    """An exception ended a step of a rank, or its program."""
+    HALF_STEPPED = "half-stepped"
+    """A rank failed in a step that other ranks had already ended, or in an optimizer's step."""
     LOST = "lost"
     """The process of a rank has ended."""
 
 
 class Diagnosis(NamedTuple):
-    """What is wrong."""
+    """The result of a round of the watch."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """The ranks at fault; of ranks that are apart, those in the minority."""
+    """The ranks at fault; for ``APART``, the minority."""
     text: str
     behind: tuple[int, ...] = ()
-    """The ranks that have not begun the step which the others drop by a fault."""
+    """The ranks that have not begun the step which the other ranks drop."""
 
     @property
     def is_fault(self) -> bool:
-        """True if the step under way cannot end."""
-        return self.kind in (Kind.APART, Kind.FAILED, Kind.TORN, Kind.LOST)
+        """True if the current step cannot end."""
+        return self.kind in (Kind.APART, Kind.FAILED, Kind.HALF_STEPPED, Kind.LOST)
 
 
 NOTHING = Diagnosis(Kind.NOTHING, (), "")
@@ -65,50 +66,53 @@ class _Wait(NamedTuple):
     def text(self) -> str:
         what = "a collective" if self.issued is None else self.issued.text()
         return (
-            f"rank {self.rank} waits for {what} (collective {self.number} of its group) since "
-            f"{self.group.waited_s:.1f} s"
+            f"rank {self.rank} has waited {self.group.waited_s:.1f} s for {what} (collective "
+            f"{self.number} of its group)"
         )
 
 
 def diagnose(
-    said: Mapping[int, Statement], absent: Mapping[int, Absence], *, patience_s: float
+    reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], *, patience_s: float
 ) -> Diagnosis:
-    """Return what is wrong, by what the ranks ``said``, and why others are ``absent``.
+    """Return what is wrong, given status reports by rank.
 
-    Who has waited for less than ``patience_s`` may just be early.
+    Args:
+        reports: the reports of the ranks that answered, by rank.
+        absent: the reasons why the other ranks did not answer, by rank.
+        patience_s: seconds; a rank that has waited for less may just be early.
     """
-    waits = list(_waits(said))
+    waits = list(_waits(reports))
     found = (
-        _lost(said, absent, waits)
-        or _in_part(said)
-        or _apart(said)
-        or _torn(said, patience_s)
-        or _failed(said, waits, patience_s)
-        or _late(said, absent, waits, patience_s)
+        _lost(reports, absent, waits)
+        or _left_optimizer(reports)
+        or _apart(reports)
+        or _stepped_elsewhere(reports, patience_s)
+        or _failed(reports, waits, patience_s)
+        or _late(reports, absent, waits, patience_s)
         or NOTHING
     )
     if not found.is_fault:
         return found
-    between = _between(said) if found.kind is Kind.TORN else _behind(said)
+    between = _between_steps(reports) if found.kind is Kind.HALF_STEPPED else _behind(reports)
     return found._replace(behind=tuple(between))
 
 
-def _waits(said: Mapping[int, Statement]) -> Iterator[_Wait]:
-    for rank, statement in said.items():
-        for group in statement.groups:
+def _waits(reports: Mapping[int, StatusReport]) -> Iterator[_Wait]:
+    for rank, report in reports.items():
+        for group in report.groups:
             if group.waiting is not None:
                 yield _Wait(rank, group, group.numbered(group.waiting))
 
 
 def _lost(
-    said: Mapping[int, Statement], absent: Mapping[int, Absence], waits: Sequence[_Wait]
+    reports: Mapping[int, StatusReport], absent: Mapping[int, Absence], waits: Sequence[_Wait]
 ) -> Diagnosis | None:
-    """Find ranks that are gone, if anyone needs them."""
+    """Find lost ranks that other ranks need."""
     gone = {rank: absence.why for rank, absence in absent.items() if absence.is_final}
-    open_ranks = {rank for rank, statement in said.items() if statement.is_open}
+    open_ranks = {rank for rank, report in reports.items() if report.is_open}
     needed = {rank for wait in waits for rank in wait.group.ranks}
-    needed |= {r for rank in open_ranks for group in said[rank].groups for r in group.ranks}
-    lost = sorted(rank for rank in gone.keys() & needed if _is_missed(rank, said, absent, waits))
+    needed |= {r for rank in open_ranks for group in reports[rank].groups for r in group.ranks}
+    lost = sorted(rank for rank in gone.keys() & needed if _is_missed(rank, reports, absent, waits))
     if not lost:
         return None
     text = "; ".join(f"rank {rank} {gone[rank]}" for rank in lost)
@@ -117,35 +121,35 @@ def _lost(
 
 def _is_missed(
     rank: int,
-    said: Mapping[int, Statement],
+    reports: Mapping[int, StatusReport],
     absent: Mapping[int, Absence],
     waits: Sequence[_Wait],
 ) -> bool:
-    """Return whether others have waited for ``rank`` for long enough, and for no other rank."""
+    """Return whether other ranks have waited long enough for ``rank``, and for no other rank."""
     least_s = absent[rank].least_wait_s
     return not least_s or any(
         rank in wait.group.ranks
         and wait.group.waited_s > least_s
-        and not any(_is_behind(one, wait) for one in said.values())
+        and not any(_is_behind(one, wait) for one in reports.values())
         for wait in waits
     )
 
 
 def _failed(
-    said: Mapping[int, Statement], waits: Sequence[_Wait], patience_s: float
+    reports: Mapping[int, StatusReport], waits: Sequence[_Wait], patience_s: float
 ) -> Diagnosis | None:
-    """Find ranks whose step ended by an exception that not all ranks had at the same place.
+    """Find ranks whose step was ended by an exception that not all ranks raised at the same place.
 
-    Others may not have begun the step yet; they leave it out then. Whoever ends its program leaves
-    word of why, so nobody needs to wait for that.
+    Ranks that have not begun the step skip it. An exiting rank publishes its reason, so no rank
+    waits for it.
     """
-    failed = {rank: statement for rank, statement in said.items() if statement.failure}
+    failed = {rank: report for rank, report in reports.items() if report.failure}
     if not failed:
         return None
     in_vain = [wait for wait in waits if any(_is_behind(one, wait) for one in failed.values())]
-    others = [statement for rank, statement in said.items() if rank not in failed]
+    others = [report for rank, report in reports.items() if rank not in failed]
     if not in_vain:
-        is_level = _are_level(said)
+        is_level = _are_level(reports)
         may_begin = is_level and not all(one.ends_program for one in failed.values())
         is_needed = may_begin or any(one.is_open for one in others)
         if is_level and not (others and is_needed):
@@ -156,31 +160,31 @@ def _failed(
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
 
 
-def _in_part(said: Mapping[int, Statement]) -> Diagnosis | None:
-    """Find ranks whose optimizer was left by an exception in the middle of its step.
+def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
+    """Find ranks where an exception left the optimizer in the middle of its step.
 
-    Even if all were, nobody knows whether their weights are stepped alike.
+    If all ranks were left so, they are at fault as well: each may have stepped different weights.
     """
-    failed = {rank: statement for rank, statement in said.items() if statement.is_torn}
+    failed = {rank: report for rank, report in reports.items() if report.is_half_stepped}
     if not failed:
         return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
-    text += ", so weights are stepped in part there. Go back to a checkpoint"
-    return Diagnosis(Kind.TORN, tuple(failed), text)
+    text += ", so the weights there are half-stepped. Load a checkpoint on all ranks"
+    return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
-def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:
-    """Find ranks whose step ended by an exception after the last collective, so others ended it.
+def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -> Diagnosis | None:
+    """Find ranks that failed after the last collective of a step, which other ranks ended.
 
-    Who then waits before the next step begins, such as for a norm to clip by, has not stepped its
-    weights yet, and drops the step.
+    A rank that still waits before its optimizer's step, such as for the norm to clip by, can drop
+    the step: its weights are not stepped yet.
     """
-    failed: dict[int, Statement] = {}
-    ended: dict[int, Statement] = {}
-    for rank, statement in said.items():
-        those = _ended_it(said, statement) if statement.failure else {}
+    failed: dict[int, StatusReport] = {}
+    ended: dict[int, StatusReport] = {}
+    for rank, report in reports.items():
+        those = _ended_step(reports, report) if report.failure else {}
         if those:
-            failed[rank] = statement
+            failed[rank] = report
             ended |= those
     if not failed:
         return None
@@ -191,18 +195,20 @@ def _torn(said: Mapping[int, Statement], patience_s: float) -> Diagnosis | None:
             return UNDECIDED
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     text += (
-        f", in a step that {_some(sorted(ended))} had ended by then: only some ranks have its "
-        "gradients. Go back to a checkpoint"
+        f", in a step that {named_ranks(sorted(ended))} had already ended: only some ranks have "
+        "its gradients. Load a checkpoint on all ranks"
     )
-    return Diagnosis(Kind.TORN, tuple(failed), text)
+    return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
-def _ended_it(said: Mapping[int, Statement], failed: Statement) -> dict[int, Statement]:
-    """Return the ranks that ended well the step in which a rank ``failed``."""
+def _ended_step(
+    reports: Mapping[int, StatusReport], failed: StatusReport
+) -> dict[int, StatusReport]:
+    """Return the reports of the ranks that ended the step in which a rank ``failed``."""
     found = {}
     for group in failed.groups:
         for rank in group.ranks if group.num_issued > group.num_ended else ():
-            one = said.get(rank)
+            one = reports.get(rank)
             if one is not None and not one.failure:
                 own = [its for its in one.groups if (its.name, its.ranks) == group[:2]]
                 if any(its.num_ended >= group.num_issued for its in own):
@@ -210,11 +216,11 @@ def _ended_it(said: Mapping[int, Statement], failed: Statement) -> dict[int, Sta
     return found
 
 
-def _apart(said: Mapping[int, Statement]) -> Diagnosis | None:
-    """Find the first collective that is not the same on all ranks of a group."""
+def _apart(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
+    """Find the first collective that differs among the ranks of a group."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
-    for rank, statement in said.items():
-        for group in statement.groups:
+    for rank, report in reports.items():
+        for group in report.groups:
             groups.setdefault((group.name, group.ranks), {})[rank] = group
     for (_, ranks), of_rank in groups.items():
         for number in sorted({one.number for group in of_rank.values() for one in group.recent}):
@@ -224,7 +230,7 @@ def _apart(said: Mapping[int, Statement]) -> Diagnosis | None:
                 if one is not None:
                     alike.setdefault(one, []).append(rank)
             if len(alike) > 1:
-                return _differ(number, alike, ranks, said)
+                return _differ(number, alike, ranks, reports)
     return None
 
 
@@ -232,43 +238,45 @@ def _differ(
     number: int,
     alike: Mapping[Issued, list[int]],
     ranks: Sequence[int],
-    said: Mapping[int, Statement],
+    reports: Mapping[int, StatusReport],
 ) -> Diagnosis:
     sides = sorted(alike.items(), key=lambda side: -len(side[1]))
     whole = len({one.text() for one in alike}) < len(alike)
-    what = ", and ".join(f"{one.text(whole=whole)} on {_some(of)}" for one, of in sides)
+    what = ", and ".join(f"{one.text(whole=whole)} on {named_ranks(of)}" for one, of in sides)
     minority = sorted(rank for _, of in sides[1:] for rank in of)
     text = (
-        f"ranks do different things: collective {number} of {_group(ranks)} is {what}. "
+        f"ranks run different collectives: collective {number} of {_group(ranks)} is {what}. "
         f"{_advice(alike)}"
     )
-    stacks = [f"rank {rank} is at {said[rank].stack}" for rank in minority if said[rank].stack]
+    stacks = [
+        f"rank {rank} is at {reports[rank].stack}" for rank in minority if reports[rank].stack
+    ]
     return Diagnosis(Kind.APART, tuple(minority), "\n".join([text, *stacks[:4]]))
 
 
 def _advice(issued: Iterable[Issued]) -> str:
-    """Return what is wrong in a program whose ranks issue these where they should be alike."""
+    """Return advice for a program whose ranks issue these different collectives."""
     if any(one.kind in BETWEEN_STEPS for one in issued):
-        return "All ranks must make the same calls at the same place, to save and to load, too"
-    return "They run different units or different models, or in another order"
+        return "Make the same calls in the same order on all ranks, to save and to load, too"
+    return "Run the same units of the same model in the same order on all ranks"
 
 
 def _late(
-    said: Mapping[int, Statement],
+    reports: Mapping[int, StatusReport],
     absent: Mapping[int, Absence],
     waits: Sequence[_Wait],
     patience_s: float,
 ) -> Diagnosis | None:
-    """Find the ranks that others wait for and that wait for nobody themselves.
+    """Find the ranks that other ranks wait for and that do not wait themselves.
 
-    A wait for what all ranks have issued is not in vain: it is about to end.
+    A wait for a collective that all ranks have issued does not count: it is about to end.
     """
     behind: dict[int, list[_Wait]] = {}
     for wait in waits:
         if wait.group.waited_s < patience_s:
             continue
         for rank in wait.group.ranks:
-            if rank in absent or (rank in said and _is_behind(said[rank], wait)):
+            if rank in absent or (rank in reports and _is_behind(reports[rank], wait)):
                 behind.setdefault(rank, []).append(wait)
     in_vain = {wait.rank for these in behind.values() for wait in these}
     roots = sorted(behind.keys() - {wait.rank for wait in waits})
@@ -285,49 +293,51 @@ def _late(
         if rank in absent:
             texts.append(f"rank {rank} {absent[rank].why}")
         else:
-            stack = said[rank].stack
+            stack = reports[rank].stack
             place = f", and is at {stack}" if stack else ""
-            texts.append(f"rank {rank} has not come to it{_after(said[rank])}{place}")
+            last = _last(reports[rank])
+            texts.append(f"rank {rank} has not reached this collective{last}{place}")
     needs = [wait for rank in roots for wait in behind[rank]]
     return Diagnosis(Kind.LATE, tuple(roots), _with_waits("; ".join(texts), needs))
 
 
-def _behind(said: Mapping[int, Statement]) -> Iterator[int]:
-    """Find ranks between two steps, of which others, in the same job of training, run the second.
+def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
+    """Find ranks that have not begun the step which other ranks of the same training run.
 
-    Who has issued more than those has ended that step; who waits hears of the fault there.
+    A rank that has issued more collectives than a rank in that step has ended it. A rank that waits
+    in a collective learns of the fault there.
     """
-    inside = {rank: one for rank, one in said.items() if one.is_open or one.failure}
-    reached = _connected(said, inside)
+    inside = {rank: one for rank, one in reports.items() if one.is_open or one.failure}
+    reached = _connected(reports, inside)
     for rank in sorted(reached - inside.keys()):
-        one = said[rank]
+        one = reports[rank]
         waits = any(group.blocks for group in one.groups)
         if not (waits or any(_is_ahead(one, other) for other in inside.values())):
             yield rank
 
 
-def _between(said: Mapping[int, Statement]) -> Iterator[int]:
-    """Find ranks that are in no step, and wait for nothing, in the same job as those who failed."""
-    for rank in sorted(_connected(said, [r for r, one in said.items() if one.failure])):
-        one = said[rank]
+def _between_steps(reports: Mapping[int, StatusReport]) -> Iterator[int]:
+    """Find ranks outside of steps that wait for nothing, in the training of the failed ranks."""
+    for rank in sorted(_connected(reports, [r for r, one in reports.items() if one.failure])):
+        one = reports[rank]
         if not (one.is_open or any(group.blocks for group in one.groups)):
             yield rank
 
 
-def _connected(said: Mapping[int, Statement], ranks: Iterable[int]) -> set[int]:
-    """Return ``ranks`` and those that share groups with them, with those, and so on."""
+def _connected(reports: Mapping[int, StatusReport], ranks: Iterable[int]) -> set[int]:
+    """Return ``ranks`` and all ranks connected to them by shared groups."""
     reached: set[int] = set()
     todo = list(ranks)
     while todo:
         rank = todo.pop()
-        if rank not in reached and rank in said:
+        if rank not in reached and rank in reports:
             reached.add(rank)
-            todo += {member for group in said[rank].groups for member in group.ranks} - reached
+            todo += {member for group in reports[rank].groups for member in group.ranks} - reached
     return reached
 
 
-def _is_ahead(one: Statement, other: Statement) -> bool:
-    """Return whether ``one`` has issued more than ``other`` on a group that they share."""
+def _is_ahead(one: StatusReport, other: StatusReport) -> bool:
+    """Return whether ``one`` has issued more collectives than ``other`` on a shared group."""
     issued = {(group.name, group.ranks): group.num_issued for group in other.groups}
     return any(
         group.num_issued > issued.get((group.name, group.ranks), 0)
@@ -336,26 +346,26 @@ def _is_ahead(one: Statement, other: Statement) -> bool:
     )
 
 
-def _is_behind(statement: Statement, wait: _Wait) -> bool:
-    """Return whether the rank has not issued what is waited for, and others need it to."""
+def _is_behind(report: StatusReport, wait: _Wait) -> bool:
+    """Return whether the rank belongs to the group but has not issued the awaited collective."""
     key = (wait.group.name, wait.group.ranks)
-    found = (group.num_issued for group in statement.groups if (group.name, group.ranks) == key)
-    return statement.rank in wait.group.ranks and next(found, 0) <= wait.number
+    found = (group.num_issued for group in report.groups if (group.name, group.ranks) == key)
+    return report.rank in wait.group.ranks and next(found, 0) <= wait.number
 
 
-def _are_level(said: Mapping[int, Statement]) -> bool:
+def _are_level(reports: Mapping[int, StatusReport]) -> bool:
     """Return whether the ranks of each group have issued equally many collectives on it."""
     issued: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-    for statement in said.values():
-        for group in statement.groups:
+    for report in reports.values():
+        for group in report.groups:
             issued.setdefault((group.name, group.ranks), set()).add(group.num_issued)
     return all(len(numbers) == 1 for numbers in issued.values())
 
 
-def _after(statement: Statement) -> str:
-    """Return what the rank did last on each of its groups."""
-    newest = [group.newest.text() for group in statement.groups if group.newest is not None]
-    return f" after {' and '.join(newest[:3])}" if newest else ""
+def _last(report: StatusReport) -> str:
+    """Return the words for the newest collectives of the rank, one for each group."""
+    newest = [group.newest.text() for group in report.groups if group.newest is not None]
+    return f" (its last: {' and '.join(newest[:3])})" if newest else ""
 
 
 def _with_waits(text: str, waits: Sequence[_Wait]) -> str:
@@ -365,10 +375,4 @@ def _with_waits(text: str, waits: Sequence[_Wait]) -> str:
 
 
 def _group(ranks: Sequence[int]) -> str:
-    return f"the group of {_some(ranks)}"
-
-
-def _some(ranks: Sequence[int]) -> str:
-    """Return words such as "rank 3" or "ranks 0, 1, 2 and 5 more"."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:8])) + more
+    return f"the group of {named_ranks(ranks)}"

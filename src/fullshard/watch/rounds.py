@@ -17,7 +17,7 @@ from fullshard.comm.own_store import own_store
 from fullshard.comm.pulse import PULSE_S, patience_s
 from fullshard.comm.store_round import StoreRound, multi_get
 from fullshard.watch.diagnosis import UNDECIDED, Diagnosis, Kind, diagnose
-from fullshard.watch.statement import Statement
+from fullshard.watch.status import StatusReport
 
 __all__ = ["ANSWER_S", "JUDGE_S", "Rounds"]
 
@@ -68,7 +68,7 @@ class Rounds:
         """Let ``next_begun`` return ``number`` again: the store failed in that round."""
         self._heard = number - 1
 
-    def say(self, number: int, own: Statement) -> None:
+    def say(self, number: int, own: StatusReport) -> None:
         """Say where this rank is; judge, if it is the last one to say so."""
         # The next answer takes the place of this one; a slow judge may still read it then.
         self._store.set(_answer_key(self._rank), f"{number} {own.encoded()}")
@@ -140,7 +140,7 @@ class Rounds:
         said = self._answers(number, range(self._world))
         silent = [rank for rank in range(self._world) if rank not in said]
         found = diagnose(
-            {rank: Statement.decoded(text) for rank, text in said.items()},
+            {rank: StatusReport.decoded(text) for rank, text in said.items()},
             self._liveness.absences(silent),
             patience_s=patience_s(),
         )

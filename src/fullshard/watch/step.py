@@ -1,4 +1,4 @@
-"""Where the steps of a model are, as far as other ranks must know."""
+"""The state of training steps that the watch reports to other ranks."""
 
 from __future__ import annotations
 
@@ -15,55 +15,65 @@ from typing import NamedTuple
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Era, now
 
-__all__ = ["Failure", "Step", "Torn", "described", "forget_failures", "judging", "steps"]
+__all__ = [
+    "Failure",
+    "HalfStep",
+    "Step",
+    "described",
+    "forget_failures",
+    "steps",
+    "verdict_pending",
+]
 
 
 class Failure(NamedTuple):
-    """An exception that ended a step, or the program."""
+    """An exception that ended a step or the program."""
 
     text: str
-    """What it was, and where."""
+    """The exception and its place."""
     at_s: float
-    """When, by ``time.monotonic``."""
-    is_torn: bool = False
-    """True if it left a step of an optimizer."""
+    """The time of the exception, by ``time.monotonic``."""
+    is_half_stepped: bool = False
+    """True if the exception left an optimizer in the middle of its step."""
 
 
-class Torn(NamedTuple):
-    """A step of an optimizer that an exception left, which was caught: weights may differ now."""
+class HalfStep(NamedTuple):
+    """An optimizer's step that a caught exception left: weights may differ among ranks."""
 
     place: str
-    """Such as "in the step of AdamW"."""
+    """The place, such as "in the step of AdamW"."""
     era: Era
     """The era in which the step began."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Step:
-    """The step under way of one engine."""
+    """The current step of one engine."""
 
     is_open: bool = False
-    """True from the beginning of a forward to the end of its backward."""
+    """True from the start of a forward to the end of its backward."""
     failure: Failure | None = None
-    """What ended the last step, until all ranks know or the next step begins."""
+    """The exception that ended the last step, until all ranks know it or the next step begins."""
     place: str = ""
-    """Where an exception left the last step, such as "in the forward of unit blocks.3"; empty once
-    this step ends well or any begins, as the exception was caught then."""
+    """The place where an exception left the last step, such as "in the forward of unit blocks.3".
+
+    Empty once this step ends without an error or any step begins: the exception was caught then.
+    """
     era: Era = field(default_factory=now)
     """The era in which the step began."""
-    torn: Torn | None = None
-    """What was left behind by an optimizer, until all ranks know or weights are loaded."""
+    half_step: HalfStep | None = None
+    """The optimizer's step that an exception left, until all ranks know it or load weights."""
     number: int = 0
-    """Tells the steps of all engines of this process apart."""
+    """The number of the step, among all steps of this process."""
     beside: frozenset[int] = frozenset()
-    """The steps of other engines that were open when the last one ended with gradients."""
+    """The numbers of the steps of other engines that were open when this engine last trained."""
 
     def __post_init__(self) -> None:
         with _lock:
             _steps.add(self)
 
     def begin(self) -> None:
-        """Begin a step, or another forward of it.
+        """Begin a step, or another forward of the same step.
 
         Raises:
             PeerError, ProtocolError, LostRankError, TornStepError: the other ranks have dropped
@@ -73,50 +83,52 @@ class Step:
             step.place = ""
         if self.is_open:
             return
-        with _unjudged():
+        with _no_verdict_pending():
             inside = ledger.within.era
             if inside is not None:
                 inside.check()
-            for step in steps():  # what was not told by now is known, or nobody can be told
-                if step.failure is not None and not step.failure.is_torn:
+            for step in steps():  # the other ranks know of these, or cannot be told
+                if step.failure is not None and not step.failure.is_half_stepped:
                     step.failure = None
             self.era, self.failure = now(), None
-            self.era.raise_owed()
+            self.era.raise_deferred()
             self.is_open, self.number = True, next(_numbers)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Make what begins and is issued in the block part of this step, which others may drop."""
+        """Treat collectives and steps in the block as part of this step: dropped with it."""
         before, ledger.within.era = ledger.within.era, self.era
         try:
             yield
         finally:
             ledger.within.era = before
 
-    def tear(self) -> Era | None:
-        """Say of this rank that its weights are stepped in part, if they are.
+    def report_half_step(self) -> Era | None:
+        """Set the failure that reports half-stepped weights, if an exception left any.
 
         Returns:
-            The era that ends by it; None if there is nothing to say: weights are whole, or all
-            ranks have been told of a torn step since.
+            The era that the report ends; None if there is nothing to report, because no optimizer
+            was left in its step, or because all ranks have learned of half-stepped weights since.
         """
-        torn, self.torn = self.torn, None
-        if torn is None:
+        half_step, self.half_step = self.half_step, None
+        if half_step is None:
             return None
-        with _unjudged():
-            if torn.era.is_torn:
+        with _no_verdict_pending():
+            if half_step.era.is_half_stepped:
                 return None
-            self.failure = Failure(f"an exception, {torn.place}", time.monotonic(), is_torn=True)
+            self.failure = Failure(
+                f"an exception, {half_step.place}", time.monotonic(), is_half_stepped=True
+            )
             ledger.unsettled = True
             return now()
 
     def check(self) -> None:
-        """Raise the error of the fault that ended this step's era, in the middle of the step."""
+        """Raise the error of the fault, in an open step whose era a fault has ended."""
         if self.is_open:
             self.era.check()
 
     def left(self, place: str) -> None:
-        """Take note of where an exception leaves the step; the innermost place comes first."""
+        """Record the place where an exception leaves the step; the innermost call comes first."""
         self.place = self.place or place
 
     def end(
@@ -125,9 +137,9 @@ class Step:
         """End the step.
 
         Args:
-            error: the exception that ended it, if known.
-            failed: an exception did.
-            trained: it ended well, with gradients.
+            error: the exception that ended the step, if known.
+            failed: True if an exception ended the step.
+            trained: True if the step ended without an error and has computed gradients.
         """
         was_open, self.is_open = self.is_open, False
         if was_open and not failed:
@@ -142,10 +154,11 @@ class Step:
             ledger.unsettled = True
 
     def _end_for_all(self) -> None:
-        """Take note on the ledgers that a step of training ended, once it has for all its engines.
+        """Record in the ledgers that a training step ended, after the last of its engines.
 
-        What was open when this engine ended the step before, too, is a forward whose output nobody
-        needs: ranks forget such models at different times, and their ledgers must be alike.
+        Ignore a step that was already open when this engine last trained: the output of its
+        forward was discarded. Ranks collect such garbage at different times, and their ledgers
+        must be alike.
         """
         others = frozenset(step.number for step in steps() if step.is_open)
         if others <= self.beside:
@@ -159,45 +172,45 @@ class Step:
 
 
 def described(error: BaseException) -> str:
-    """Return the last line of a traceback, and where in the user's files it was raised."""
+    """Return the last line of the traceback, with the file and line that raised the exception."""
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
     return text + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
 
 
-judging = threading.Lock()
-"""Held from what this rank says of itself until it knows the judgement; no step begins meanwhile,
-so that all ranks know which step they drop."""
+verdict_pending = threading.Lock()
+"""Held from reporting the status until the verdict: no step may start in between, so that all ranks
+know which step they drop."""
 
-_JUDGED_S = 60.0  # a verdict takes less, even on a loaded machine, unless the store is gone
+_VERDICT_S = 60.0  # seconds; a verdict takes less, unless the store's process is gone
 
 
 @contextlib.contextmanager
-def _unjudged() -> Iterator[None]:
-    """Hold ``judging`` in the context, unless it is not to be had."""
-    is_free = judging.acquire(timeout=_JUDGED_S)
+def _no_verdict_pending() -> Iterator[None]:
+    """Hold ``verdict_pending`` in the context; after ``_VERDICT_S`` enter it without."""
+    is_free = verdict_pending.acquire(timeout=_VERDICT_S)
     try:
         yield
     finally:
         if is_free:
-            judging.release()
+            verdict_pending.release()
 
 
 _numbers = itertools.count(1)
 _steps: weakref.WeakSet[Step] = weakref.WeakSet()
 _lock = threading.Lock()
-_failed: set[Step] = set()  # holds those whose model is gone: other ranks may still wait for them
+_failed: set[Step] = set()  # strong references: other ranks may wait for a step whose model is gone
 
 
 def steps() -> list[Step]:
-    """Return the steps of all engines of this process, and those that failed and were not told."""
-    with _lock:  # the main thread adds to them
+    """Return the steps of all engines of this process, and all steps with unreported failures."""
+    with _lock:  # the main thread adds steps
         _failed.intersection_update([step for step in _failed if step.failure is not None])
         return list({*_steps, *_failed})
 
 
 def forget_failures() -> None:
-    """Forget failures of an earlier job of this process."""
-    now().forgive()
+    """Forget the failures of an earlier job in this process."""
+    now().clear_deferred()
     for step in steps():
         step.failure = None

@@ -1,8 +1,8 @@
-"""The thread of each process that asks where the others are, and answers when they ask.
+"""The thread of each process that asks other ranks for their status, and answers when they ask.
 
-Ranks talk through the store of the default process group, beside all training groups. A rank that
-waits for longer than its patience, whose wait failed, or that was left by an exception, asks for a
-round (``rounds``), in which all say where they are, and take note of the same judgement.
+Ranks communicate through the store of the default process group, not through training groups. A
+rank asks for a round (``rounds``) when it waits for longer than its patience, when a wait fails, or
+when an exception leaves a step. In a round all ranks report their status and read the same verdict.
 """
 
 from __future__ import annotations
@@ -28,36 +28,37 @@ from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
 from fullshard.watch.rounds import ANSWER_S, JUDGE_S, Rounds
-from fullshard.watch.statement import Group, Issued, Statement
-from fullshard.watch.step import Failure, forget_failures, judging, steps
+from fullshard.watch.status import Group, Issued, StatusReport
+from fullshard.watch.step import Failure, forget_failures, steps, verdict_pending
 
 log = logging.getLogger("fullshard")
 
 _TICK_S = 0.25
-ASK_S = ANSWER_S + 2 * JUDGE_S  # by then there is a judgement, or never
+ASK_S = ANSWER_S + 2 * JUDGE_S  # a round without a verdict by then has failed
 _DESTROYED = "has destroyed its process group"
-_FRAMES = 2  # of a stack
+_FRAMES = 2  # of the stack, in a report
 
 
 class Watcher:
-    """The watch of one process over one job, whose default process group is ``group``."""
+    """The watch of one process over the job whose default process group is ``group``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = group.rank(), group.size()
         self._group = weakref.ref(group)
         self.failure: Failure | None = None
-        """What ends this program."""
+        """The exception that ends this program; None if there is none."""
         self.last = NOTHING
-        """What was found last."""
+        """The diagnosis of the last round."""
         self.fault = ""
-        """The text of the last fault."""
+        """The text of the last fault; empty if there was none."""
         self._rounds = Rounds(self.rank, self.world)
-        self._told: tuple[float, int] = (0.0, 0)  # the wait that was asked about, and how often
+        # The start of the last wait that was asked about, and how often.
+        self._last_ask: tuple[float, int] = (0.0, 0)
         self._wake = threading.Event()
         self._asks: list[threading.Event] = []
-        self._is_cut_off = False  # from the store, perhaps for a while
-        self._leaving = threading.Lock()
-        self._has_left = False
+        self._is_cut_off = False  # True while the store is out of reach
+        self._exit_lock = threading.Lock()
+        self._has_reported_exit = False
         self._thread = threading.Thread(target=self._run, name="fullshard watch", daemon=True)
 
     def start(self) -> None:
@@ -66,11 +67,11 @@ class Watcher:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is watched: this rank ends, or the store is out of reach."""
+        """True if no rank is watched: this rank exits, or the store is out of reach."""
         return self._rounds.is_over or self._is_cut_off
 
     def ask(self) -> None:
-        """Ask where all ranks are, and return once all know it, or some seconds later."""
+        """Ask for a round; return when it has ended, or after ``ASK_S``."""
         if self.is_over or threading.current_thread() is self._thread:
             return
         done = threading.Event()
@@ -79,32 +80,32 @@ class Watcher:
         done.wait(ASK_S)
 
     def silent_since(self) -> dict[int, float]:
-        """Return the ranks that are silent, and since when, by ``time.monotonic``."""
+        """Return the silent ranks, with the start of their silence by ``time.monotonic``."""
         with contextlib.suppress(RuntimeError):  # the store may be gone
             return self._rounds.silent_since()
         return {}
 
     @property
     def is_current(self) -> bool:
-        """True while the job lasts: nobody has destroyed its default process group."""
+        """True while the default process group of the job exists."""
         group = self._group()
         return group is not None and group is dist.group.WORLD
 
-    def leave(self, how: str) -> None:
-        """Tell how this rank ends, unless it did before; nothing is watched any more."""
+    def report_exit(self, reason: str) -> None:
+        """Publish once why this rank exits, and stop watching."""
         self._rounds.is_over = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
-        with self._leaving:  # or a later job would delete the word before it is there
-            if not self._has_left:
-                self._has_left = True
+        with self._exit_lock:  # else a later job could delete the reason before it is published
+            if not self._has_reported_exit:
+                self._has_reported_exit = True
                 with contextlib.suppress(RuntimeError):  # the store may be gone
-                    self._rounds.leave(how)
+                    self._rounds.leave(reason)
 
     def _run(self) -> None:
         try:
-            while self._looks():
+            while self._tick():
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
         finally:
@@ -112,14 +113,14 @@ class Watcher:
             for done in self._asks:
                 done.set()
 
-    def _looks(self) -> bool:
-        """Ask and answer what there is; return False if there is nothing to watch any more."""
+    def _tick(self) -> bool:
+        """Ask and answer once; return False when the watch has ended."""
         asks: list[threading.Event] = []
-        with world_lock:  # in a dry run there is another default group
+        with world_lock:  # a dry run replaces the default group
             if self._rounds.is_over:
                 return False
-            if not self.is_current:  # even if something holds the group still
-                self.leave(_DESTROYED)
+            if not self.is_current:  # also if a reference still holds the group
+                self.report_exit(_DESTROYED)
                 return False
             asks, self._asks = self._asks, []
             try:
@@ -127,55 +128,55 @@ class Watcher:
                     self._ask_all()
                 self._answer_all()
                 self._is_cut_off = False
-            except RuntimeError as error:  # of the store: its process is gone, or out of reach
-                log.debug("the store cannot be asked: %s", error)
+            except RuntimeError as error:  # the store's process is gone or out of reach
+                log.debug("the store cannot be reached: %s", error)
                 self._is_cut_off = True
         for done in asks:
             done.set()
         return True
 
     def _ask_all(self) -> None:
-        """Have a round that begins from now on; what was said before may be out of date."""
+        """Take part in a round that begins from now on; earlier reports may be out of date."""
         rung = self._rounds.num_rung
         self._answer_all()
         self._rounds.ring(after=rung)
 
     def _answer_all(self) -> None:
-        """Take part in all rounds that have begun."""
+        """Take part in the rounds that have begun."""
         while (number := self._rounds.next_begun()) is not None:
             self._take_part(number)
 
     def _is_impatient(self) -> bool:
-        """Return whether a wait is too long; asks again later and later about the same one."""
+        """Return whether to ask about the longest wait; at growing intervals for the same wait."""
         waits = [wait for one in ledgers() if (wait := one.wait(patience_s())) is not None]
         if not waits:
             return False
         since_s, times = min(wait.since_s for wait in waits), 0
-        if self._told[0] == since_s:
-            times = self._told[1]
+        if self._last_ask[0] == since_s:
+            times = self._last_ask[1]
         if time.monotonic() - since_s < patience_s() * 2**times:
             return False
-        self._told = (since_s, times + 1)
+        self._last_ask = (since_s, times + 1)
         return True
 
     def _take_part(self, number: int) -> None:
-        """Take part in round ``number``; every rank takes part in all, one after the other."""
+        """Take part in round ``number``; every rank takes part in all rounds, in order."""
         failures = [(step, step.failure) for step in steps()]
-        with judging:
+        with verdict_pending:
             try:
-                self._rounds.say(number, self._statement())
+                self._rounds.say(number, self._status())
                 found = self._rounds.judgement(number)
-            except RuntimeError:  # of the store
+            except RuntimeError:  # the store failed
                 self._rounds.repeat(number)
                 raise
             self._note(found)
-        self.last = found  # not before: who reads it relies on the era having ended
+        self.last = found  # after the era has ended, on which readers rely
         for step, failure in failures:
             if found.kind is not Kind.UNDECIDED and step.failure is failure:
-                step.failure = None  # all know
+                step.failure = None  # all ranks know it
 
     def _note(self, found: Diagnosis) -> None:
-        """Tell the user what was found; if it is a fault, end what cannot end."""
+        """Log the diagnosis; after a fault end the era."""
         if found.kind in (Kind.NOTHING, Kind.UNDECIDED):
             return
         log.error("%s", found.text)
@@ -183,23 +184,23 @@ class Watcher:
             self.fault = found.text
             end_era(lambda: error_of(found), is_behind=self.rank in found.behind)
 
-    def _statement(self) -> Statement:
+    def _status(self) -> StatusReport:
         failures = (self.failure, *(step.failure for step in steps()))
         known = [one for one in failures if one is not None]
-        failure = max(known, key=lambda one: one.is_torn, default=Failure("", 0.0))
-        return Statement(
+        failure = max(known, key=lambda one: one.is_half_stepped, default=Failure("", 0.0))
+        return StatusReport(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
             any(step.is_open and not step.was_dropped for step in steps()),
             failure.text,
             time.monotonic() - failure.at_s,
             self._stack(),
-            failure.is_torn,
+            failure.is_half_stepped,
             failure is self.failure,
         )
 
     def _stack(self) -> str:
-        """Return where the main thread is: the innermost frames outside of PyTorch and us."""
+        """Return the innermost frames of the main thread outside of PyTorch and fullshard."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None:
             return ""
@@ -216,17 +217,17 @@ def _is_inner(filename: str) -> bool:
 _INNER = tuple(
     str(Path(module.__file__ or "").parent) for module in (threading, torch, fullshard.errors)
 )
-"""Folders of Python's own modules, installed ones among them, of PyTorch and of fullshard."""
+"""The folders of Python's modules (which contain the installed ones), PyTorch and fullshard."""
 
 
 def _group(ledger: Ledger) -> Group:
     current = ledger.era is now()
-    # Few faults end a meeting. One of an earlier era comes before all that this era counts.
+    # Most faults do not end a meeting; one of an earlier era precedes all collectives of this era.
     wait = ledger.wait() if current or ledger.is_meeting else None
     number = wait.entry[0] if wait is not None and current else 0
     recent = tuple(ledger.entries) if current else ()
     if wait is not None and recent and number < recent[0][0]:
-        recent = (wait.entry, *recent)  # the host is far ahead of it
+        recent = (wait.entry, *recent)  # the host is far ahead of the device
     return Group(
         ledger.name,
         ledger.ranks,
@@ -240,12 +241,12 @@ def _group(ledger: Ledger) -> Group:
 
 
 def error_of(found: Diagnosis) -> FullshardError:
-    """Return the error that ends a step because of what was ``found``."""
+    """Return the error that the diagnosis ``found`` raises in the step."""
     if found.kind is Kind.APART:
         return ProtocolError(found.text)
     if found.kind is Kind.LOST:
         return LostRankError(found.text)
-    if found.kind is Kind.TORN:
+    if found.kind is Kind.HALF_STEPPED:
         return TornStepError(found.text)
     return PeerError(found.text)
 
@@ -254,31 +255,31 @@ _newest: Watcher | None = None
 
 
 def newest() -> Watcher | None:
-    """Return the watcher of this job, or of the one before, if that has ended."""
+    """Return the watcher of this job or, after its end, of the last one; None before the first."""
     return _newest
 
 
 def watcher() -> Watcher | None:
-    """Return the watcher of this job, if there is one."""
+    """Return the watcher of this job; None if there is none."""
     return _newest if _newest is not None and _newest.is_current else None
 
 
 _inherited: weakref.ref[dist.ProcessGroup] | None = None
-"""The default process group of the process that forked this one; None: it had none."""
+"""The default process group of the process that forked this one; None if it had none."""
 
 
-def _leave_to_parent() -> None:
-    """Drop the watcher in a forked child, which would speak in the name of its parent."""
+def _drop_in_child() -> None:
+    """Drop the watcher in a forked child, where it would report in the name of the parent."""
     global _newest, _inherited
     group = dist.group.WORLD
     _newest, _inherited = None, None if group is None else weakref.ref(group)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def begin_watching() -> bool:
-    """Have a watcher of this job; return False if there is nobody to watch over."""
+    """Start the watcher of this job, if none runs; return False if the job needs none."""
     global _newest
     if watcher() is not None:
         return True
@@ -288,7 +289,7 @@ def begin_watching() -> bool:
     if not _torch.reaches_processes(_torch.default_store()):
         return False
     if _newest is not None:
-        _newest.leave(_DESTROYED)
+        _newest.report_exit(_DESTROYED)
     forget_failures()
     begin_pulse()
     _newest = Watcher(group)

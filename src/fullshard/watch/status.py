@@ -1,4 +1,4 @@
-"""What a rank says of itself when ranks ask each other where they are."""
+"""The status that each rank publishes in a round of the watch."""
 
 from __future__ import annotations
 
@@ -7,88 +7,89 @@ from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
 
-__all__ = ["Group", "Issued", "Statement"]
+__all__ = ["Group", "Issued", "StatusReport"]
 
 
 class Issued(NamedTuple):
-    """A collective that the rank issued."""
+    """A collective that a rank issued."""
 
     number: int
-    """Its number among those of the group since the last fault."""
+    """The number of the collective in its group, counted from the last fault."""
     kind: str
     label: str
     nbytes: int
 
     def text(self, *, whole: bool = False) -> str:
-        """Return words such as "the gather of unit blocks.3"; ``whole``: with all that is known."""
+        """Return words such as "the gather of unit blocks.3"; with all details if ``whole``."""
         purpose = self.label if whole else self.label.rpartition(" (")[0] or self.label
         size = f", {self.nbytes} bytes" if whole else ""
         return f"the {self.kind}" + (f" of {purpose}" if purpose else "") + size
 
 
 class Group(NamedTuple):
-    """What the rank issued on one process group since the last fault."""
+    """The collectives of one rank on one process group since the last fault."""
 
     name: str
     ranks: tuple[int, ...]
-    """The members, by their ranks in the job."""
+    """The ranks of the group, numbered as in the job."""
     num_issued: int
     recent: tuple[Issued, ...]
-    """The newest collectives, oldest first; the awaited one precedes them if it is older."""
+    """The newest collectives, oldest first, after the awaited one if that is older."""
     waiting: int | None
-    """The number of what the rank waits for."""
+    """The number of the awaited collective; None if the rank does not wait."""
     waited_s: float
+    """Seconds that the rank has waited."""
     num_ended: int = 0
-    """How many had been issued when the last step of training ended well."""
+    """The number of collectives issued before the last training step ended without an error."""
     on_device: bool = False
-    """True if the rank's device waits for it, and the rank itself may have gone on."""
+    """True if the device waits, and the host may have gone on."""
 
     @property
     def blocks(self) -> bool:
-        """True if the rank itself waits for a collective."""
+        """True if the host waits for a collective."""
         return self.waiting is not None and not self.on_device
 
     @property
     def blocks_step(self) -> bool:
-        """True if the rank itself waits for one before which its weights are not stepped."""
+        """True if the host waits for a collective of a step whose weights are not stepped yet."""
         waits_for = None if self.waiting is None else self.numbered(self.waiting)
         return self.blocks and (waits_for is None or waits_for.kind not in BETWEEN_STEPS)
 
     @property
     def newest(self) -> Issued | None:
-        """The last collective issued."""
+        """The collective issued last; None if none is remembered."""
         return self.recent[-1] if self.recent else None
 
     def numbered(self, number: int) -> Issued | None:
-        """Return the collective ``number``, if it is remembered."""
+        """Return the collective ``number``; None if it is not remembered."""
         return next((one for one in self.recent if one.number == number), None)
 
 
-class Statement(NamedTuple):
-    """Where a rank is."""
+class StatusReport(NamedTuple):
+    """The status of one rank."""
 
     rank: int
     groups: tuple[Group, ...]
     is_open: bool
-    """True in a step: from the beginning of a forward to the end of its backward."""
+    """True in a step: from the start of a forward to the end of its backward."""
     failure: str
-    """The exception that ended its last step or its program; empty if there is none."""
+    """The exception that ended the rank's last step or its program; empty if none did."""
     failed_s: float
-    """How long ago that was, in seconds."""
+    """Seconds since that exception."""
     stack: str
-    """Where its main thread is, in the user's files."""
-    is_torn: bool = False
-    """True if the exception left a step of an optimizer, so its weights are stepped in part."""
+    """The place of the main thread in the user's files; empty if unknown."""
+    is_half_stepped: bool = False
+    """True if the exception left a step of an optimizer, so the weights are half-stepped."""
     ends_program: bool = False
     """True if the exception ends the program."""
 
     def encoded(self) -> str:
-        """Return the statement as JSON."""
+        """Return the report as JSON."""
         return json.dumps(self)
 
     @classmethod
-    def decoded(cls, text: str) -> Statement:
-        """Return the statement that ``encoded`` made ``text`` of."""
+    def decoded(cls, text: str) -> StatusReport:
+        """Return the report that ``encoded`` turned into ``text``."""
         rank, groups, *rest = json.loads(text)
         return cls(
             rank,

@@ -1,4 +1,4 @@
-"""When this process asks: a collective failed, a step failed, or the program ends."""
+"""Reports failures of this process to the other ranks: of collectives, of steps, of the program."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Failure, Step, described, steps
 from fullshard.watch.watcher import ASK_S, Watcher, begin_watching, newest, watcher
 
-__all__ = ["begin", "confess", "explain", "settle", "tear"]
+__all__ = ["begin", "explain", "report_failure", "report_half_step", "settle"]
 
 _PAUSE_S = 0.02
 
 
 def explain(error: Exception, of: Ledger, entry: Entry) -> Exception:
-    """Return what to raise for ``error``, which ended collective ``entry``: the fault, if found."""
+    """Return the error of the fault that made collective ``entry`` fail, or else ``error``."""
     watching = watcher()
     if of.era.error is None and watching is not None:
         watching.last = UNDECIDED
-        is_lost = isinstance(error, LostRankError)  # connections close a moment before a process
+        # The connections of a process close a moment before it ends.
+        is_lost = isinstance(error, LostRankError)
         _ask_until(
-            watching,  # another round may follow the one that found the fault
+            watching,  # the round that finds the fault may be followed by another
             lambda: (
                 of.era.error is not None or not (is_lost or watching.last.kind is Kind.UNDECIDED)
             ),
@@ -45,9 +46,9 @@ def _text(of: Ledger) -> tuple[object, ...]:
 
 
 def settle() -> None:
-    """Find out what failures of steps did to others, before anything else begins.
+    """Settle failed steps with the other ranks before a step begins or a collective is issued.
 
-    Either all ranks failed at the same place, or the others are told, and drop the step, too.
+    Either all ranks failed at the same place, or the other ranks learn of it and drop the step.
     """
     watching = watcher()
     if not ledger.unsettled or watching is None:
@@ -56,37 +57,37 @@ def settle() -> None:
     _ask_until(watching, lambda: not any(step.failure for step in steps()))
 
 
-def tear(step: Step) -> Exception | None:
-    """Tell all ranks if an exception left weights of ``step`` stepped in part here.
+def report_half_step(step: Step) -> Exception | None:
+    """Report to all ranks if an exception left the weights of ``step`` half-stepped here.
 
     Returns:
-        What to raise here, as all ranks do; None if there is nothing to tell.
+        The error that all ranks raise; None if there is nothing to report.
     """
-    told = step.tear()
-    if told is None:
+    era = step.report_half_step()
+    if era is None:
         return None
-    torn = step.failure
+    failure = step.failure
     settle()
     step.failure = None
-    now().forgive()
-    if told.error is not None:
-        return told.error()
-    text = "an exception" if torn is None else torn.text  # nobody is left to judge it
-    return TornStepError(f"this rank failed: {text}. Go back to a checkpoint")
+    now().clear_deferred()
+    if era.error is not None:
+        return era.error()
+    text = "an exception" if failure is None else failure.text  # the watch is over
+    return TornStepError(f"this rank failed: {text}. Load a checkpoint on all ranks")
 
 
 def _ask_until(watching: Watcher, is_known: Callable[[], bool]) -> None:
-    """Ask until a failure of this rank is known for what it is, or patience ends."""
+    """Ask for rounds until ``is_known`` returns True, or patience ends."""
     until_s = time.monotonic() + patience_s() + ASK_S
     while not (is_known() or watching.is_over) and time.monotonic() < until_s:
         watching.ask()
         time.sleep(_PAUSE_S)
 
 
-def confess(error: Exception) -> None:
-    """Tell the other ranks of an exception that ends what this rank does, until they know it."""
+def report_failure(error: Exception) -> None:
+    """Report an exception that ends this rank's work; return once the other ranks know it."""
     watching = watcher()
-    if watching is None or str(error) == watching.fault:  # else all know, and end by it, too
+    if watching is None or str(error) == watching.fault:  # otherwise all ranks know it
         return
     places = [step.place for step in steps() if step.place]
     text = ", ".join([described(error), *places[:1]])
@@ -98,34 +99,34 @@ def confess(error: Exception) -> None:
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Tell the other ranks of an exception that ends this program, then the user."""
+    """Report an exception that ends this program to the other ranks, then to the user."""
     watching = watcher()
     if watching is not None and isinstance(error, Exception):
-        confess(error)
+        report_failure(error)
         failure = watching.failure
-        watching.leave(f"ended by {described(error) if failure is None else failure.text}")
-    _before(kind, error, trace)
+        watching.report_exit(f"exited with {described(error) if failure is None else failure.text}")
+    _previous_hook(kind, error, trace)
 
 
-def _leave() -> None:
-    watching = newest()  # programs that end well destroy their process group before
+def _report_exit() -> None:
+    watching = newest()  # a program that exits normally has destroyed its group
     if watching is not None:
-        watching.leave("ended its program")
+        watching.report_exit("exited")
 
 
-_before = sys.excepthook
+_previous_hook = sys.excepthook
 
 
 @functools.cache
-def _listen() -> None:
-    """Hear of failed collectives and of the end of this program; in jobs of several ranks only."""
-    global _before
+def _install_hooks() -> None:
+    """Install the hooks for failed collectives and for the exit of the program, once."""
+    global _previous_hook
     ledger.explain, ledger.settle = explain, settle
-    _before, sys.excepthook = sys.excepthook, _excepthook
-    atexit.register(_leave)
+    _previous_hook, sys.excepthook = sys.excepthook, _excepthook
+    atexit.register(_report_exit)
 
 
 def begin() -> None:
-    """Watch over the job from now on, until its default process group is destroyed."""
+    """Watch the job from now on, until its default process group is destroyed."""
     if begin_watching():
-        _listen()
+        _install_hooks()

@@ -10,7 +10,7 @@ import pytest
 from fullshard.comm import ledger
 from fullshard.comm.ledger import Entry, Era, Ledger
 from fullshard.errors import LostRankError
-from fullshard.watch import last_words
+from fullshard.watch import reporting
 from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis
 from fullshard.watch.step import Failure, Step
 from fullshard.watch.watcher import Watcher
@@ -41,8 +41,8 @@ class OfEra:
 def explained(
     monkeypatch: pytest.MonkeyPatch, error: RuntimeError, of: OfEra, watch: Played
 ) -> Exception:
-    monkeypatch.setattr(last_words, "watcher", lambda: cast(Watcher, watch))
-    return last_words.explain(error, cast(Ledger, cast(Any, of)), ENTRY)
+    monkeypatch.setattr(reporting, "watcher", lambda: cast(Watcher, watch))
+    return reporting.explain(error, cast(Ledger, cast(Any, of)), ENTRY)
 
 
 def test_a_round_after_the_one_that_found_the_fault_does_not_hide_it(
@@ -89,7 +89,7 @@ def test_a_step_that_begins_forgets_failures_that_were_not_told() -> None:
     failed, torn, next_one = Step(), Step(), Step()
     failed.begin()
     failed.end(ValueError("no"), failed=True)
-    torn.failure = Failure("an exception", 0.0, is_torn=True)
+    torn.failure = Failure("an exception", 0.0, is_half_stepped=True)
     next_one.begin()
     assert failed.failure is None
     assert torn.failure is not None
