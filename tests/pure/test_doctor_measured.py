@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from fullshard.cli.doctor_tables import print_report
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.links import Timing, fit_of, fitted
+from fullshard.doctor.links import Timing
 from fullshard.doctor.report import (
     Dim,
     Group,
     Report,
-    hardware_from,
     slow_dim,
     slow_group,
     slow_rank,
@@ -31,6 +30,7 @@ from fullshard.doctor.wires import (
     Wire,
 )
 from fullshard.errors import ConfigError
+from fullshard.plan.calibrate import fitted, hardware_from, link_of
 from fullshard.plan.hardware import hardware_of
 from tests.pure.doctor_facts import (
     GIB,
@@ -117,12 +117,8 @@ def test_a_hardware_file_says_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_a_plan_gives_back_the_times_that_were_measured(world: int) -> None:
     report = Report(WELL, 2, dims=[a_dim("shard", 1e9)], speeds=SPEEDS)
-    fit = fit_of(timings(world, 3e-5, 2e9), world)
-    (link,) = hardware_from(report, "").links
-    hardware = replace(
-        hardware_from(report, ""),
-        links=(replace(link, bandwidth=fit.bandwidth, latency_s=fit.latency_s),),
-    )
+    link = link_of(timings(world, 3e-5, 2e9), world)
+    hardware = replace(hardware_from(report, ""), links=(link,))
     for one in timings(world, 3e-5, 2e9):
         what = "all_reduce_mean" if one.what == "all_reduce" else one.what
         planned_s = hardware.exchange_s(what, tuple(range(world)), one.nbytes)
@@ -144,6 +140,10 @@ def test_nothing_is_written_of_what_ended_early() -> None:
     with pytest.raises(ConfigError, match="--calibrate"):
         hardware_from(report, "")
     assert report.exitcode == 1
+    report = measured()
+    report.speeds = [speed._replace(op_s=None) for speed in report.speeds]
+    with pytest.raises(ConfigError, match="not everything could be measured"):
+        hardware_from(report, "")
 
 
 @pytest.mark.parametrize(

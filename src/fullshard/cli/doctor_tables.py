@@ -97,7 +97,7 @@ def _print_speeds(report: doctor.Report) -> None:
             str(rank),
             *(f"{speed.flops[dtype] / 1e9:.1f} GFLOP/s" for dtype in dtypes),
             f"{speed.memory_bandwidth / 1e9:.1f} GB/s",
-            f"{speed.op_s * 1e6:.1f} us",
+            "-" if speed.op_s is None else f"{speed.op_s * 1e6:.1f} us",
         )
         for rank, speed in enumerate(report.speeds[:_SHOWN_RANKS])
     ]

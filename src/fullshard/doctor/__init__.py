@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.findings import Finding, Level, half_launched
-from fullshard.doctor.report import Dim, Group, Report, hardware_from
+from fullshard.doctor.report import Dim, Group, Report
+from fullshard.doctor.speed import Speed
 from fullshard.doctor.visit import examine, measure
 from fullshard.doctor.wires import mesh_shape, reason

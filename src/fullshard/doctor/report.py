@@ -1,20 +1,17 @@
-"""The result of a doctor's visit: facts, measurements, findings, a description of the hardware."""
+"""The report of a doctor's visit: facts, measurements and findings."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from fullshard.doctor.facts import Facts, by_host
-from fullshard.doctor.findings import Finding, Level, findings_of
-from fullshard.doctor.links import Timing, fit_of, median_timings
+from fullshard.doctor.facts import Facts
+from fullshard.doctor.findings import Finding, Level, findings_of, named, warning
+from fullshard.doctor.links import Timing, median_timings
 from fullshard.doctor.speed import Speed
-from fullshard.doctor.tiny import with_action_s
-from fullshard.doctor.wires import SHARED_MEMORY, Wire, reason
-from fullshard.errors import ConfigError
-from fullshard.plan.hardware import CPU, PRESETS, Hardware, Link
+from fullshard.doctor.wires import Wire, reason
 
 
 class Group(NamedTuple):
@@ -110,6 +107,7 @@ _SLOW_GROUP = 0.5
 _SLOW_DIM = 0.25
 
 
+@named
 def slow_rank(speeds: Sequence[Speed]) -> Finding | None:
     """Find a rank that computes much more slowly than the others."""
     rates = [speed.flops["float32"] for speed in speeds]
@@ -118,15 +116,14 @@ def slow_rank(speeds: Sequence[Speed]) -> Finding | None:
     slowest, median = min(range(len(rates)), key=rates.__getitem__), statistics.median(rates)
     if rates[slowest] >= _SLOW_RANK * median:
         return None
-    return Finding(
-        "slow_rank",
-        Level.WARNING,
+    return warning(
         f"rank {slowest} computes products of matrices at {rates[slowest] / median:.0%} of the "
         "median rate",
         "look for other processes, fewer threads, or a hot or throttled device: all ranks wait",
     )
 
 
+@named
 def slow_group(dims: Sequence[Dim]) -> Finding | None:
     """Find a group that communicates much more slowly than the others of its dim."""
     for dim in dims:
@@ -134,9 +131,7 @@ def slow_group(dims: Sequence[Dim]) -> Finding | None:
         if len(rates) > 1:
             slowest, median = min(rates, key=rates.__getitem__), statistics.median(rates.values())
             if rates[slowest] < _SLOW_GROUP * median:
-                return Finding(
-                    "slow_group",
-                    Level.WARNING,
+                return warning(
                     f"ranks {', '.join(map(str, slowest))} (dim {dim.name}) exchange at "
                     f"{rates[slowest] / median:.0%} of the median rate of such groups",
                     "look at the cables, interfaces and neighbours of their hosts",
@@ -144,6 +139,7 @@ def slow_group(dims: Sequence[Dim]) -> Finding | None:
     return None
 
 
+@named
 def slow_dim(dims: Sequence[Dim]) -> Finding | None:
     """Find a dim that is much slower than another of the same wire, or slower although inner."""
     measured = [dim for dim in dims if any(group.timings for group in dim.groups)]
@@ -151,68 +147,10 @@ def slow_dim(dims: Sequence[Dim]) -> Finding | None:
         for j, other in enumerate(measured):
             is_comparable = i > j or dim.carriers() == other.carriers()
             if is_comparable and dim.bandwidth() < _SLOW_DIM * other.bandwidth():
-                return Finding(
-                    "slow_dim",
-                    Level.WARNING,
+                return warning(
                     f"dim {dim.name} has {dim.bandwidth() / other.bandwidth():.0%} of the "
                     f"bandwidth of dim {other.name}",
                     "put ranks that share a host, or a faster wire, next to each other on the "
                     "inner dim (the last one), which carries the parameters",
                 )
     return None
-
-
-def hardware_from(report: Report, date: str) -> Hardware:
-    """Return the hardware that was measured, for ``plan``.
-
-    Links have one latency and one bandwidth each, so all-gathers and reduce-scatters are mixed, and
-    the outermost one stands for any number of ranks. Where ranks differ the median counts.
-
-    Raises:
-        ConfigError: the visit ended early.
-    """
-    if report.failures or not report.speeds:
-        raise ConfigError("nothing is written for --calibrate: not everything could be measured")
-    ranks, hosts = report.ranks, by_host(report.ranks)
-    gpu, threads = ranks[0].gpu, ranks[0].num_threads
-    on_cpu = report.device == "cpu" or gpu is None
-    shared = any(SHARED_MEMORY in dim.carriers() for dim in report.dims)
-    wires = [group.wire for dim in report.dims for group in dim.groups]
-    steps = [speed.tiny_step_s for speed in report.speeds if speed.tiny_step_s is not None]
-    assumed = "" if on_cpu else "; granule, fixed and communicator bytes are those of a preset"
-    found = replace(
-        CPU if on_cpu else PRESETS["h100"],
-        name=f"cpu, {threads} thread(s) a rank" if gpu is None or on_cpu else gpu.name,
-        memory_nbytes=_memory(report, hosts, on_cpu=on_cpu),
-        flops={
-            dtype: statistics.median(speed.flops[dtype] for speed in report.speeds)
-            for dtype in report.speeds[0].flops
-        },
-        memory_bandwidth=statistics.median(speed.memory_bandwidth for speed in report.speeds),
-        op_s=statistics.median(speed.op_s for speed in report.speeds),
-        links=_links(report),
-        device=report.device,
-        in_background=not on_cpu or not shared,  # who waits copies out of shared memory
-        adds_wide=all(wire.adds_wide for wire in wires),
-        source=f"measured on {date} by fullshard doctor, torch {ranks[0].versions['torch']}; "
-        f"{len(ranks)} rank(s) on {len(hosts)} host(s){assumed}",
-    )
-    return with_action_s(found, report.shape, statistics.median(steps)) if steps else found
-
-
-def _memory(report: Report, hosts: Mapping[str, Sequence[Facts]], *, on_cpu: bool) -> int:
-    if on_cpu:
-        return min(here[0].host.usable_nbytes // len(here) for here in hosts.values())
-    return min(one.gpu.memory_nbytes for one in report.ranks if one.gpu is not None)
-
-
-def _links(report: Report) -> tuple[Link, ...]:
-    """Return a link for each dim of more than one rank, innermost first; the last has no reach."""
-    links, near = [], 1
-    for dim in reversed(report.dims):
-        near *= dim.size
-        if dim.size > 1:
-            fit = fit_of(dim.timings, dim.size)
-            reach = None if near == len(report.ranks) else near
-            links.append(Link(reach, fit.bandwidth, fit.latency_s))
-    return tuple(links)

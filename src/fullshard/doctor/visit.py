@@ -17,8 +17,10 @@ from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.links import Timing, median_timings, time_wire
 from fullshard.doctor.report import Dim, Group, Report
 from fullshard.doctor.speed import Speed, speed_here
-from fullshard.doctor.tiny import tiny_step_s
 from fullshard.doctor.wires import Wire, default_shape, wire_of
+
+Calibrate = Callable[[Speed, DeviceMesh, torch.device], Speed]
+"""Returns the speed of this rank with more measurements; all ranks of the mesh call it together."""
 
 
 def examine(
@@ -29,6 +31,7 @@ def examine(
     world: int,
     shape: Mapping[str, int] | None = None,
     timeout_s: float = 60.0,
+    calibrate: Calibrate | None = None,
 ) -> int:
     """Examine a job as one of its ranks, and return the exit code of this process.
 
@@ -42,6 +45,7 @@ def examine(
         world: number of processes.
         shape: sizes of the mesh by name of dim; by default shards within hosts, replicas over them.
         timeout_s: seconds that ranks wait for each other at a step.
+        calibrate: adds measurements to the speed of each rank; see ``plan.calibrate``.
     """
     report = Report([facts_here(rank)], world)
 
@@ -58,14 +62,20 @@ def examine(
     failure = ""
     try:
         with bounded(6 * timeout_s, "the measurement", then=give_up):
-            _look(report, board, store, shape)
+            _look(report, board, store, shape, calibrate)
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         failure = f"rank {rank}: {type(error).__name__}: {error}"
     with bounded(6 * timeout_s, "the end of all ranks", then=give_up):
         return _end(report, board, failure, show)
 
 
-def _look(report: Report, board: Board, store: dist.Store, shape: Mapping[str, int] | None) -> None:
+def _look(
+    report: Report,
+    board: Board,
+    store: dist.Store,
+    shape: Mapping[str, int] | None,
+    calibrate: Calibrate | None,
+) -> None:
     """Complete the report on rank 0."""
     own = report.ranks[0]
     ranks = roll_call(board, own)
@@ -79,7 +89,7 @@ def _look(report: Report, board: Board, store: dist.Store, shape: Mapping[str, i
     mesh = init_device_mesh(
         report.device, tuple(report.shape.values()), mesh_dim_names=tuple(report.shape)
     )
-    report.dims, report.speeds = measure(mesh, device, board)
+    report.dims, report.speeds = measure(mesh, device, board, calibrate=calibrate)
 
 
 def _device_type(ranks: Sequence[Facts]) -> str:
@@ -105,7 +115,12 @@ def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) ->
 
 
 def measure(
-    mesh: DeviceMesh, device: torch.device, board: Board, *, sizes: Sequence[int] = ()
+    mesh: DeviceMesh,
+    device: torch.device,
+    board: Board,
+    *,
+    sizes: Sequence[int] = (),
+    calibrate: Calibrate | None = None,
 ) -> tuple[list[Dim], list[Speed]]:
     """Measure each dim of ``mesh`` and each rank; return what was found on rank 0.
 
@@ -120,7 +135,8 @@ def measure(
     board.meet("speed")
     speed = speed_here(device)
     board.meet("steps")
-    speed = speed._replace(tiny_step_s=tiny_step_s(mesh, device))
+    if calibrate is not None:
+        speed = calibrate(speed, mesh, device)
     told = board.gather("measured", [wires, timings, speed])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     dims = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,9 +78,7 @@ def mesh_shape(given: str | None, world: int) -> dict[str, int] | None:
         if not (name.isidentifier() and size.isdigit() and int(size)) or name in shape:
             raise ConfigError(f"--mesh {given}: expected NAME=SIZE,..., as in replicate=2,shard=4")
         shape[name] = int(size)
-    total = 1
-    for ranks in shape.values():
-        total *= ranks
+    total = math.prod(shape.values())
     if total != world:
         raise ConfigError(f"--mesh {given} has {total} ranks, but there are {world}")
     return shape
