@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fullshard.comm import Alone, Done, Label, Pending
 from fullshard.comm.native import Native
-from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter, make_lanes
+from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter, make_lanes
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec, offload
 from fullshard.layout import ParamSpec, PerParameter, Ragged
@@ -444,23 +444,23 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
 
 def test_a_buffer_counts_what_it_holds() -> None:
     meter = StorageMeter()
-    buffer = Buffer(10, torch.float64, torch.device("cpu"), kind=Kind.UNSHARDED, meter=meter)
+    buffer = Buffer(10, torch.float64, torch.device("cpu"), kind=BufferKind.UNSHARDED, meter=meter)
     view = buffer.tensor[2:4]
     for _ in range(2):
         buffer.allocate()
-        assert meter.held_nbytes[Kind.UNSHARDED] == 80
+        assert meter.held_nbytes[BufferKind.UNSHARDED] == 80
         view.fill_(3)
         assert buffer.tensor[3] == 3
         buffer.free()
         buffer.free()
-        assert meter.held_nbytes[Kind.UNSHARDED] == 0
+        assert meter.held_nbytes[BufferKind.UNSHARDED] == 0
         assert buffer.tensor.untyped_storage().nbytes() == 0
-    assert meter.peak_nbytes[Kind.UNSHARDED] == 80
+    assert meter.peak_nbytes[BufferKind.UNSHARDED] == 80
 
 
 def test_memory_made_in_inference_mode_can_be_trained_on_later() -> None:
     with torch.inference_mode():
         buffer = Buffer(
-            4, torch.float32, torch.device("cpu"), kind=Kind.UNSHARDED, meter=StorageMeter()
+            4, torch.float32, torch.device("cpu"), kind=BufferKind.UNSHARDED, meter=StorageMeter()
         )
     assert not buffer.tensor.is_inference()

@@ -13,7 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 from fullshard import _torch
 from fullshard.doctor import findings
 from fullshard.doctor.facts import Facts, facts_here, launch_variables, memory_limit
-from fullshard.doctor.findings import Finding, Level, findings_of
+from fullshard.doctor.findings import DoctorFinding, Level, findings_of
 from fullshard.doctor.wires import (
     MESSAGES,
     SHARED_MEMORY,
@@ -124,7 +124,7 @@ CASES: dict[str, tuple[list[Facts], str, list[Facts]]] = {
 }
 
 
-def named(ranks: Sequence[Facts]) -> dict[str, Finding]:
+def named(ranks: Sequence[Facts]) -> dict[str, DoctorFinding]:
     return {finding.name: finding for finding in findings_of(ranks)}
 
 

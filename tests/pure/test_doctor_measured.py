@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.cli.doctor_tables import print_report
-from fullshard.doctor.findings import Finding
+from fullshard.doctor.findings import DoctorFinding
 from fullshard.doctor.links import Timing
 from fullshard.doctor.report import (
     Dim,
-    Group,
+    GroupTimings,
     Report,
     slow_dim,
     slow_group,
@@ -82,7 +82,7 @@ def timings(world: int, latency_s: float, bandwidth: float) -> list[Timing]:
 def a_dim(name: str, *rates: float, carrier: str = SHARED_MEMORY) -> Dim:
     """A dim of groups of two ranks each, with these bandwidths."""
     groups = [
-        Group(Wire((2 * i, 2 * i + 1), carrier, carrier, True), timings(2, 1e-6, rate))
+        GroupTimings(Wire((2 * i, 2 * i + 1), carrier, carrier, True), timings(2, 1e-6, rate))
         for i, rate in enumerate(rates)
     ]
     return Dim(name, 2, groups)
@@ -171,7 +171,7 @@ def test_nothing_is_written_of_what_ended_early() -> None:
     ],
 )
 def test_what_is_slow_is_named(
-    check: Callable[[Any], Finding | None], wrong: Any, said: str, well: Any
+    check: Callable[[Any], DoctorFinding | None], wrong: Any, said: str, well: Any
 ) -> None:
     found = check(wrong)
     assert found is not None and said in found.what

@@ -74,7 +74,7 @@ def _print_wires(report: doctor.Report) -> None:
             print_table(("collective", "bytes", "time", "received by a rank"), rows)
 
 
-def _wire(report: doctor.Report, group: doctor.Group) -> str:
+def _wire(report: doctor.Report, group: doctor.GroupTimings) -> str:
     wire = group.wire
     how = wire.gathers if wire.gathers == wire.reduces else f"{wire.gathers}, {wire.reduces}"
     return f"{how}: {doctor.reason(wire, report.ranks)}"

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import Collectives, Done, Exchange, Pending
-from fullshard.device.streams import Lane, Mark, Reading, Stamp
+from fullshard.device.streams import Lane, LaneEvent, Reading, Stamp
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """A stretch of time on a lane, in seconds since the run began."""
 
     lane: str
@@ -74,7 +74,7 @@ class DryLanes:
         self,
         *,
         duration_s: Callable[[Exchange], float],
-        note: Callable[[Span], None],
+        note: Callable[[LaneSpan], None],
         is_async: bool = True,
         in_background: bool = True,
         issue_s: float = 0.0,
@@ -96,14 +96,14 @@ class DryLanes:
         self.now_s += self._issue_s
         start_s = max(self.now_s, self._at_s[self._lane])
         self._at_s[self._lane] = end_s = start_s + duration_s
-        self._note(Span(self._lane, start_s, end_s, what))
+        self._note(LaneSpan(self._lane, start_s, end_s, what))
         self._keep_up(end_s)
 
     def take_host(self, seconds: float, what: str = "") -> None:
         """Let the host be busy with something else than issuing operations: if told, with what."""
         start_s, self.now_s = self.now_s, self.now_s + seconds
         if what:
-            self._note(Span("host", start_s, self.now_s, what))
+            self._note(LaneSpan("host", start_s, self.now_s, what))
 
     def carry(self, exchange: Exchange) -> Pending:
         """Start a collective behind the work of the current lane."""
@@ -116,7 +116,7 @@ class DryLanes:
         ready_s = max(self.now_s, self._at_s[self._lane])
         start_s = max(ready_s, self._wire_at_s.get(key, 0.0))
         self._wire_at_s[key] = end_s = start_s + took_s
-        self._note(Span("wire", start_s, end_s, exchange.what))
+        self._note(LaneSpan("wire", start_s, end_s, exchange.what))
         return _Arriving(self, end_s, 0.0, exchange)
 
     def arrive(self, pending: _Arriving) -> None:
@@ -125,7 +125,7 @@ class DryLanes:
         if pending.busy_s:
             start_s = before_s
             end_s = start_s + pending.busy_s
-            self._note(Span("wire", start_s, end_s, pending.exchange.what))
+            self._note(LaneSpan("wire", start_s, end_s, pending.exchange.what))
         else:
             end_s = max(before_s, pending.end_s)
         self._at_s[self._lane] = end_s
@@ -151,7 +151,7 @@ class DryLanes:
     def _waited(self, start_s: float, end_s: float, what: str) -> None:
         if end_s > start_s:
             self._waited_s += end_s - start_s
-            self._note(Span("wait", start_s, end_s, what))
+            self._note(LaneSpan("wait", start_s, end_s, what))
 
     # Lanes
 
@@ -198,7 +198,7 @@ class DryLanes:
         if isinstance(event, _Reached):
             self._at_s[lane] = max(self._at_s[lane], event.at_s)
 
-    def mark(self) -> Mark:
+    def mark(self) -> LaneEvent:
         """See ``Lanes``."""
         return _Reached(self, self._at_s[self._lane])
 

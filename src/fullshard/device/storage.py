@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Kind(enum.StrEnum):
+class BufferKind(enum.StrEnum):
     """The purpose of a buffer; see the note in ``engine/bucket.py``."""
 
     UNSHARDED = "unsharded"
@@ -22,7 +22,7 @@ class Kind(enum.StrEnum):
     FULL = "full"
 
 
-Watch = Callable[[Kind, int, torch.UntypedStorage | None], object]
+Watch = Callable[[BufferKind, int, torch.UntypedStorage | None], object]
 """Told of each change: the kind of a buffer, the bytes it holds more, and the storage, if known."""
 
 
@@ -36,11 +36,13 @@ class StorageMeter:
 
     def __init__(self) -> None:
         self.copied_nbytes = 0
-        self.held_nbytes: Counter[Kind] = Counter()
-        self.peak_nbytes: Counter[Kind] = Counter()
+        self.held_nbytes: Counter[BufferKind] = Counter()
+        self.peak_nbytes: Counter[BufferKind] = Counter()
         self.watch: Watch | None = None
 
-    def change(self, kind: Kind, nbytes: int, storage: torch.UntypedStorage | None = None) -> None:
+    def change(
+        self, kind: BufferKind, nbytes: int, storage: torch.UntypedStorage | None = None
+    ) -> None:
         """Add ``nbytes``, of ``storage``, to the bytes held; negative if memory was freed."""
         held = self.held_nbytes[kind] = self.held_nbytes[kind] + nbytes
         if held > self.peak_nbytes[kind]:
@@ -49,7 +51,7 @@ class StorageMeter:
             self.watch(kind, nbytes, storage)
 
     @contextmanager
-    def holding(self, kind: Kind, nbytes: int) -> Iterator[None]:
+    def holding(self, kind: BufferKind, nbytes: int) -> Iterator[None]:
         """Count ``nbytes`` of ordinary tensors as held during the ``with`` block."""
         self.change(kind, nbytes)
         try:
@@ -82,7 +84,7 @@ class Buffer:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        kind: Kind,
+        kind: BufferKind,
         meter: StorageMeter,
     ) -> None:
         self.nbytes = numel * dtype.itemsize
@@ -96,7 +98,7 @@ class Buffer:
         meter.change(kind, self.nbytes, self._storage)
 
     @classmethod
-    def of(cls, tensor: Tensor, *, kind: Kind, meter: StorageMeter) -> Buffer:
+    def of(cls, tensor: Tensor, *, kind: BufferKind, meter: StorageMeter) -> Buffer:
         """Return a buffer around the memory of a tensor made elsewhere."""
         buffer = cls(0, torch.uint8, tensor.device, kind=kind, meter=meter)
         buffer.tensor = tensor

@@ -45,7 +45,7 @@ class Lane(enum.StrEnum):
     RETURN = "return"
 
 
-class Mark(Protocol):
+class LaneEvent(Protocol):
     """A point in the work of a lane."""
 
     def synchronize(self) -> object:
@@ -116,7 +116,7 @@ class Lanes(Protocol):
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Make later work on ``lane`` wait for the user's ``event``."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> LaneEvent:
         """Return a mark behind all work issued so far on the current lane."""
 
     def stamp(self, lane: Lane) -> Stamp:
@@ -177,7 +177,7 @@ class CpuLanes:
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Do nothing, since all work issued so far is done."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> LaneEvent:
         """Return a mark that has already been reached."""
         return _Past()
 
@@ -286,9 +286,9 @@ class StreamLanes:
         for stream in self._streams_of(lane):
             stream.wait_event(event)
 
-    def mark(self) -> Mark:
+    def mark(self) -> LaneEvent:
         """Return an event recorded on the current stream."""
-        event: Mark = self._accelerator.Event()
+        event: LaneEvent = self._accelerator.Event()
         event.record(self._current())  # type: ignore[attr-defined]
         return event
 

@@ -8,8 +8,8 @@ facts alone.
 from __future__ import annotations
 
 from fullshard.doctor.facts import Facts, facts_here
-from fullshard.doctor.findings import Finding, Level, half_launched
-from fullshard.doctor.report import Dim, Group, Report
+from fullshard.doctor.findings import DoctorFinding, Level, half_launched
+from fullshard.doctor.report import Dim, GroupTimings, Report
 from fullshard.doctor.speed import Speed
 from fullshard.doctor.visit import examine, measure
 from fullshard.doctor.wires import mesh_shape, reason

@@ -38,7 +38,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFacts:
     """A machine, or a container on it, as seen by one of its processes."""
 
     name: str
@@ -68,7 +68,7 @@ class Facts:
     """One rank."""
 
     rank: int
-    host: Host
+    host: HostFacts
     versions: Mapping[str, str]
     backends: tuple[str, ...]
     cores: tuple[int, ...]
@@ -97,7 +97,7 @@ class Facts:
         host = {**read["host"], "interfaces": tuple(read["host"]["interfaces"])}
         lists = {name: tuple(read[name]) for name in ("backends", "cores")}
         gpus = tuple(Gpu(**gpu) for gpu in read["gpus"])
-        return cls(**{**read, **lists, "host": Host(**host), "gpus": gpus})
+        return cls(**{**read, **lists, "host": HostFacts(**host), "gpus": gpus})
 
 
 def facts_here(rank: int = 0) -> Facts:
@@ -158,14 +158,14 @@ def _gpu(index: int) -> Gpu:
     return Gpu(found.name, str(found.uuid), found.total_memory)
 
 
-def _host() -> Host:
+def _host() -> HostFacts:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         address = ""
     shm = Path("/dev/shm")
-    return Host(
+    return HostFacts(
         name,
         own_host().hex(),
         address,

@@ -22,7 +22,7 @@ class Level(enum.StrEnum):
     """A job would be slow, or may fail later."""
 
 
-class Finding(NamedTuple):
+class DoctorFinding(NamedTuple):
     """A mistake, and what to do."""
 
     name: str
@@ -31,27 +31,29 @@ class Finding(NamedTuple):
     advice: str
 
 
-Check = Callable[[Sequence[Facts]], Finding | None]
+Check = Callable[[Sequence[Facts]], DoctorFinding | None]
 
 CHECKS: list[Check] = []
 """The checks that need no process group, in the order of this file."""
 
 
-def error(what: str, advice: str) -> Finding:
+def error(what: str, advice: str) -> DoctorFinding:
     """Return an error that has no name yet."""
-    return Finding("", Level.ERROR, what, advice)
+    return DoctorFinding("", Level.ERROR, what, advice)
 
 
-def warning(what: str, advice: str) -> Finding:
+def warning(what: str, advice: str) -> DoctorFinding:
     """Return a warning that has no name yet."""
-    return Finding("", Level.WARNING, what, advice)
+    return DoctorFinding("", Level.WARNING, what, advice)
 
 
-def named(find: Callable[[Subject], Finding | None]) -> Callable[[Subject], Finding | None]:
+def named(
+    find: Callable[[Subject], DoctorFinding | None],
+) -> Callable[[Subject], DoctorFinding | None]:
     """Decorate a check: name each finding after the function that returns it."""
 
     @wraps(find)
-    def check(looked_at: Subject) -> Finding | None:
+    def check(looked_at: Subject) -> DoctorFinding | None:
         found = find(looked_at)
         return None if found is None else found._replace(name=find.__name__)
 
@@ -67,7 +69,7 @@ def _check_each_host(find: Check) -> Check:
     """Call the check with the ranks of one host at a time, up to the first finding."""
 
     @wraps(find)
-    def check(ranks: Sequence[Facts]) -> Finding | None:
+    def check(ranks: Sequence[Facts]) -> DoctorFinding | None:
         found = map(find, by_host(ranks).values())
         return next((finding for finding in found if finding is not None), None)
 
@@ -83,7 +85,7 @@ _RANK_NBYTES = 1 << 30
 
 
 @_check
-def half_launched(ranks: Sequence[Facts]) -> Finding | None:
+def half_launched(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find a rank with a launcher's environment of which a part is missing."""
     for one in ranks:
         missing = [name for name in _NEEDED if name not in one.variables]
@@ -97,7 +99,7 @@ def half_launched(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def loopback_master(ranks: Sequence[Facts]) -> Finding | None:
+def loopback_master(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find a MASTER_ADDR that means another machine on each host."""
     wrong = [one for one in ranks if _is_loopback(one.variables.get("MASTER_ADDR", ""))]
     if not wrong or len(by_host(ranks)) == 1:
@@ -110,7 +112,7 @@ def loopback_master(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def loopback_hostname(ranks: Sequence[Facts]) -> Finding | None:
+def loopback_hostname(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts whose name leads gloo to an address that other hosts cannot reach."""
     wrong = [
         one
@@ -130,7 +132,7 @@ def loopback_hostname(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def wrong_interface(ranks: Sequence[Facts]) -> Finding | None:
+def wrong_interface(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find a GLOO_SOCKET_IFNAME that names no interface, or loopback for several hosts."""
     several = len(by_host(ranks)) > 1
     for one in ranks:
@@ -146,7 +148,7 @@ def wrong_interface(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def versions_differ(ranks: Sequence[Facts]) -> Finding | None:
+def versions_differ(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find ranks whose Python, PyTorch, fullshard or NCCL backend differs from rank 0's."""
     for name in _MUST_AGREE:
         first = ranks[0].versions.get(name, "missing")
@@ -163,7 +165,7 @@ def versions_differ(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check_each_host
-def gpu_shared(here: Sequence[Facts]) -> Finding | None:
+def gpu_shared(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find GPUs that several ranks would use."""
     used = Counter(one.gpu for one in here if one.gpu is not None)
     shared = next((gpu for gpu, count in used.items() if count > 1), None)
@@ -177,7 +179,7 @@ def gpu_shared(here: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def gpu_missing(ranks: Sequence[Facts]) -> Finding | None:
+def gpu_missing(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find ranks whose LOCAL_RANK is the number of no GPU that they see."""
     wrong = [one for one in ranks if one.gpus and one.gpu is None]
     if not wrong:
@@ -193,7 +195,7 @@ def gpu_missing(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check_each_host
-def gpus_unseen(here: Sequence[Facts]) -> Finding | None:
+def gpus_unseen(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find NVIDIA devices that no rank of their host can use."""
     first = here[0]
     num_seen = len({gpu.uuid for one in here for gpu in one.gpus})
@@ -217,7 +219,7 @@ def gpus_unseen(here: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def no_nccl(ranks: Sequence[Facts]) -> Finding | None:
+def no_nccl(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find ranks with a GPU whose PyTorch cannot let GPUs communicate."""
     wrong = [one for one in ranks if one.gpus and "nccl" not in one.backends]
     if not wrong:
@@ -229,7 +231,7 @@ def no_nccl(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def uneven_hosts(ranks: Sequence[Facts]) -> Finding | None:
+def uneven_hosts(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts with different numbers of ranks."""
     counts = {here[0].host.name: len(here) for here in by_host(ranks).values()}
     if len(set(counts.values())) < 2:
@@ -242,7 +244,7 @@ def uneven_hosts(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def clocks_differ(ranks: Sequence[Facts]) -> Finding | None:
+def clocks_differ(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts whose clocks are wrong."""
     wrong = [one for one in ranks if one.clock_error_s > _CLOCK_S]
     if not wrong:
@@ -255,7 +257,7 @@ def clocks_differ(ranks: Sequence[Facts]) -> Finding | None:
 
 
 @_check_each_host
-def too_many_threads(here: Sequence[Facts]) -> Finding | None:
+def too_many_threads(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts whose ranks have more threads than cores."""
     cores, threads = _num_cores(here), sum(one.num_threads for one in here)
     if threads <= cores:
@@ -268,7 +270,7 @@ def too_many_threads(here: Sequence[Facts]) -> Finding | None:
 
 
 @_check_each_host
-def idle_cores(here: Sequence[Facts]) -> Finding | None:
+def idle_cores(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts without GPUs whose ranks use less than half of the cores."""
     cores, threads = _num_cores(here), sum(one.num_threads for one in here)
     if 2 * threads > cores or any(one.gpus for one in here):
@@ -281,7 +283,7 @@ def idle_cores(here: Sequence[Facts]) -> Finding | None:
 
 
 @_check_each_host
-def little_memory(here: Sequence[Facts]) -> Finding | None:
+def little_memory(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts that cannot give each rank as much memory as PyTorch and a small model take."""
     host = here[0].host
     each = host.usable_nbytes // len(here)
@@ -296,7 +298,7 @@ def little_memory(here: Sequence[Facts]) -> Finding | None:
 
 
 @_check_each_host
-def little_shared_memory(here: Sequence[Facts]) -> Finding | None:
+def little_shared_memory(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find a /dev/shm too small for NCCL and for workers of a DataLoader."""
     host = here[0].host
     if host.shm_nbytes is None or host.shm_nbytes >= _SHM_NBYTES:
@@ -309,7 +311,7 @@ def little_shared_memory(here: Sequence[Facts]) -> Finding | None:
 
 
 @_check
-def few_open_files(ranks: Sequence[Facts]) -> Finding | None:
+def few_open_files(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find a limit of open files that connections to all ranks may exceed.
 
     A rank has a socket to each other rank for every process group that spans them, of which there
@@ -343,7 +345,7 @@ def _ranks(ranks: Sequence[Facts]) -> str:
     return f"ranks {', '.join(numbers[:4])}{more}"
 
 
-def findings_of(ranks: Sequence[Facts]) -> list[Finding]:
+def findings_of(ranks: Sequence[Facts]) -> list[DoctorFinding]:
     """Return what the checks find, errors first."""
     found = [finding for check in CHECKS if (finding := check(ranks)) is not None]
     return sorted(found, key=lambda finding: finding.level is not Level.ERROR)

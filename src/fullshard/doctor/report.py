@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from fullshard.doctor.facts import Facts
-from fullshard.doctor.findings import Finding, Level, findings_of, named, warning
+from fullshard.doctor.findings import DoctorFinding, Level, findings_of, named, warning
 from fullshard.doctor.links import Timing, median_timings
 from fullshard.doctor.speed import Speed
 from fullshard.doctor.wires import Wire, reason
 
 
-class Group(NamedTuple):
+class GroupTimings(NamedTuple):
     """One process group of a mesh dim."""
 
     wire: Wire
@@ -36,7 +36,7 @@ class Dim(NamedTuple):
 
     name: str
     size: int
-    groups: Sequence[Group]
+    groups: Sequence[GroupTimings]
 
     @property
     def timings(self) -> list[Timing]:
@@ -66,7 +66,7 @@ class Report:
     """Why the visit ended early."""
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DoctorFinding]:
         """Return what is wrong, errors first."""
         measured = [
             finding
@@ -108,7 +108,7 @@ _SLOW_DIM = 0.25
 
 
 @named
-def slow_rank(speeds: Sequence[Speed]) -> Finding | None:
+def slow_rank(speeds: Sequence[Speed]) -> DoctorFinding | None:
     """Find a rank that computes much more slowly than the others."""
     rates = [speed.flops["float32"] for speed in speeds]
     if len(rates) < 2:
@@ -124,7 +124,7 @@ def slow_rank(speeds: Sequence[Speed]) -> Finding | None:
 
 
 @named
-def slow_group(dims: Sequence[Dim]) -> Finding | None:
+def slow_group(dims: Sequence[Dim]) -> DoctorFinding | None:
     """Find a group that communicates much more slowly than the others of its dim."""
     for dim in dims:
         rates = {group.wire.ranks: group.bandwidth() for group in dim.groups if group.timings}
@@ -140,7 +140,7 @@ def slow_group(dims: Sequence[Dim]) -> Finding | None:
 
 
 @named
-def slow_dim(dims: Sequence[Dim]) -> Finding | None:
+def slow_dim(dims: Sequence[Dim]) -> DoctorFinding | None:
     """Find a dim that is much slower than another of the same wire, or slower although inner."""
     measured = [dim for dim in dims if any(group.timings for group in dim.groups)]
     for i, dim in enumerate(measured):

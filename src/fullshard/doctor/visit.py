@@ -15,7 +15,7 @@ from fullshard.comm import collectives_of
 from fullshard.doctor.board import Board, bounded, roll_call
 from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.links import Timing, median_timings, time_wire
-from fullshard.doctor.report import Dim, Group, Report
+from fullshard.doctor.report import Dim, GroupTimings, Report
 from fullshard.doctor.speed import Speed, speed_here
 from fullshard.doctor.wires import Wire, default_shape, wire_of
 
@@ -147,13 +147,13 @@ def measure(
     return dims, [Speed(*each[2]) for each in told]
 
 
-def _groups(told: Sequence[tuple[Any, Any]]) -> list[Group]:
+def _groups(told: Sequence[tuple[Any, Any]]) -> list[GroupTimings]:
     """Return the groups of a dim, from what each rank told of its own."""
     timings: dict[Wire, list[list[Timing]]] = {}
     for wire, taken in told:
         key = Wire(tuple(wire[0]), *wire[1:])
         timings.setdefault(key, []).append([Timing(*one) for one in taken])
-    return [Group(wire, median_timings(of_ranks)) for wire, of_ranks in timings.items()]
+    return [GroupTimings(wire, median_timings(of_ranks)) for wire, of_ranks in timings.items()]
 
 
 def _end(report: Report, board: Board, failure: str, show: Callable[[Report], None]) -> int:

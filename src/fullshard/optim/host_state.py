@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.device import Lane, Mark, host_tensor, make_lanes
+from fullshard.device import Lane, LaneEvent, host_tensor, make_lanes
 from fullshard.optim.groups import Groups
 from fullshard.optim.inner import Inner, Steppable
 
@@ -50,8 +50,8 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes = make_lanes(device)
-        self._back: Mark | None = None  # behind the last copy to the host
-        self._fetched: dict[HostedRun, tuple[dict[str, Tensor], Mark]] = {}
+        self._back: LaneEvent | None = None  # behind the last copy to the host
+        self._fetched: dict[HostedRun, tuple[dict[str, Tensor], LaneEvent]] = {}
 
     def fetch(self, run: HostedRun, home: Mapping[str, Tensor]) -> None:
         """Begin to copy ``home``, the state of ``run``, to the device, unless begun already."""

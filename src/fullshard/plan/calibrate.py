@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
-from fullshard.device import DryLanes, Span
+from fullshard.device import DryLanes, LaneSpan
 from fullshard.doctor.facts import by_host
 from fullshard.doctor.links import Timing, received
 from fullshard.doctor.report import Report
@@ -148,7 +148,7 @@ def _op_s(device: torch.device) -> float:
 
 def count_operations(model: nn.Module, batch: Tensor) -> int:
     """Return the operations of forward and backward to which a plan gives time of the host."""
-    spans: list[Span] = []
+    spans: list[LaneSpan] = []
     lanes = DryLanes(duration_s=lambda exchange: 0.0, note=spans.append)
     hardware = Hardware("infinitely fast", 0, {"float32": math.inf}, math.inf)
     with Ledger(hardware, lanes):
