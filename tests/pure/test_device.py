@@ -43,7 +43,7 @@ class FakeAccelerator:
         self._numbers = count()
         self._made: dict[str, FakeStream] = {}
         # In the order in which they are made.
-        self._names = iter(["gather", "reduce", "gather wire", "reduce wire", "bus"])
+        self._names = iter(["gather", "reduce", "gather wire", "reduce wire", "host to device"])
         self.current = "compute"
         self.done = -1  # the number of the last event that the device has come to
 
@@ -411,7 +411,8 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     cuda.notes.clear()
     whole.start()
     assert cuda.notes == [
-        "gather records 0", "bus waits 0", "bus records 1", "bus records 2",
+        "gather records 0",
+        "host to device waits 0", "host to device records 1", "host to device records 2",
         *beside("all_gather", "gather", 2)[1:],
     ]  # fmt: skip
     whole.finish()
@@ -420,7 +421,8 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     cuda.notes.clear()
     whole.start()
     assert cuda.notes == [
-        "gather records 6", "bus waits 6", "host waits 1", "bus records 7", "bus records 8",
+        "gather records 6", "host to device waits 6", "host waits 1",
+        "host to device records 7", "host to device records 8",
         *beside("all_gather", "gather", 8)[1:],
     ]  # fmt: skip
     whole.finish()

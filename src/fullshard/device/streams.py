@@ -1,12 +1,12 @@
 """Lanes: the streams of work on a device, and the waiting of one lane for another.
 
-    COMPUTE   the user's computation: usually one stream, the current one. If a model uses several
-              streams, all streams that units were seen on since the last ``rest``
-    GATHER    casts, all-gathers and copies that make unsharded parameters; owns their memory
-    REDUCE    reduce-scatters and the work after them; owns the memory of the sharded gradients
-    BUS       copies from the host: of shards, so that no unit waits for the copies of later units,
-              and, in lanes of an optimizer, of its state
-    RETURN    copies of optimizer state to the host
+    COMPUTE         the user's computation: usually one stream, the current one. A model that uses
+                    several streams has all of them here that units ran on since the last ``rest``
+    GATHER          casts, all-gathers and copies that make unsharded parameters; owns their memory
+    REDUCE          reduce-scatters and the work after them; owns the memory of sharded gradients
+    HOST_TO_DEVICE  copies of shards from the host, so that no unit waits for the copies of later
+                    units; in an optimizer's own lanes, copies of its state
+    RETURN          copies of optimizer state to the host
 
 Memory passes from lane to lane by ``join`` alone, never by ``record_stream``, so that the moment
 when memory is reused does not depend on how fast the device happens to run.
@@ -41,7 +41,7 @@ class Lane(enum.StrEnum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
-    BUS = "bus"
+    HOST_TO_DEVICE = "host_to_device"
     RETURN = "return"
 
 

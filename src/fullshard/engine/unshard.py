@@ -211,8 +211,8 @@ class _Gather:
             buffer.allocate()
         if self._from_host is not None:
             self._from_host.allocate()
-            self._lanes.join(Lane.BUS, Lane.GATHER)
-            with self._lanes.on(Lane.BUS):
+            self._lanes.join(Lane.HOST_TO_DEVICE, Lane.GATHER)
+            with self._lanes.on(Lane.HOST_TO_DEVICE):
                 brought = self._from_host.bring(shard)
                 pending = self._comm.all_gather(self._outputs, brought)
                 if self._comm.group is None:

@@ -1,12 +1,12 @@
 """Optimizer state in host memory, which comes to the device for the time of its run's step.
 
-    BUS       in 0 | in 1 | . . . . . . . | in 2 | . . .
-    COMPUTE        | step 0               | step 1 | . . .
-    RETURN                        | out 0 |        | out 1
+    HOST_TO_DEVICE  in 0 | in 1 | . . . . . . . | in 2 | . . .
+    COMPUTE              | step 0               | step 1 | . . .
+    RETURN                              | out 0 |        | out 1
 
 The state of two runs is on the device at a time: that of run 2 comes when that of run 0 has left,
-while run 1 steps. Memory on the device is that of BUS. Who reads state on the host waits for
-RETURN; nobody else does, so the host goes on while copies are under way.
+while run 1 steps. Memory on the device belongs to HOST_TO_DEVICE. Only a reader of state on the
+host waits for RETURN; otherwise the host goes on while copies are under way.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class HostCopies:
         if run in self._fetched:
             return
         # What is read may still be arriving, and memory may still be left by the run before last.
-        self._lanes.join(Lane.BUS, Lane.RETURN)
-        with self._lanes.on(Lane.BUS):
+        self._lanes.join(Lane.HOST_TO_DEVICE, Lane.RETURN)
+        with self._lanes.on(Lane.HOST_TO_DEVICE):
             here = {
                 key: torch.empty_strided(
                     one.shape, one.stride(), dtype=one.dtype, device=self._device

@@ -66,7 +66,7 @@ def _units(units: Sequence[Unit], step: Step) -> tuple[PlannedUnit, ...]:
     )
 
 
-_OF_GATHERS = ("all_gather", Lane.GATHER, Lane.BUS)
+_OF_GATHERS = ("all_gather", Lane.GATHER, Lane.HOST_TO_DEVICE)
 
 
 def activations(moments: Iterable[Moment]) -> Counter[str]:
