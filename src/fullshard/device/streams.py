@@ -6,7 +6,7 @@
     REDUCE          reduce-scatters and the work after them; owns the memory of sharded gradients
     HOST_TO_DEVICE  copies of shards from the host, so that no unit waits for the copies of later
                     units; in an optimizer's own lanes, copies of its state
-    RETURN          copies of optimizer state to the host
+    DEVICE_TO_HOST  copies of optimizer state to the host
 
 Memory passes from lane to lane by ``join`` alone, never by ``record_stream``, so that the moment
 when memory is reused does not depend on how fast the device happens to run.
@@ -42,7 +42,7 @@ class Lane(enum.StrEnum):
     GATHER = "gather"
     REDUCE = "reduce"
     HOST_TO_DEVICE = "host_to_device"
-    RETURN = "return"
+    DEVICE_TO_HOST = "device_to_host"
 
 
 class LaneEvent(Protocol):

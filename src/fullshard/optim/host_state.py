@@ -2,11 +2,11 @@
 
     HOST_TO_DEVICE  in 0 | in 1 | . . . . . . . | in 2 | . . .
     COMPUTE              | step 0               | step 1 | . . .
-    RETURN                              | out 0 |        | out 1
+    DEVICE_TO_HOST                      | out 0 |        | out 1
 
 The state of two runs is on the device at a time: that of run 2 comes when that of run 0 has left,
 while run 1 steps. Memory on the device belongs to HOST_TO_DEVICE. Only a reader of state on the
-host waits for RETURN; otherwise the host goes on while copies are under way.
+host waits for DEVICE_TO_HOST; otherwise the host goes on while copies are under way.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HostCopies:
         if run in self._fetched:
             return
         # What is read may still be arriving, and memory may still be left by the run before last.
-        self._lanes.join(Lane.HOST_TO_DEVICE, Lane.RETURN)
+        self._lanes.join(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
         with self._lanes.on(Lane.HOST_TO_DEVICE):
             here = {
                 key: torch.empty_strided(
@@ -88,8 +88,8 @@ class HostCopies:
         for key in kept:
             if now[key] is not here[key]:
                 here[key].copy_(now[key])
-        self._lanes.join(Lane.RETURN, Lane.COMPUTE)
-        with self._lanes.on(Lane.RETURN):
+        self._lanes.join(Lane.DEVICE_TO_HOST, Lane.COMPUTE)
+        with self._lanes.on(Lane.DEVICE_TO_HOST):
             for key, one in kept.items():
                 one.copy_(here[key], non_blocking=True)
             self._back = self._lanes.mark()
