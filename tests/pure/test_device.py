@@ -224,7 +224,7 @@ def test_stamps_of_a_cpu_are_the_time() -> None:
 
 def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) -> None:
     lanes, theirs = lanes_of(cuda), cuda._stream("theirs")
-    with lanes.on(Lane.REDUCE), lanes.aside(theirs):
+    with lanes.on(Lane.REDUCE), lanes.on_user_stream(theirs):
         cuda.notes.append(f"hook on {cuda.current}")
     lanes.wait_event(Lane.GATHER, cuda.Event())
     assert cuda.notes == [
@@ -234,7 +234,7 @@ def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) ->
 
 def test_a_stream_of_the_user_is_waited_for_after_an_exception(cuda: FakeAccelerator) -> None:
     lanes, theirs = lanes_of(cuda), cuda._stream("theirs")
-    with pytest.raises(ValueError), lanes.on(Lane.REDUCE), lanes.aside(theirs):
+    with pytest.raises(ValueError), lanes.on(Lane.REDUCE), lanes.on_user_stream(theirs):
         raise ValueError
     assert cuda.notes == ["theirs waits for reduce", "reduce waits for theirs"]
 

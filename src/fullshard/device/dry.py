@@ -189,7 +189,7 @@ class DryLanes:
         """See ``Lanes``."""
         pending.wait()
 
-    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context that changes nothing."""
         return nullcontext()
 

@@ -28,7 +28,7 @@ class HostReader:
             self._stream = self._accelerator.Stream(device=device)
             self._stream.wait_stream(self._accelerator.current_stream(device))
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def on_own_stream(self) -> AbstractContextManager[Any]:
         """Make what is computed in the block part of what ``read`` does, in this order."""
         if self._accelerator is None:
             return nullcontext()
@@ -37,7 +37,7 @@ class HostReader:
 
     def read(self, source: Tensor, into: Tensor) -> None:
         """Copy ``source`` to ``into``, of the same shape on the host, and wait for it."""
-        with self.aside():
+        with self.on_own_stream():
             into.copy_(source, non_blocking=self._accelerator is not None)
         if self._accelerator is not None:
             self._stream.synchronize()

@@ -107,7 +107,7 @@ class Lanes(Protocol):
     def wait(self, pending: Pending) -> None:
         """Make the result of a collective usable on the current lane."""
 
-    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Issue the work of the ``with`` block on the user's ``stream``; None: on the current one.
 
         ``stream`` waits for the work before the block, and the work after waits for ``stream``.
@@ -170,7 +170,7 @@ class CpuLanes:
         pending.wait()
         self._waited_s += time.perf_counter() - start
 
-    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context that changes nothing."""
         return self._here
 
@@ -268,7 +268,7 @@ class StreamLanes:
         pending.wait()
 
     @contextmanager
-    def aside(self, stream: Any) -> Iterator[None]:
+    def on_user_stream(self, stream: Any) -> Iterator[None]:
         """Make the two streams wait for each other before and after the block."""
         if stream is None:
             yield
