@@ -147,9 +147,9 @@ def test_compute_is_all_streams_that_were_seen_since_it_rested(cuda: FakeAcceler
     lanes.join(Lane.COMPUTE, Lane.COMPUTE)
     assert cuda.notes == []
     with cuda.stream(cuda._stream("branch")):
-        lanes.see()
+        lanes.track_stream()
     with lanes.on(Lane.REDUCE):
-        lanes.see()  # ours are none
+        lanes.track_stream()  # ours are none
     lanes.join(Lane.GATHER, Lane.COMPUTE)
     assert cuda.notes == [
         "compute records 0", "branch records 1", "gather waits 0", "gather waits 1",

@@ -167,7 +167,7 @@ class DryLanes:
         """See ``Lanes``; without streams, time passes on the host all the same."""
         return self._switched(lane)
 
-    def see(self) -> None:
+    def track_stream(self) -> None:
         """Do nothing, since computation has one stream."""
 
     def rest(self) -> None:

@@ -89,7 +89,7 @@ class Lanes(Protocol):
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Issue the work of the ``with`` block on ``lane`` (not COMPUTE)."""
 
-    def see(self) -> None:
+    def track_stream(self) -> None:
         """Count the current stream, which runs computation, among the streams of COMPUTE."""
 
     def rest(self) -> None:
@@ -151,7 +151,7 @@ class CpuLanes:
         """Return a context that changes nothing."""
         return self._here
 
-    def see(self) -> None:
+    def track_stream(self) -> None:
         """Do nothing, since there are no streams."""
 
     def rest(self) -> None:
@@ -211,7 +211,7 @@ class StreamLanes:
         stream: AbstractContextManager[Any] = self._accelerator.stream(self._stream(lane))
         return stream
 
-    def see(self) -> None:
+    def track_stream(self) -> None:
         """Remember the current stream unless it belongs to another lane."""
         stream = self._current()
         if stream not in self._streams.values():
@@ -220,7 +220,7 @@ class StreamLanes:
     def rest(self) -> None:
         """Forget all streams of COMPUTE except the current stream."""
         self._computing.clear()
-        self.see()
+        self.track_stream()
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """Make every stream of ``waiter`` wait for a new event on each stream of ``awaited``."""
@@ -328,7 +328,7 @@ class StreamLanes:
     def _streams_of(self, lane: Lane) -> list[Any]:
         if lane is not Lane.COMPUTE:
             return [self._stream(lane)]
-        self.see()
+        self.track_stream()
         return list(dict.fromkeys([*self._computing, self._current()]))
 
     def _stream(self, lane: Lane) -> Any:
