@@ -159,7 +159,7 @@ def test_compute_is_all_streams_that_were_seen_since_it_rested(cuda: FakeAcceler
     assert sorted(cuda.notes[-4:]) == [
         "branch waits 2", "branch waits 3", "compute waits 2", "compute waits 3",
     ]  # fmt: skip
-    lanes.rest()
+    lanes.untrack_streams()
     cuda.notes.clear()
     lanes.join(Lane.COMPUTE, Lane.REDUCE)
     assert cuda.notes == ["reduce records 4", "compute waits 4"]

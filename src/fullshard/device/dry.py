@@ -170,7 +170,7 @@ class DryLanes:
     def track_stream(self) -> None:
         """Do nothing, since computation has one stream."""
 
-    def rest(self) -> None:
+    def untrack_streams(self) -> None:
         """Do nothing, since computation has one stream."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:

@@ -1,7 +1,7 @@
 """Lanes: the streams of work on a device, and the waiting of one lane for another.
 
-    COMPUTE         the user's computation: usually one stream, the current one. A model that uses
-                    several streams has all of them here that units ran on since the last ``rest``
+    COMPUTE         the user's computation: usually one stream, the current one. For a model that
+                    uses several, all streams that units ran on since ``untrack_streams``
     GATHER          casts, all-gathers and copies that make unsharded parameters; owns their memory
     REDUCE          reduce-scatters and the work after them; owns the memory of sharded gradients
     HOST_TO_DEVICE  copies of shards from the host, so that no unit waits for the copies of later
@@ -92,7 +92,7 @@ class Lanes(Protocol):
     def track_stream(self) -> None:
         """Count the current stream, which runs computation, among the streams of COMPUTE."""
 
-    def rest(self) -> None:
+    def untrack_streams(self) -> None:
         """Drop all streams but the current one from COMPUTE: nothing needs to wait for them."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
@@ -154,7 +154,7 @@ class CpuLanes:
     def track_stream(self) -> None:
         """Do nothing, since there are no streams."""
 
-    def rest(self) -> None:
+    def untrack_streams(self) -> None:
         """Do nothing, since there are no streams."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
@@ -217,7 +217,7 @@ class StreamLanes:
         if stream not in self._streams.values():
             self._computing[stream] = None
 
-    def rest(self) -> None:
+    def untrack_streams(self) -> None:
         """Forget all streams of COMPUTE except the current stream."""
         self._computing.clear()
         self.track_stream()

@@ -71,7 +71,7 @@ class HostCopies:
     def take(self, run: HostedRun) -> dict[str, Tensor]:
         """Return the state of a run on the device; later computation waits for it."""
         here, arrived = self._fetched.pop(run)
-        self._lanes.rest()
+        self._lanes.untrack_streams()
         self._lanes.wait_event(Lane.COMPUTE, arrived)
         return here
 
