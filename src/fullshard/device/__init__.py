@@ -1,4 +1,4 @@
-"""Streams, events and storage: the only room that uses them directly, for CUDA and CPU alike."""
+"""Streams, events and storage, for CUDA and CPU alike; no other room uses them directly."""
 
 from __future__ import annotations
 
