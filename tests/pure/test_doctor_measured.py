@@ -152,7 +152,7 @@ def test_nothing_is_written_of_what_ended_early() -> None:
         (
             slow_rank,
             [SPEEDS[1], SPEEDS[1], SPEEDS[1]._replace(flops={"float32": 2e10})],
-            "rank 2 computes products of matrices at 33%",
+            "rank 2 multiplies matrices at 33%",
             SPEEDS,
         ),
         (slow_group, [a_dim("shard", 1e9, 9e9, 9e9)], "ranks 0, 1", [a_dim("shard", 6e9, 9e9)]),

@@ -172,7 +172,7 @@ def test_the_command_measures_and_calibrates(tmp_path: Path) -> None:
 def test_half_of_an_environment_is_told_and_nothing_started(tmp_path: Path) -> None:
     done = run_command(tmp_path, RANK="0")
     assert done.returncode == 1
-    assert "RANK set, but not WORLD_SIZE, LOCAL_RANK" in done.stdout
+    assert "the environment has RANK, but not WORLD_SIZE, LOCAL_RANK" in done.stdout
 
 
 def test_a_rank_that_nobody_meets_ends_with_what_it_knows(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Examine a job: its ranks, how they communicate and how fast, and what is wrong.
+"""Examine a job before it trains: its ranks, their communication, and common mistakes.
 
-Start reading at ``visit.examine``: ranks tell their ``facts`` through the ``board``, form a process
-group, and time its ``wires`` (``links``) and themselves (``speed``); ``findings`` are functions of
-facts alone.
+Start reading at ``visit.examine``. Ranks exchange their ``facts`` through the ``board``, then form
+a process group and time its collectives (``wires``, ``links``) and their own ``speed``. The checks
+in ``findings`` need facts alone; ``report`` adds the checks of times.
 """
 
 from __future__ import annotations

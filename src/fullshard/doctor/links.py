@@ -13,28 +13,29 @@ from fullshard.doctor.speed import median_s
 
 CPU_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
 GPU_SIZES = (*CPU_SIZES, 1 << 28)
-"""Bytes of the parts of all ranks of a group together."""
+"""Sizes to measure: bytes of the unsharded tensor, that is of all ranks of a group together."""
 
 REPETITIONS = 7
-_LONGEST_S = 0.25  # no larger sizes after a collective that took as long
+_LONGEST_S = 0.25  # larger sizes are skipped once a collective took longer
 _WHAT = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class Timing(NamedTuple):
-    """The median time of one collective of one size."""
+    """The median time of one collective at one size."""
 
     what: str
+    """"all_gather", "reduce_scatter" or "all_reduce"."""
     nbytes: int
-    """Bytes of the parts of all ranks together."""
+    """Bytes of the unsharded tensor."""
     seconds: float
 
     def bandwidth(self, world: int) -> float:
-        """Return the bytes a second that a rank of ``world`` receives (nccl-tests: "busbw")."""
+        """Return the bytes per second that a rank of ``world`` receives ("busbw" of nccl-tests)."""
         return received(self.what, self.nbytes, world) / self.seconds
 
 
 def received(what: str, nbytes: int, world: int) -> float:
-    """Return the bytes that each rank has to receive, at least."""
+    """Return the bytes that each of ``world`` ranks receives at least."""
     passes = 2 if what == "all_reduce" else 1
     return passes * nbytes * (world - 1) / world
 
@@ -46,16 +47,22 @@ def time_wire(
     sizes: Sequence[int] = (),
     repetitions: int = REPETITIONS,
 ) -> list[Timing]:
-    """Return this rank's medians along one mesh dim, whose groups all do the same at once.
+    """Return this rank's median times along one mesh dim; all groups of the dim measure at once.
 
-    A collective over each group. It leaves out the largest sizes where they would take long.
+    All ranks of the dim must call this together. On a slow wire the largest sizes are skipped.
+
+    Args:
+        wire: the collectives of this rank's group.
+        device: the device of the tensors.
+        sizes: bytes of the unsharded tensors; by default ``CPU_SIZES`` or ``GPU_SIZES``.
+        repetitions: timed calls per collective and size.
     """
     found: list[Timing] = []
     for nbytes in sizes or (CPU_SIZES if device.type == "cpu" else GPU_SIZES):
         here = [_timed(wire, device, what, nbytes, repetitions) for what in _WHAT]
         found += here
         longest = torch.tensor([max(one.seconds for one in here)], device=device)
-        wire.all_reduce_mean(longest).wait()  # so that all ranks go on, or none
+        wire.all_reduce_mean(longest).wait()  # so that all ranks stop at the same size
         if longest.item() > _LONGEST_S:
             break
     return found
@@ -78,7 +85,7 @@ def _timed(
 def _collective(
     wire: Collectives, device: torch.device, what: str, nbytes: int
 ) -> tuple[Callable[[], object], int]:
-    """Return a collective of about ``nbytes``, and its bytes."""
+    """Return a collective over about ``nbytes``, and its exact number of bytes."""
     numel = max(1, nbytes // 4 // wire.world)
     part = torch.ones(numel, device=device)
     whole = torch.ones(numel * wire.world, device=device)
@@ -90,7 +97,7 @@ def _collective(
 
 
 def median_timings(of_ranks: Iterable[Sequence[Timing]]) -> list[Timing]:
-    """Return the medians over ranks, by collective and size."""
+    """Return the median over ranks of each collective and size."""
     seconds: dict[tuple[str, int], list[float]] = {}
     for timings in of_ranks:
         for one in timings:

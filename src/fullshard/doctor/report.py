@@ -1,4 +1,4 @@
-"""The report of a doctor's visit: facts, measurements and findings."""
+"""The report of ``fullshard doctor``: facts, measurements and findings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fullshard.doctor.wires import Wire, reason
 
 
 class GroupTimings(NamedTuple):
-    """One process group of a mesh dim."""
+    """The measurements of one process group of a mesh dim."""
 
     wire: Wire
     timings: Sequence[Timing]
-    """The medians over its ranks."""
+    """The medians over the ranks of the group; empty for a group of one rank."""
 
     def bandwidth(self) -> float:
-        """Return the bytes a second that a rank receives in the largest all-gather."""
+        """Return the bytes per second that a rank receives in the largest all-gather."""
         largest = max((one for one in self.timings if one.what == "all_gather"), key=_size)
         return largest.bandwidth(len(self.wire.ranks))
 
@@ -32,7 +32,7 @@ def _size(timing: Timing) -> int:
 
 
 class Dim(NamedTuple):
-    """One mesh dim, whose groups were measured at the same time."""
+    """The measurements of one mesh dim, taken in all its groups at the same time."""
 
     name: str
     size: int
@@ -40,34 +40,38 @@ class Dim(NamedTuple):
 
     @property
     def timings(self) -> list[Timing]:
-        """Return the medians over groups; empty for a dim of one rank."""
+        """Return the medians over the groups of the dim; empty for a dim of one rank."""
         return median_timings(group.timings for group in self.groups)
 
     def bandwidth(self) -> float:
-        """Return the median of the bandwidths of its groups."""
+        """Return the median of the groups' bandwidths."""
         return statistics.median(group.bandwidth() for group in self.groups)
 
     def carriers(self) -> set[str]:
-        """Return what carries the all-gathers of its groups."""
+        """Return the transports that carry the groups' all-gathers."""
         return {group.wire.gathers for group in self.groups}
 
 
 @dataclass
 class Report:
-    """The result so far."""
+    """The results of a visit, complete on rank 0 only; fields are filled step by step."""
 
     ranks: list[Facts]
+    """All ranks; this rank only, until rank 0 knows the others."""
     world: int = 1
     device: str = "cpu"
+    """The type of the device that was measured."""
     shape: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the mesh by name of dim."""
     dims: list[Dim] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)
+    """The speed of each rank, in rank order."""
     failures: list[str] = field(default_factory=list)
-    """Why the visit ended early."""
+    """Messages of errors that ended the visit early; empty if it ended normally."""
 
     @property
     def findings(self) -> list[DoctorFinding]:
-        """Return what is wrong, errors first."""
+        """Return the findings from facts, errors first, then those from measurements."""
         measured = [
             finding
             for finding in (slow_rank(self.speeds), slow_dim(self.dims), slow_group(self.dims))
@@ -82,7 +86,7 @@ class Report:
         return int(bool(self.failures) or has_errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as values of JSON."""
+        """Return the report as a dictionary that can be written as JSON."""
         return {
             "world": self.world,
             "device": self.device,
@@ -102,9 +106,9 @@ class Report:
         return {"name": dim.name, "size": dim.size, "groups": groups, "timings": timings}
 
 
-_SLOW_RANK = 0.5  # of the median
-_SLOW_GROUP = 0.5
-_SLOW_DIM = 0.25
+_SLOW_RANK = 0.5  # a rank below this share of the median rate is slow
+_SLOW_GROUP = 0.5  # a group below this share of the median bandwidth of its dim is slow
+_SLOW_DIM = 0.25  # a dim below this share of another dim's bandwidth is slow
 
 
 @named
@@ -117,9 +121,9 @@ def slow_rank(speeds: Sequence[Speed]) -> DoctorFinding | None:
     if rates[slowest] >= _SLOW_RANK * median:
         return None
     return warning(
-        f"rank {slowest} computes products of matrices at {rates[slowest] / median:.0%} of the "
-        "median rate",
-        "look for other processes, fewer threads, or a hot or throttled device: all ranks wait",
+        f"rank {slowest} multiplies matrices at {rates[slowest] / median:.0%} of the median rate; "
+        "all other ranks wait for it",
+        "look for other processes, fewer threads, or a hot or throttled device",
     )
 
 
@@ -132,16 +136,16 @@ def slow_group(dims: Sequence[Dim]) -> DoctorFinding | None:
             slowest, median = min(rates, key=rates.__getitem__), statistics.median(rates.values())
             if rates[slowest] < _SLOW_GROUP * median:
                 return warning(
-                    f"ranks {', '.join(map(str, slowest))} (dim {dim.name}) exchange at "
-                    f"{rates[slowest] / median:.0%} of the median rate of such groups",
-                    "look at the cables, interfaces and neighbours of their hosts",
+                    f"the group of ranks {', '.join(map(str, slowest))} (dim {dim.name}) has "
+                    f"{rates[slowest] / median:.0%} of the median bandwidth of its dim",
+                    "check the cables and interfaces of their hosts, and other jobs there",
                 )
     return None
 
 
 @named
 def slow_dim(dims: Sequence[Dim]) -> DoctorFinding | None:
-    """Find a dim that is much slower than another of the same wire, or slower although inner."""
+    """Find a dim much slower than another dim with the same transport, or than a dim outside it."""
     measured = [dim for dim in dims if any(group.timings for group in dim.groups)]
     for i, dim in enumerate(measured):
         for j, other in enumerate(measured):
@@ -150,7 +154,7 @@ def slow_dim(dims: Sequence[Dim]) -> DoctorFinding | None:
                 return warning(
                     f"dim {dim.name} has {dim.bandwidth() / other.bandwidth():.0%} of the "
                     f"bandwidth of dim {other.name}",
-                    "put ranks that share a host, or a faster wire, next to each other on the "
-                    "inner dim (the last one), which carries the parameters",
+                    "order ranks so that the inner dim (the last one), which carries the "
+                    "parameters, connects ranks on the same host or on the fastest network",
                 )
     return None

@@ -13,12 +13,12 @@ import torch
 _REPETITIONS = 5
 _LONGEST_S = 0.2  # a matrix product expected to take longer is not tried
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
-_NUMEL = {"cpu": 1 << 24}  # of the tensors that element-wise operations read
-_LARGE_NUMEL = 1 << 26
+_NUMEL = {"cpu": 1 << 24}  # elements of each tensor that an addition reads
+_LARGE_NUMEL = 1 << 26  # the same on other devices
 
 
 class Speed(NamedTuple):
-    """The speeds that one rank reaches while all others do the same."""
+    """The speeds of one rank, measured on all ranks at the same time."""
 
     flops: Mapping[str, float]
     """FLOP/s of products of large matrices, by dtype."""
@@ -27,11 +27,11 @@ class Speed(NamedTuple):
     op_s: float | None = None
     """Seconds of the host per small operation of forward and backward; None: not measured."""
     tiny_step_s: float | None = None
-    """Seconds of a step of a model of tiny units; None: not measured."""
+    """Seconds of forward and backward of a model of tiny units; None: not measured."""
 
 
 def speed_here(device: torch.device) -> Speed:
-    """Measure this rank; takes a few seconds."""
+    """Measure this rank, except for the times that ``plan.time_host`` adds; takes seconds."""
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     if device.type != "cpu":
         dtypes.append(torch.float16)
@@ -73,7 +73,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best rate over growing sizes, up to the size that would take too long."""
+    """Return the highest FLOP/s over growing sizes, up to ``_LONGEST_S`` for one product."""
     best = 0.0
     for size in _SIZES:
         matrix = torch.ones(size, size, device=device, dtype=dtype)

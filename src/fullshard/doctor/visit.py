@@ -1,4 +1,4 @@
-"""``fullshard doctor``: what the ranks of a job are, how they communicate, and what is wrong."""
+"""The visit of the doctor: the steps that all ranks of a job take to examine it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.doctor.speed import Speed, speed_here
 from fullshard.doctor.wires import Wire, default_shape, wire_of
 
 Calibrate = Callable[[Speed, DeviceMesh, torch.device], Speed]
-"""Returns the speed of this rank with more measurements; all ranks of the mesh call it together."""
+"""Adds measurements to the speed of this rank; all ranks of the mesh call it at the same time."""
 
 
 def examine(
@@ -35,17 +35,18 @@ def examine(
 ) -> int:
     """Examine a job as one of its ranks, and return the exit code of this process.
 
-    Every step ends after a time. What is known by then is shown on rank 0, so a job whose ranks
-    cannot form a process group is told why, if the facts about them say it.
+    Each step has a time limit. If a step fails or exceeds it, rank 0 shows the results so far.
+    So if ranks cannot form a process group, the findings from their facts are still reported.
 
     Args:
-        meet: returns the store of the job, once the other ranks are there.
-        show: called once, on rank 0.
-        rank: number of this process.
-        world: number of processes.
-        shape: sizes of the mesh by name of dim; by default shards within hosts, replicas over them.
-        timeout_s: seconds that ranks wait for each other at a step.
-        calibrate: adds measurements to the speed of each rank; see ``plan.calibrate``.
+        meet: returns the store of the job as soon as the other ranks are connected.
+        show: prints or saves the report; called once, on rank 0.
+        rank: the number of this process.
+        world: the number of processes.
+        shape: sizes of the mesh by name of dim; None: see ``wires.default_shape``.
+        timeout_s: seconds that a rank waits for the others in each step.
+        calibrate: adds measurements to the speed of each rank, as ``plan.time_host`` does; None:
+            only ``speed.speed_here`` measures ranks.
     """
     report = Report([facts_here(rank)], world)
 
@@ -63,7 +64,7 @@ def examine(
     try:
         with bounded(6 * timeout_s, "the measurement", then=give_up):
             _look(report, board, store, shape, calibrate)
-    except Exception as error:  # whatever it is, the other ranks have to hear of it
+    except Exception as error:  # of any type: the other ranks must learn of it
         failure = f"rank {rank}: {type(error).__name__}: {error}"
     with bounded(6 * timeout_s, "the end of all ranks", then=give_up):
         return _end(report, board, failure, show)
@@ -76,7 +77,7 @@ def _look(
     shape: Mapping[str, int] | None,
     calibrate: Calibrate | None,
 ) -> None:
-    """Complete the report on rank 0."""
+    """Measure the job with the other ranks, and complete the report on rank 0."""
     own = report.ranks[0]
     ranks = roll_call(board, own)
     if ranks:
@@ -93,14 +94,14 @@ def _look(
 
 
 def _device_type(ranks: Sequence[Facts]) -> str:
-    """Return "cuda" if each rank has a GPU of its own, and NCCL."""
+    """Return "cuda" if each rank has its own GPU and NCCL, else "cpu"."""
     used = {(one.host.key, one.gpu.uuid) for one in ranks if one.gpu is not None}
     has_nccl = all("nccl" in one.backends for one in ranks)
     return "cuda" if len(used) == len(ranks) and has_nccl else "cpu"
 
 
 def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) -> torch.device:
-    """Make the default process group."""
+    """Make the default process group, and return the device of this rank."""
     place: dict[str, Any] = {"store": store, "rank": board.rank, "world_size": board.world}
     if device_type == "cpu":
         timeout = timedelta(seconds=board.timeout_s)
@@ -108,7 +109,8 @@ def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) ->
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # NCCL ends the process after its own time-out; ``bounded`` comes first, and shows the report.
+    # NCCL ends the process at this time-out. The limit of ``bounded`` is shorter, so that the
+    # report is shown before.
     timeout = timedelta(seconds=12 * board.timeout_s)
     dist.init_process_group("nccl", timeout=timeout, device_id=device, **place)
     return device
@@ -122,9 +124,17 @@ def measure(
     sizes: Sequence[int] = (),
     calibrate: Calibrate | None = None,
 ) -> tuple[list[Dim], list[Speed]]:
-    """Measure each dim of ``mesh`` and each rank; return what was found on rank 0.
+    """Measure each dim of ``mesh`` and each rank; return the results on rank 0, else empty lists.
 
-    All groups of a dim, and all ranks, are measured at the same time, as they work in a step.
+    All ranks call this together. All groups of a dim, and then all ranks, measure at the same time,
+    because they also work at the same time in a training step.
+
+    Args:
+        mesh: the mesh to measure.
+        device: the device of this rank.
+        board: the exchange between the ranks.
+        sizes: see ``links.time_wire``.
+        calibrate: see ``examine``.
     """
     wires, timings = [], []
     for dim in range(mesh.ndim):
@@ -148,7 +158,7 @@ def measure(
 
 
 def _groups(told: Sequence[tuple[Any, Any]]) -> list[GroupTimings]:
-    """Return the groups of a dim, from what each rank told of its own."""
+    """Return the groups of a dim, from the wire and the timings that each rank reported."""
     timings: dict[Wire, list[list[Timing]]] = {}
     for wire, taken in told:
         key = Wire(tuple(wire[0]), *wire[1:])
@@ -157,7 +167,7 @@ def _groups(told: Sequence[tuple[Any, Any]]) -> list[GroupTimings]:
 
 
 def _end(report: Report, board: Board, failure: str, show: Callable[[Report], None]) -> int:
-    """Tell each other what failed; rank 0 shows the report, the others stay until it has."""
+    """Collect failures, let rank 0 show the report, and return the exit code when it is shown."""
     try:
         report.failures += [each for each in board.gather("end", failure) if each]
     except Exception as error:

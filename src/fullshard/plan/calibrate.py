@@ -35,8 +35,9 @@ _UNITS, _DIM, _BATCH = 12, 16, 4
 def hardware_from(report: Report, date: str) -> Hardware:
     """Return the hardware that a doctor's visit measured, in ranks that called ``time_host``.
 
-    Each value is the median over ranks. A link has one latency and one bandwidth, fitted to
-    all-gathers and reduce-scatters together. The outermost link stands for any number of ranks.
+    Rates are medians over ranks, memory is the smallest. A link has one latency and one bandwidth,
+    fitted to all-gathers and reduce-scatters together. The outermost link connects any number of
+    ranks.
 
     Raises:
         ConfigError: the visit ended early, or left out ``time_host``.
