@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from fullshard.comm import Collectives
+from fullshard.comm import Collectives, Pending
 from fullshard.doctor.speed import median_s
 
 CPU_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
@@ -71,29 +71,22 @@ def time_wire(
 def _timed(
     wire: Collectives, device: torch.device, what: str, nbytes: int, repetitions: int
 ) -> Timing:
-    run, nbytes = _collective(wire, device, what, nbytes)
-    start = torch.zeros(1, device=device)
+    """Time one collective over about ``nbytes``; the result has the exact number."""
+    part = torch.ones(max(1, nbytes // 4 // wire.world), device=device)
+    unsharded = part.repeat(wire.world)
+    one = torch.zeros(1, device=device)
+    start: Callable[[], Pending] = {
+        "all_gather": lambda: wire.all_gather([unsharded], [part]),
+        "reduce_scatter": lambda: wire.reduce_scatter_mean(part, unsharded),
+        "all_reduce": lambda: wire.all_reduce_mean(unsharded),
+    }[what]
     taken_s = median_s(
-        run,
+        lambda: start().wait(),
         device,
         repetitions=repetitions,
-        prepare=lambda: wire.all_reduce_mean(start).wait(),  # so that all ranks start together
+        prepare=lambda: wire.all_reduce_mean(one).wait(),  # so that all ranks start together
     )
-    return Timing(what, nbytes, taken_s)
-
-
-def _collective(
-    wire: Collectives, device: torch.device, what: str, nbytes: int
-) -> tuple[Callable[[], object], int]:
-    """Return a collective over about ``nbytes``, and its exact number of bytes."""
-    numel = max(1, nbytes // 4 // wire.world)
-    part = torch.ones(numel, device=device)
-    whole = torch.ones(numel * wire.world, device=device)
-    if what == "all_gather":
-        return lambda: wire.all_gather([whole], [part]).wait(), whole.nbytes
-    if what == "reduce_scatter":
-        return lambda: wire.reduce_scatter_mean(part, whole).wait(), whole.nbytes
-    return lambda: wire.all_reduce_mean(whole).wait(), whole.nbytes
+    return Timing(what, unsharded.nbytes, taken_s)
 
 
 def median_timings(of_ranks: Iterable[Sequence[Timing]]) -> list[Timing]:
