@@ -292,7 +292,9 @@ CONTROLS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "lanes do not wait for collectives": partial(
         patch.object, wires._Issued, "wait", lambda self: self.pending.wait()
     ),
-    "copies from the host write under gathers": partial(_without_join, Lane.BUS, Lane.GATHER),
+    "copies from the host write under gathers": partial(
+        _without_join, Lane.HOST_TO_DEVICE, Lane.GATHER
+    ),
     "gathers do not wait for the optimizer": partial(
         patch.object, Engine, "_fence", lambda self: None
     ),

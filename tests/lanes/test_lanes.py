@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import _torch, comm
 from fullshard.comm import Pending
-from fullshard.device import Buffer, Kind, Lane, StorageMeter, host_tensor
+from fullshard.device import Buffer, BufferKind, Lane, StorageMeter, host_tensor
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import offload
 from tests.lanes.checked import checked
@@ -143,7 +143,7 @@ def test_memory_that_is_not_there() -> None:
 
 def new_buffer() -> Buffer:
     device = torch.device("cpu")
-    return Buffer(8, torch.float32, device, kind=Kind.UNSHARDED, meter=StorageMeter())
+    return Buffer(8, torch.float32, device, kind=BufferKind.UNSHARDED, meter=StorageMeter())
 
 
 def written(output: Tensor, source: Tensor) -> None:

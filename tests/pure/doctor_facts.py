@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fullshard.doctor.facts import Facts, Gpu, Host
+from fullshard.doctor.facts import Facts, Gpu, HostFacts
 
 GIB = 1 << 30
 
 
-def a_host(name: str = "one", **changes: Any) -> Host:
+def a_host(name: str = "one", **changes: Any) -> HostFacts:
     key = name.encode().ljust(16, b".").hex()
-    host = Host(name, key, "10.0.0.1", ("lo", "eth0"), 8, 64 * GIB, None, 8 * GIB, 0, "")
+    host = HostFacts(name, key, "10.0.0.1", ("lo", "eth0"), 8, 64 * GIB, None, 8 * GIB, 0, "")
     return replace(host, **changes)
 
 
-def a_rank(rank: int = 0, host: Host | None = None, **changes: Any) -> Facts:
+def a_rank(rank: int = 0, host: HostFacts | None = None, **changes: Any) -> Facts:
     """A rank that is well: two threads, the cores of a machine of eight, no GPU."""
     versions = {"python": "3.12.0", "torch": "2.13.0", "fullshard": "0.1.0", "cuda": "13.0"}
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fullshard.comm import Alone, Done, Label, Pending
 from fullshard.comm.native import Native
-from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter, make_lanes
+from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter, make_lanes
 from fullshard.device.streams import StreamLanes
 from fullshard.engine import Bucket, BucketSpec, offload
 from fullshard.layout import ParamSpec, PerParameter, Ragged
@@ -43,7 +43,7 @@ class FakeAccelerator:
         self._numbers = count()
         self._made: dict[str, FakeStream] = {}
         # In the order in which they are made.
-        self._names = iter(["gather", "reduce", "gather wire", "reduce wire", "bus"])
+        self._names = iter(["gather", "reduce", "gather wire", "reduce wire", "host to device"])
         self.current = "compute"
         self.done = -1  # the number of the last event that the device has come to
 
@@ -147,9 +147,9 @@ def test_compute_is_all_streams_that_were_seen_since_it_rested(cuda: FakeAcceler
     lanes.join(Lane.COMPUTE, Lane.COMPUTE)
     assert cuda.notes == []
     with cuda.stream(cuda._stream("branch")):
-        lanes.see()
+        lanes.track_stream()
     with lanes.on(Lane.REDUCE):
-        lanes.see()  # ours are none
+        lanes.track_stream()  # ours are none
     lanes.join(Lane.GATHER, Lane.COMPUTE)
     assert cuda.notes == [
         "compute records 0", "branch records 1", "gather waits 0", "gather waits 1",
@@ -159,7 +159,7 @@ def test_compute_is_all_streams_that_were_seen_since_it_rested(cuda: FakeAcceler
     assert sorted(cuda.notes[-4:]) == [
         "branch waits 2", "branch waits 3", "compute waits 2", "compute waits 3",
     ]  # fmt: skip
-    lanes.rest()
+    lanes.untrack_streams()
     cuda.notes.clear()
     lanes.join(Lane.COMPUTE, Lane.REDUCE)
     assert cuda.notes == ["reduce records 4", "compute waits 4"]
@@ -224,7 +224,7 @@ def test_stamps_of_a_cpu_are_the_time() -> None:
 
 def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) -> None:
     lanes, theirs = lanes_of(cuda), cuda._stream("theirs")
-    with lanes.on(Lane.REDUCE), lanes.aside(theirs):
+    with lanes.on(Lane.REDUCE), lanes.on_user_stream(theirs):
         cuda.notes.append(f"hook on {cuda.current}")
     lanes.wait_event(Lane.GATHER, cuda.Event())
     assert cuda.notes == [
@@ -234,7 +234,7 @@ def test_streams_and_events_of_the_user_are_waited_for(cuda: FakeAccelerator) ->
 
 def test_a_stream_of_the_user_is_waited_for_after_an_exception(cuda: FakeAccelerator) -> None:
     lanes, theirs = lanes_of(cuda), cuda._stream("theirs")
-    with pytest.raises(ValueError), lanes.on(Lane.REDUCE), lanes.aside(theirs):
+    with pytest.raises(ValueError), lanes.on(Lane.REDUCE), lanes.on_user_stream(theirs):
         raise ValueError
     assert cuda.notes == ["theirs waits for reduce", "reduce waits for theirs"]
 
@@ -411,7 +411,8 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     cuda.notes.clear()
     whole.start()
     assert cuda.notes == [
-        "gather records 0", "bus waits 0", "bus records 1", "bus records 2",
+        "gather records 0",
+        "host to device waits 0", "host to device records 1", "host to device records 2",
         *beside("all_gather", "gather", 2)[1:],
     ]  # fmt: skip
     whole.finish()
@@ -420,7 +421,8 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     cuda.notes.clear()
     whole.start()
     assert cuda.notes == [
-        "gather records 6", "bus waits 6", "host waits 1", "bus records 7", "bus records 8",
+        "gather records 6", "host to device waits 6", "host waits 1",
+        "host to device records 7", "host to device records 8",
         *beside("all_gather", "gather", 8)[1:],
     ]  # fmt: skip
     whole.finish()
@@ -444,23 +446,23 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
 
 def test_a_buffer_counts_what_it_holds() -> None:
     meter = StorageMeter()
-    buffer = Buffer(10, torch.float64, torch.device("cpu"), kind=Kind.UNSHARDED, meter=meter)
+    buffer = Buffer(10, torch.float64, torch.device("cpu"), kind=BufferKind.UNSHARDED, meter=meter)
     view = buffer.tensor[2:4]
     for _ in range(2):
         buffer.allocate()
-        assert meter.held_nbytes[Kind.UNSHARDED] == 80
+        assert meter.held_nbytes[BufferKind.UNSHARDED] == 80
         view.fill_(3)
         assert buffer.tensor[3] == 3
         buffer.free()
         buffer.free()
-        assert meter.held_nbytes[Kind.UNSHARDED] == 0
+        assert meter.held_nbytes[BufferKind.UNSHARDED] == 0
         assert buffer.tensor.untyped_storage().nbytes() == 0
-    assert meter.peak_nbytes[Kind.UNSHARDED] == 80
+    assert meter.peak_nbytes[BufferKind.UNSHARDED] == 80
 
 
 def test_memory_made_in_inference_mode_can_be_trained_on_later() -> None:
     with torch.inference_mode():
         buffer = Buffer(
-            4, torch.float32, torch.device("cpu"), kind=Kind.UNSHARDED, meter=StorageMeter()
+            4, torch.float32, torch.device("cpu"), kind=BufferKind.UNSHARDED, meter=StorageMeter()
         )
     assert not buffer.tensor.is_inference()

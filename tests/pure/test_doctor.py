@@ -13,7 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 from fullshard import _torch
 from fullshard.doctor import findings
 from fullshard.doctor.facts import Facts, facts_here, launch_variables, memory_limit
-from fullshard.doctor.findings import Finding, Level, findings_of
+from fullshard.doctor.findings import DoctorFinding, Level, findings_of
 from fullshard.doctor.wires import (
     MESSAGES,
     SHARED_MEMORY,
@@ -82,17 +82,17 @@ CASES: dict[str, tuple[list[Facts], str, list[Facts]]] = {
     ),
     "too_many_threads": (
         [a_rank(0, num_threads=8), a_rank(1, num_threads=8)],
-        "2 rank(s) on one have 16 threads for 8 core(s)",
+        "host one runs 16 threads of 2 ranks on 8 cores",
         [a_rank(0, cores=(0, 1, 2, 3)), a_rank(1, cores=(4, 5, 6, 7))],
     ),
     "idle_cores": (
         [a_rank(0, num_threads=1), a_rank(1, num_threads=1)],
-        "have 2 thread(s) for 8 cores",
+        "runs 2 threads of 2 ranks on 8 cores, and has no GPU",
         [replace(one, num_threads=1) for one in with_gpus("a", "b")],
     ),
     "little_memory": (
         [a_rank(host=a_host(limit_nbytes=600 << 20), num_threads=8)],
-        "600 MiB of memory for each of 1 rank(s) on one: its control group allows",
+        "on host one has 600 MiB of memory: the control group allows 600 MiB for 1 rank",
         [a_rank(host=a_host(limit_nbytes=2 * GIB), num_threads=8)],
     ),
     "little_shared_memory": (
@@ -107,24 +107,28 @@ CASES: dict[str, tuple[list[Facts], str, list[Facts]]] = {
     ),
     "gpu_shared": (
         with_variables(with_gpus("a", "b"), LOCAL_RANK="0"),
-        "ranks 0, 1 are all on one GPU",
+        "ranks 0, 1 would share one GPU",
         with_gpus("a", "b"),
     ),
     "gpu_missing": (
         with_variables(with_gpus("a"), CUDA_VISIBLE_DEVICES="0"),
-        "rank 1 has LOCAL_RANK 1, but sees 1 GPU(s) (CUDA_VISIBLE_DEVICES=0)",
+        "rank 1 has LOCAL_RANK 1, but sees 1 GPU (CUDA_VISIBLE_DEVICES=0)",
         with_gpus("a", "b"),
     ),
-    "gpus_unseen": (UNSEEN, "of which ranks see 0: the driver is 470.1", with_gpus("a", "b")),
+    "gpus_unseen": (
+        UNSEEN,
+        "of which its ranks see 0: the driver's version is 470.1",
+        with_gpus("a", "b"),
+    ),
     "no_nccl": (
         with_gpus("a", "b", backends=("gloo",)),
-        "have GPUs, but PyTorch only has gloo",
+        "ranks 0, 1 sees GPUs, but its only backends are gloo",
         with_gpus("a", "b"),
     ),
 }
 
 
-def named(ranks: Sequence[Facts]) -> dict[str, Finding]:
+def named(ranks: Sequence[Facts]) -> dict[str, DoctorFinding]:
     return {finding.name: finding for finding in findings_of(ranks)}
 
 
@@ -137,7 +141,7 @@ def test_a_mistake_is_found_and_its_neighbour_is_not(name: str) -> None:
 
 
 def test_each_finding_has_a_case_and_is_told_in_the_docs() -> None:
-    names = {check.__name__.removesuffix("_rank") for check in findings.CHECKS}
+    names = {check.__name__ for check in findings.CHECKS}
     assert names == set(CASES)
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     told = {*names, "slow_rank", "slow_dim", "slow_group"}
@@ -149,7 +153,7 @@ def test_nothing_is_found_where_all_is_well() -> None:
 
 
 def test_why_gpus_are_not_seen() -> None:
-    assert "2.13.0+cpu has no CUDA" in named(CPU_BUILD)["gpus_unseen"].what
+    assert "2.13.0+cpu was built without CUDA" in named(CPU_BUILD)["gpus_unseen"].what
     masked = named(with_variables(UNSEEN, CUDA_VISIBLE_DEVICES=""))["gpus_unseen"]
     assert masked.level is Level.WARNING and "CUDA_VISIBLE_DEVICES is ''" in masked.what
 
@@ -249,16 +253,16 @@ def test_the_smallest_limit_of_memory_counts(
 @pytest.mark.parametrize(
     ("wire", "ranks", "said"),
     [
-        (SHARED_MEMORY, WELL, "on one host and read each other's memory"),
+        (SHARED_MEMORY, WELL, "on one host and can read each other's memory"),
         ("none", WELL, "a group of one rank"),
-        ("nccl's own", with_gpus("a", "b"), "on GPUs, on 1 host(s)"),
-        (MESSAGES, with_variables(WELL, FULLSHARD_SHARED_MEMORY="0"), "is 0 on rank(s) [0, 1]"),
-        (MESSAGES, WELL, "the system or its users forbid sharing"),
-        (GLOO, WELL, "could not be connected beside gloo"),
+        ("nccl's own", with_gpus("a", "b"), "use GPUs on 1 host"),
+        (MESSAGES, with_variables(WELL, FULLSHARD_SHARED_MEMORY="0"), "is 0 on ranks 0, 1"),
+        (MESSAGES, WELL, "the system does not allow it, or their users differ"),
+        (GLOO, WELL, "on 1 host, and only gloo could connect them"),
         (
             MESSAGES,
             [a_rank(number, a_host("one" if number < 2 else "two")) for number in range(4)],
-            "on 2 hosts, and each shard goes once to each other host",
+            "on 2 hosts, and each shard is sent once to each other host",
         ),
     ],
 )

@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.cli.doctor_tables import print_report
-from fullshard.doctor.findings import Finding
-from fullshard.doctor.links import Timing, fit_of, fitted
+from fullshard.doctor.findings import DoctorFinding
+from fullshard.doctor.links import Timing
 from fullshard.doctor.report import (
     Dim,
-    Group,
+    GroupTimings,
     Report,
-    hardware_from,
     slow_dim,
     slow_group,
     slow_rank,
@@ -31,6 +30,7 @@ from fullshard.doctor.wires import (
     Wire,
 )
 from fullshard.errors import ConfigError
+from fullshard.plan.calibrate import fitted, hardware_from, link_of
 from fullshard.plan.hardware import hardware_of
 from tests.pure.doctor_facts import (
     GIB,
@@ -82,7 +82,7 @@ def timings(world: int, latency_s: float, bandwidth: float) -> list[Timing]:
 def a_dim(name: str, *rates: float, carrier: str = SHARED_MEMORY) -> Dim:
     """A dim of groups of two ranks each, with these bandwidths."""
     groups = [
-        Group(Wire((2 * i, 2 * i + 1), carrier, carrier, True), timings(2, 1e-6, rate))
+        GroupTimings(Wire((2 * i, 2 * i + 1), carrier, carrier, True), timings(2, 1e-6, rate))
         for i, rate in enumerate(rates)
     ]
     return Dim(name, 2, groups)
@@ -117,12 +117,8 @@ def test_a_hardware_file_says_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_a_plan_gives_back_the_times_that_were_measured(world: int) -> None:
     report = Report(WELL, 2, dims=[a_dim("shard", 1e9)], speeds=SPEEDS)
-    fit = fit_of(timings(world, 3e-5, 2e9), world)
-    (link,) = hardware_from(report, "").links
-    hardware = replace(
-        hardware_from(report, ""),
-        links=(replace(link, bandwidth=fit.bandwidth, latency_s=fit.latency_s),),
-    )
+    link = link_of(timings(world, 3e-5, 2e9), world)
+    hardware = replace(hardware_from(report, ""), links=(link,))
     for one in timings(world, 3e-5, 2e9):
         what = "all_reduce_mean" if one.what == "all_reduce" else one.what
         planned_s = hardware.exchange_s(what, tuple(range(world)), one.nbytes)
@@ -144,6 +140,10 @@ def test_nothing_is_written_of_what_ended_early() -> None:
     with pytest.raises(ConfigError, match="--calibrate"):
         hardware_from(report, "")
     assert report.exitcode == 1
+    report = measured()
+    report.speeds = [speed._replace(op_s=None) for speed in report.speeds]
+    with pytest.raises(ConfigError, match="not everything could be measured"):
+        hardware_from(report, "")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_nothing_is_written_of_what_ended_early() -> None:
         (
             slow_rank,
             [SPEEDS[1], SPEEDS[1], SPEEDS[1]._replace(flops={"float32": 2e10})],
-            "rank 2 computes products of matrices at 33%",
+            "rank 2 multiplies matrices at 33%",
             SPEEDS,
         ),
         (slow_group, [a_dim("shard", 1e9, 9e9, 9e9)], "ranks 0, 1", [a_dim("shard", 6e9, 9e9)]),
@@ -171,7 +171,7 @@ def test_nothing_is_written_of_what_ended_early() -> None:
     ],
 )
 def test_what_is_slow_is_named(
-    check: Callable[[Any], Finding | None], wrong: Any, said: str, well: Any
+    check: Callable[[Any], DoctorFinding | None], wrong: Any, said: str, well: Any
 ) -> None:
     found = check(wrong)
     assert found is not None and said in found.what

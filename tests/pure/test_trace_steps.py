@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.device.streams import Reading
 from fullshard.schedule import Action, Event, Op
 from fullshard.schedule import triggers as when
@@ -116,7 +116,7 @@ def test_what_was_held_when_it_failed_is_told_by_unit() -> None:
 
     def grown(nbytes: int, storage: int, at_s: float) -> list[tuple[Any, ...]]:
         begin, end = acted(Op.UNSHARD, storage, at_s, 0.0)
-        return [begin, (HELD, at_s, Kind.UNSHARDED, nbytes, storage), end]
+        return [begin, (HELD, at_s, BufferKind.UNSHARDED, nbytes, storage), end]
 
     history.add(segment(grown(10, 0, 0.1), grown(20, 1, 0.2))._replace(held={"unsharded": 35}))
     entries = segment(
@@ -223,7 +223,7 @@ def test_on_a_device_actions_are_stamped_on_their_lanes() -> None:
     with tap.acting(Action(Op.UNSHARD, 0)):
         with tap.acting(Action(Op.RESHARD, 0)):
             pass
-        tap.resized(Kind.UNSHARDED, 5, None)
+        tap.resized(BufferKind.UNSHARDED, 5, None)
     with tap.acting(Action(Op.FINISH_REDUCE, 0)):
         pass
     tap.detach()

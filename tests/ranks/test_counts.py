@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fullshard
 from fullshard import comm
 from fullshard.comm.c10d import C10d, Transport
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.models import GPT, fill, ids
 from tests.ranks.pool import RankPool, every_world
@@ -117,8 +117,8 @@ def bytes_of_steps(budget: int | None) -> dict[str, Any]:
         step(model, seed)
     blocks = [unit.nbytes for unit in engine.units[:-1]]
     return {
-        "peak": engine.meter.peak_nbytes[Kind.UNSHARDED],
-        "staging": engine.meter.peak_nbytes[Kind.GATHER_OUTPUT],
+        "peak": engine.meter.peak_nbytes[BufferKind.UNSHARDED],
+        "staging": engine.meter.peak_nbytes[BufferKind.GATHER_OUTPUT],
         "held": sum(engine.meter.held_nbytes.values()),
         "largest": max(blocks),
         "root": engine.units[-1].nbytes,

@@ -20,7 +20,7 @@ from fullshard.doctor.board import Board, roll_call
 from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.wires import MESSAGES, SHARED_MEMORY, wire_of
 from fullshard.errors import LostRankError
-from fullshard.plan.hardware import hardware_of
+from fullshard.plan import hardware_of, time_host
 from tests.ranks.pool import RankPool
 from tests.ranks.train_shell import FROM_A_LAUNCHER
 
@@ -67,7 +67,9 @@ def test_ranks_that_say_nothing_are_named(pool: RankPool) -> None:
 
 def measure() -> tuple[list[doctor.Dim], list[Any]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return doctor.measure(mesh, torch.device("cpu"), board("measure"), sizes=SIZES)
+    return doctor.measure(
+        mesh, torch.device("cpu"), board("measure"), sizes=SIZES, calibrate=time_host
+    )
 
 
 def test_each_dim_of_a_mesh_is_measured(pool: RankPool) -> None:
@@ -85,7 +87,7 @@ def test_each_dim_of_a_mesh_is_measured(pool: RankPool) -> None:
     assert len(speeds) == 4
     for speed in speeds:
         assert set(speed.flops) == {"float32", "bfloat16", "float64"}
-        assert min(*speed.flops.values(), speed.memory_bandwidth, speed.op_s) > 0
+        assert min(*speed.flops.values(), speed.memory_bandwidth, speed.op_s, speed.tiny_step_s) > 0
 
 
 def wires(shape: tuple[int, ...], hosts: str) -> list[tuple[str, str]]:
@@ -170,7 +172,7 @@ def test_the_command_measures_and_calibrates(tmp_path: Path) -> None:
 def test_half_of_an_environment_is_told_and_nothing_started(tmp_path: Path) -> None:
     done = run_command(tmp_path, RANK="0")
     assert done.returncode == 1
-    assert "RANK set, but not WORLD_SIZE, LOCAL_RANK" in done.stdout
+    assert "the environment has RANK, but not WORLD_SIZE, LOCAL_RANK" in done.stdout
 
 
 def test_a_rank_that_nobody_meets_ends_with_what_it_knows(tmp_path: Path) -> None:

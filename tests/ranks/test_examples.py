@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import comm
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.noise import without_noise
 from tests.ranks.pool import RankPool
@@ -267,7 +267,7 @@ def figures_of_a_step(
             recording.calls.clear()
         meter.reset_peak()
         loss = model(torch.ones(2, 1000)).float().square().mean()
-        between = meter.held_nbytes[Kind.UNSHARDED]
+        between = meter.held_nbytes[BufferKind.UNSHARDED]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -276,7 +276,7 @@ def figures_of_a_step(
     return Figures(
         len(gathers),
         len(calls) - len(gathers),
-        f"{meter.peak_nbytes[Kind.UNSHARDED] / 1e6:.1f}",
+        f"{meter.peak_nbytes[BufferKind.UNSHARDED] / 1e6:.1f}",
         f"{between / 1e6:.1f}",
         f"{sum(call.numel * call.dtype.itemsize for call in gathers) / 1e6:.1f}",
     )

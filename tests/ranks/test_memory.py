@@ -18,7 +18,7 @@ import fullshard
 from bench import memory
 from bench.contenders import FLAT, FSDP1, FSDP2, PER_PARAMETER, RAGGED
 from fullshard import MixedPrecisionPolicy
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from tests.ranks.pool import RankPool
 from tests.versions import TORCH
@@ -66,7 +66,7 @@ def held_together(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
 
     def note(*_: Any) -> None:
         held = meter.held_nbytes
-        seen.append((held[Kind.UNSHARDED], held[Kind.REDUCE_INPUT]))
+        seen.append((held[BufferKind.UNSHARDED], held[BufferKind.REDUCE_INPUT]))
 
     meter.watch = note
     try:

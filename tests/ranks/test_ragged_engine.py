@@ -17,7 +17,7 @@ from fullshard import (
     RaggedTensor,
     fully_shard,
 )
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of
 from fullshard.schedule import AfterForward
 from tests.ranks.models import GPT
@@ -59,7 +59,7 @@ def compare(kind: str, after: AfterForward) -> tuple[float, int, bool]:
     train(model, steps, rank, world)
     unit = unit_of(model)
     assert unit is not None and unit.engine is not None
-    staged = unit.engine.meter.peak_nbytes[Kind.GATHER_OUTPUT]
+    staged = unit.engine.meter.peak_nbytes[BufferKind.GATHER_OUTPUT]
     flat = all(isinstance(p, RaggedTensor) for p in model.parameters())
     want = dict(plain.named_parameters())
     got = whole_parameters(model)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fullshard
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.frontend.ownership import units_below
 from tests.ranks.models import fill, ids
 from tests.ranks.pool import RankPool
@@ -103,7 +103,7 @@ def state_of(model: Any) -> list[Any]:
     shown = [id(p) for m in model.modules() for p in m._parameters.values() if p is not None]
     units = units_below([model])
     states = [unit.engine.scheduler.residents.units[unit.key] for unit in units]  # type: ignore[union-attr]
-    held = units[0].engine.meter.held_nbytes[Kind.FULL]  # type: ignore[union-attr]
+    held = units[0].engine.meter.held_nbytes[BufferKind.FULL]  # type: ignore[union-attr]
     flags = [param.requires_grad for param in model.parameters()]
     loans = [unit.is_lent for unit in units]
     return [shown, [(state.residency, state.holds) for state in states], held, flags, loans]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
 from fullshard import checkpoint, errors, iter_full_params, unshard_params
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.frontend.ownership import unit_of, units_below
 from fullshard.schedule import Residency
 from tests.ranks import zoo
@@ -607,12 +607,16 @@ def peaks(layout: Any, flags: dict[str, bool]) -> tuple[int, int, int]:
     meter: Any = unit_of(model).engine.meter  # type: ignore[union-attr]
     for _ in iter_full_params(model, rank0_only=True):
         pass
-    streaming = meter.peak_nbytes[Kind.FULL]
+    streaming = meter.peak_nbytes[BufferKind.FULL]
     meter.reset_peak()
     with unshard_params(model, **flags):
         pass
-    assert meter.held_nbytes[Kind.FULL] == 0
-    return streaming, meter.peak_nbytes[Kind.FULL], max(u.nbytes for u in units_below([model]))
+    assert meter.held_nbytes[BufferKind.FULL] == 0
+    return (
+        streaming,
+        meter.peak_nbytes[BufferKind.FULL],
+        max(u.nbytes for u in units_below([model])),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)

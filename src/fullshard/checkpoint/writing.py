@@ -217,7 +217,7 @@ class Writing:
             if number == self._num_others:
                 self._has_others.set()
                 self._calm()
-            with self._readers[part.device].aside():
+            with self._readers[part.device].on_own_stream():
                 data = flat_bytes(part)
             for start in range(0, data.nbytes, CHUNK_NBYTES):
                 yield _Chunk(name, start, data[start : start + CHUNK_NBYTES])

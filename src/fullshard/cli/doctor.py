@@ -20,6 +20,7 @@ from fullshard import doctor
 from fullshard.cli.doctor_tables import print_report
 from fullshard.cli.printing import print_json
 from fullshard.errors import ConfigError, FullshardError
+from fullshard.plan import hardware_from, time_host
 from fullshard.train.launch import default_nproc, start_workers
 from fullshard.train.world import is_worker, meeting_place, num_local_workers
 
@@ -53,7 +54,7 @@ def doctor_command(
         raise ConfigError(f"--calibrate {calibrate}: there is no such folder")
     show = partial(_show, as_json=as_json, calibrate=calibrate)
     alone = doctor.facts_here()
-    if doctor.half_launched(alone.variables) is not None:
+    if doctor.half_launched([alone]) is not None:
         show(doctor.Report([alone], failures=["half of a launcher's environment: nothing started"]))
         return 1
     if is_worker():
@@ -81,7 +82,15 @@ def _work(show: Show, mesh: str | None, timeout_s: float) -> NoReturn:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shape = doctor.mesh_shape(mesh, world)
     try:
-        code = doctor.examine(_meet, show, rank=rank, world=world, shape=shape, timeout_s=timeout_s)
+        code = doctor.examine(
+            _meet,
+            show,
+            rank=rank,
+            world=world,
+            shape=shape,
+            timeout_s=timeout_s,
+            calibrate=time_host,
+        )
     except FullshardError as error:
         print(f"fullshard: error: rank {rank}: {error}", file=sys.stderr)
         code = 1
@@ -125,7 +134,7 @@ def _show(report: doctor.Report, *, as_json: bool, calibrate: Path | None) -> No
         print(f"fullshard: {calibrate} is not written: no full measurement", file=sys.stderr)
         return
     try:
-        doctor.hardware_from(report, time.strftime("%Y-%m-%d")).save(calibrate)
+        hardware_from(report, time.strftime("%Y-%m-%d")).save(calibrate)
     except OSError as error:
         raise ConfigError(f"--calibrate {calibrate}: {error}") from error
     print(f"fullshard: {calibrate} is written", file=sys.stderr)

@@ -74,7 +74,7 @@ def _print_wires(report: doctor.Report) -> None:
             print_table(("collective", "bytes", "time", "received by a rank"), rows)
 
 
-def _wire(report: doctor.Report, group: doctor.Group) -> str:
+def _wire(report: doctor.Report, group: doctor.GroupTimings) -> str:
     wire = group.wire
     how = wire.gathers if wire.gathers == wire.reduces else f"{wire.gathers}, {wire.reduces}"
     return f"{how}: {doctor.reason(wire, report.ranks)}"
@@ -97,7 +97,7 @@ def _print_speeds(report: doctor.Report) -> None:
             str(rank),
             *(f"{speed.flops[dtype] / 1e9:.1f} GFLOP/s" for dtype in dtypes),
             f"{speed.memory_bandwidth / 1e9:.1f} GB/s",
-            f"{speed.op_s * 1e6:.1f} us",
+            "-" if speed.op_s is None else f"{speed.op_s * 1e6:.1f} us",
         )
         for rank, speed in enumerate(report.speeds[:_SHOWN_RANKS])
     ]

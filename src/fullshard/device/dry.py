@@ -1,4 +1,4 @@
-"""The lanes of a dry run: nothing runs on them, and clocks tell when each would be done."""
+"""The lanes of a dry run, which run no work and compute by clocks when it would be done."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import Collectives, Done, Exchange, Pending
-from fullshard.device.streams import Lane, Mark, Reading, Stamp
+from fullshard.device.streams import Lane, LaneEvent, Reading, Stamp
 
 
-class Span(NamedTuple):
-    """A stretch of time on a lane, in seconds since the run began."""
+class LaneSpan(NamedTuple):
+    """An interval of time on a lane, in seconds since the run began."""
 
     lane: str
-    """A value of ``Lane``; "wire" for collectives, "wait" for a wait of COMPUTE, "host"."""
+    """A value of ``Lane``; or "wire" (a collective), "wait" (COMPUTE waits) or "host"."""
     start_s: float
     end_s: float
     what: str
+    """The operation or the collective; for a wait of COMPUTE on a stream, the awaited lane."""
 
 
 def dry_host_tensor(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a 1-D tensor on the meta device that stands for memory of the host."""
+    """Return a 1-D meta tensor that a dry run counts as memory of the host."""
     with torch.inference_mode(False), _torch.no_dispatch():
         tensor = torch.empty(numel, dtype=dtype, device="meta")
     tensor.untyped_storage().at_home = True  # type: ignore[attr-defined]
@@ -34,53 +35,62 @@ def dry_host_tensor(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def is_at_home(storage: torch.UntypedStorage) -> bool:
-    """Return whether ``storage`` is that of a ``dry_host_tensor``."""
+    """Return whether ``storage`` belongs to a ``dry_host_tensor``."""
     return getattr(storage, "at_home", False)
 
 
 class _Arriving(NamedTuple):
-    """A collective that is done at a moment, or once somebody has waited for so long."""
+    """A collective that was started."""
 
     lanes: DryLanes
     end_s: float
+    """The time at which the collective ends, if it runs in the background."""
     busy_s: float
+    """The seconds that a wait takes to run the collective; 0: it runs in the background."""
     exchange: Exchange
 
     def wait(self) -> None:
-        """Make the current lane wait."""
+        """Make the current lane wait for the collective."""
         self.lanes.arrive(self)
 
 
 @dataclass(frozen=True)
 class _Reached:
+    """The time at which a lane has done the work issued before."""
+
     lanes: DryLanes
     at_s: float
 
     def synchronize(self) -> None:
-        """Let the host's clock go on to this moment."""
+        """Advance the host's clock to this time."""
         self.lanes.now_s = max(self.lanes.now_s, self.at_s)
 
 
 class DryLanes:
-    """Lanes with clocks.
+    """Lanes that are clocks.
 
-    Work that is issued on a lane (``spend``) begins when both the host and the lane are there.
-    If ``is_async`` is False, lanes do not differ from the host, as on a CPU. Collectives begin in
-    order on each lane and group, and end ``duration_s(exchange)`` later; where ``in_background`` is
-    False they are work of whoever waits for them. ``note`` is told what took which time.
+    Work that is issued on a lane (``spend``) starts when the host has issued it and the lane has
+    done all earlier work. The collectives of one lane and group start in order.
+
+    Args:
+        duration_s: returns the seconds that a collective takes.
+        note: called with the interval of each operation, collective and wait.
+        is_async: False if the host waits for all work that it issues, as on a CPU.
+        in_background: False if a collective runs only while a lane waits for it.
+        issue_s: seconds of the host to issue one operation.
     """
 
     def __init__(
         self,
         *,
         duration_s: Callable[[Exchange], float],
-        note: Callable[[Span], None],
+        note: Callable[[LaneSpan], None],
         is_async: bool = True,
         in_background: bool = True,
         issue_s: float = 0.0,
     ) -> None:
         self.now_s = 0.0
-        """The clock of the host."""
+        """The host's clock, in seconds since the run began."""
         self._duration_s = duration_s
         self._note = note
         self._is_async = is_async
@@ -92,21 +102,24 @@ class DryLanes:
         self._waited_s = 0.0
 
     def spend(self, duration_s: float, what: str) -> None:
-        """Do work on the current lane, which takes the device ``duration_s`` seconds."""
+        """Issue work on the current lane that takes the device ``duration_s`` seconds."""
         self.now_s += self._issue_s
         start_s = max(self.now_s, self._at_s[self._lane])
         self._at_s[self._lane] = end_s = start_s + duration_s
-        self._note(Span(self._lane, start_s, end_s, what))
+        self._note(LaneSpan(self._lane, start_s, end_s, what))
         self._keep_up(end_s)
 
     def take_host(self, seconds: float, what: str = "") -> None:
-        """Let the host be busy with something else than issuing operations: if told, with what."""
+        """Spend ``seconds`` of the host on other things than issuing operations.
+
+        ``what`` is the name of the interval that is noted; empty: none is noted.
+        """
         start_s, self.now_s = self.now_s, self.now_s + seconds
         if what:
-            self._note(Span("host", start_s, self.now_s, what))
+            self._note(LaneSpan("host", start_s, self.now_s, what))
 
     def carry(self, exchange: Exchange) -> Pending:
-        """Start a collective behind the work of the current lane."""
+        """Start a collective after the work issued so far on the current lane."""
         if len(exchange.ranks) == 1:
             return Done()
         took_s = self._duration_s(exchange)
@@ -116,16 +129,16 @@ class DryLanes:
         ready_s = max(self.now_s, self._at_s[self._lane])
         start_s = max(ready_s, self._wire_at_s.get(key, 0.0))
         self._wire_at_s[key] = end_s = start_s + took_s
-        self._note(Span("wire", start_s, end_s, exchange.what))
+        self._note(LaneSpan("wire", start_s, end_s, exchange.what))
         return _Arriving(self, end_s, 0.0, exchange)
 
     def arrive(self, pending: _Arriving) -> None:
-        """Let the current lane wait until ``pending`` is done."""
+        """Make the current lane wait until ``pending`` is done."""
         before_s = max(self.now_s, self._at_s[self._lane])
         if pending.busy_s:
             start_s = before_s
             end_s = start_s + pending.busy_s
-            self._note(Span("wire", start_s, end_s, pending.exchange.what))
+            self._note(LaneSpan("wire", start_s, end_s, pending.exchange.what))
         else:
             end_s = max(before_s, pending.end_s)
         self._at_s[self._lane] = end_s
@@ -134,14 +147,14 @@ class DryLanes:
         self._keep_up(end_s)
 
     def end(self) -> float:
-        """Return when all is done that was issued so far; the host waits for it."""
+        """Make the host wait for all work and all collectives; return the time then."""
         self.now_s = max(self.now_s, *self._at_s.values(), *self._wire_at_s.values())
         self._at_s = dict.fromkeys(Lane, self.now_s)
         return self.now_s
 
     @property
     def computed_s(self) -> float:
-        """When COMPUTE is through with what was issued to it so far."""
+        """The time at which COMPUTE has done all work issued so far."""
         return self._at_s[Lane.COMPUTE]
 
     def _keep_up(self, end_s: float) -> None:
@@ -151,7 +164,7 @@ class DryLanes:
     def _waited(self, start_s: float, end_s: float, what: str) -> None:
         if end_s > start_s:
             self._waited_s += end_s - start_s
-            self._note(Span("wait", start_s, end_s, what))
+            self._note(LaneSpan("wait", start_s, end_s, what))
 
     # Lanes
 
@@ -164,14 +177,14 @@ class DryLanes:
             self._lane = before
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """See ``Lanes``; without streams, time passes on the host all the same."""
+        """See ``Lanes``."""
         return self._switched(lane)
 
-    def see(self) -> None:
-        """Do nothing, since computation has one stream."""
+    def track_stream(self) -> None:
+        """Do nothing, since COMPUTE has one stream."""
 
-    def rest(self) -> None:
-        """Do nothing, since computation has one stream."""
+    def untrack_streams(self) -> None:
+        """Do nothing, since COMPUTE has one stream."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """See ``Lanes``."""
@@ -182,32 +195,32 @@ class DryLanes:
                 self._waited(max(before_s, self.now_s), there_s, str(awaited))
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """Return ``comm``, whose carrier this is."""
+        """Return ``comm`` as it is: its collectives come to ``carry``, on the current lane."""
         return comm
 
     def wait(self, pending: Pending) -> None:
         """See ``Lanes``."""
         pending.wait()
 
-    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context that changes nothing."""
         return nullcontext()
 
     def wait_event(self, lane: Lane, event: Any) -> None:
-        """Let ``lane`` wait for a mark of ours, and for nothing else."""
+        """Make ``lane`` wait if ``event`` is from ``mark``; ignore other events."""
         if isinstance(event, _Reached):
             self._at_s[lane] = max(self._at_s[lane], event.at_s)
 
-    def mark(self) -> Mark:
+    def mark(self) -> LaneEvent:
         """See ``Lanes``."""
         return _Reached(self, self._at_s[self._lane])
 
     def stamp(self, lane: Lane) -> Stamp:
-        """Return when the lane is through with its work."""
+        """Return the time at which ``lane`` has done the work issued so far."""
         return Reading(max(self.now_s, self._at_s[lane]))
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
-        """Return ones: of tensors without memory nothing can be read."""
+        """Return ones, since meta tensors have no values."""
         return [[1.0] * value.numel() for value in values]
 
     def waited_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Host memory for copies to and from a device."""
+"""Memory of the host for copies to and from a device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def host_tensor(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Return a 1-D CPU tensor; if pinned, copies to and from a device do not block the host."""
+    """Return a 1-D CPU tensor; if ``pinned``, copies to and from a device can be asynchronous."""
     with torch.inference_mode(False):
         return torch.empty(numel, dtype=dtype, pin_memory=pinned, device="cpu")
 
 
 class HostReader:
-    """Copies tensors of ``device`` to the host, from any thread.
+    """Copies tensors from ``device`` to the host, in any thread, on a stream of its own.
 
-    What it reads is what was there when it was made: copies wait for what the current stream was
-    given before, and for nothing that comes later.
+    The copies wait for work that the current stream was given before the reader was made, and not
+    for later work. So they read the values that the tensors have after that earlier work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,8 +28,8 @@ class HostReader:
             self._stream = self._accelerator.Stream(device=device)
             self._stream.wait_stream(self._accelerator.current_stream(device))
 
-    def aside(self) -> AbstractContextManager[Any]:
-        """Make what is computed in the block part of what ``read`` does, in this order."""
+    def on_own_stream(self) -> AbstractContextManager[Any]:
+        """Issue the work of the ``with`` block on the reader's stream, in order with ``read``."""
         if self._accelerator is None:
             return nullcontext()
         stream: AbstractContextManager[Any] = self._accelerator.stream(self._stream)
@@ -37,7 +37,7 @@ class HostReader:
 
     def read(self, source: Tensor, into: Tensor) -> None:
         """Copy ``source`` to ``into``, of the same shape on the host, and wait for it."""
-        with self.aside():
+        with self.on_own_stream():
             into.copy_(source, non_blocking=self._accelerator is not None)
         if self._accelerator is not None:
             self._stream.synchronize()

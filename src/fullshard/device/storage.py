@@ -1,4 +1,4 @@
-"""Long-lived tensors whose memory is allocated and freed, and a meter of that memory."""
+"""Tensors whose memory is freed and allocated again, and a meter of that memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Kind(enum.StrEnum):
+class BufferKind(enum.StrEnum):
     """The purpose of a buffer; see the note in ``engine/bucket.py``."""
 
     UNSHARDED = "unsharded"
@@ -22,26 +22,28 @@ class Kind(enum.StrEnum):
     FULL = "full"
 
 
-Watch = Callable[[Kind, int, torch.UntypedStorage | None], object]
-"""Told of each change: the kind of a buffer, the bytes it holds more, and the storage, if known."""
+Watch = Callable[[BufferKind, int, torch.UntypedStorage | None], object]
+"""Called on each change with the kind of the buffer, the bytes added, and the storage if known."""
 
 
 class StorageMeter:
     """A count of the bytes that buffers hold now and held at their peak, and of bytes copied.
 
-    ``copied_nbytes`` counts the bytes written by copies and casts between shards and whole
-    parameters, in both directions, excluding what collectives do with their inputs and outputs.
-    ``watch`` is told of each change, if it is set.
+    ``copied_nbytes`` counts the bytes written by copies and casts between shards and unsharded
+    parameters, in both directions; bytes that collectives write do not count. ``watch``, if set,
+    is called on each change.
     """
 
     def __init__(self) -> None:
         self.copied_nbytes = 0
-        self.held_nbytes: Counter[Kind] = Counter()
-        self.peak_nbytes: Counter[Kind] = Counter()
+        self.held_nbytes: Counter[BufferKind] = Counter()
+        self.peak_nbytes: Counter[BufferKind] = Counter()
         self.watch: Watch | None = None
 
-    def change(self, kind: Kind, nbytes: int, storage: torch.UntypedStorage | None = None) -> None:
-        """Add ``nbytes``, of ``storage``, to the bytes held; negative if memory was freed."""
+    def change(
+        self, kind: BufferKind, nbytes: int, storage: torch.UntypedStorage | None = None
+    ) -> None:
+        """Add ``nbytes`` of ``storage`` to the bytes held; negative: memory was freed."""
         held = self.held_nbytes[kind] = self.held_nbytes[kind] + nbytes
         if held > self.peak_nbytes[kind]:
             self.peak_nbytes[kind] = held
@@ -49,7 +51,7 @@ class StorageMeter:
             self.watch(kind, nbytes, storage)
 
     @contextmanager
-    def holding(self, kind: Kind, nbytes: int) -> Iterator[None]:
+    def holding(self, kind: BufferKind, nbytes: int) -> Iterator[None]:
         """Count ``nbytes`` of ordinary tensors as held during the ``with`` block."""
         self.change(kind, nbytes)
         try:
@@ -62,18 +64,18 @@ class StorageMeter:
         self.copied_nbytes += nbytes
 
     def reset_peak(self) -> None:
-        """Restart the peak from the bytes held now."""
+        """Set the peak to the bytes held now."""
         self.peak_nbytes = Counter(self.held_nbytes)
 
 
 class Buffer:
     """A 1-D tensor whose storage is allocated and freed repeatedly.
 
-    ``tensor`` and its views are valid objects all the time, but have memory only while
-    ``allocated``: reading them at other times kills the process. A buffer starts allocated, because
-    views can only be made of memory; make the views, then call ``free``. Memory belongs to the
-    stream that is current at allocation, and ``free`` returns it to that stream, whatever stream is
-    current then. So that stream must wait for all uses of the memory before it allocates again.
+    ``tensor`` and its views stay valid objects, but have memory only while ``allocated``; reading
+    them at other times kills the process. A buffer starts allocated, because views can only be made
+    of memory; make the views, then call ``free``. Memory belongs to the stream that is current when
+    it is allocated, and ``free`` returns it to that stream even if another stream is current. So
+    the stream must wait for all uses of the memory before it allocates again.
     """
 
     def __init__(
@@ -82,22 +84,22 @@ class Buffer:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        kind: Kind,
+        kind: BufferKind,
         meter: StorageMeter,
     ) -> None:
         self.nbytes = numel * dtype.itemsize
         self.kind = kind
         self.allocated = True
         self._meter = meter
-        # An inference tensor could never be written outside of inference mode.
+        # An inference tensor could not be written outside inference mode.
         with torch.inference_mode(False):
             self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
             self._storage = self.tensor.untyped_storage()
         meter.change(kind, self.nbytes, self._storage)
 
     @classmethod
-    def of(cls, tensor: Tensor, *, kind: Kind, meter: StorageMeter) -> Buffer:
-        """Return a buffer around the memory of a tensor made elsewhere."""
+    def of(cls, tensor: Tensor, *, kind: BufferKind, meter: StorageMeter) -> Buffer:
+        """Return an allocated buffer around the memory of an existing tensor."""
         buffer = cls(0, torch.uint8, tensor.device, kind=kind, meter=meter)
         buffer.tensor = tensor
         buffer._storage = tensor.untyped_storage()
@@ -106,14 +108,14 @@ class Buffer:
         return buffer
 
     def allocate(self) -> None:
-        """Allocate memory with arbitrary content; do nothing if the tensor has memory."""
+        """Allocate memory with arbitrary content, unless the buffer is allocated."""
         if not self.allocated:
             self._storage.resize_(self.nbytes)
             self.allocated = True
             self._meter.change(self.kind, self.nbytes, self._storage)
 
     def free(self) -> None:
-        """Free the memory; do nothing if the tensor has none."""
+        """Free the memory, if the buffer is allocated."""
         if self.allocated:
             self._storage.resize_(0)
             self.allocated = False
@@ -121,7 +123,7 @@ class Buffer:
 
 
 def empty_cache() -> None:
-    """Give memory that an accelerator's allocator keeps back to the device, if there is one."""
+    """Return unused memory of the accelerator's allocator to the device; do nothing on a CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         torch.get_device_module(accelerator).empty_cache()

@@ -1,18 +1,18 @@
-"""Lanes: the streams of work on a device, and the waiting of one lane for another.
+"""Lanes: the roles of streams on a device, and how one lane waits for another.
 
-    COMPUTE   the user's computation: usually one stream, the current one. If a model uses several
-              streams, all streams that units were seen on since the last ``rest``
-    GATHER    casts, all-gathers and copies that make unsharded parameters; owns their memory
-    REDUCE    reduce-scatters and the work after them; owns the memory of the sharded gradients
-    BUS       copies from the host: of shards, so that no unit waits for the copies of later units,
-              and, in lanes of an optimizer, of its state
-    RETURN    copies of optimizer state to the host
+    COMPUTE         the user's computation: usually one stream, the current one. For a model that
+                    uses several, every stream that units ran on since ``untrack_streams``
+    GATHER          casts, all-gathers and copies that make unsharded parameters; owns their memory
+    REDUCE          reduce-scatters and the work after them; owns the memory of sharded gradients
+    HOST_TO_DEVICE  copies of shards from the host, so that no unit waits for the copies of later
+                    units; in an optimizer's own lanes, copies of its state
+    DEVICE_TO_HOST  copies of optimizer state to the host
 
-Memory passes from lane to lane by ``join`` alone, never by ``record_stream``, so that the moment
-when memory is reused does not depend on how fast the device happens to run.
+Memory is handed from lane to lane by ``join``, never by ``record_stream``: with ``record_stream``,
+the time of reuse would depend on the speed of the device.
 
 Collectives run beside the lane that starts them, on one stream per lane and process group
-(``wire``), so that a lane's copies wait for the collectives that they need and not for later ones.
+(``wire``). So a copy on a lane waits for the collectives that it needs, but not for later ones.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from fullshard.device.wires import Beside
 
 
 class Lane(enum.StrEnum):
-    """A stream of work."""
+    """The role of a stream; see the docstring of this file."""
 
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
-    BUS = "bus"
-    RETURN = "return"
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
 
 
-class Mark(Protocol):
-    """A point in the work of a lane."""
+class LaneEvent(Protocol):
+    """A point in the work of a lane, which the host or another lane can wait for."""
 
     def synchronize(self) -> object:
-        """Block the host until the work before it is done."""
+        """Block the host until the work before this point is done."""
 
 
 class Stamp(Protocol):
     """The time at which a lane reached a point in its work."""
 
     def seconds_since(self, earlier: Any) -> float | None:
-        """Return the seconds from another stamp to this one; None while one is not reached yet.
+        """Return the seconds from ``earlier`` to this stamp; None until both are reached.
 
-        Never blocks.
+        The call never blocks.
         """
 
 
 class Reading(NamedTuple):
-    """A stamp of a lane whose clock can be read at once."""
+    """A stamp of a lane whose time is known when the stamp is made."""
 
     at_s: float
 
     def seconds_since(self, earlier: Reading) -> float:
-        """Return the difference, which is always known."""
+        """Return the seconds between the two."""
         return self.at_s - earlier.at_s
 
 
@@ -76,7 +76,7 @@ class _EventStamp(NamedTuple):
     event: Any
 
     def seconds_since(self, earlier: _EventStamp) -> float | None:
-        """Return the time between the two events once the device has passed both."""
+        """Return the seconds between the two events, or None until the device has passed both."""
         if not (self.event.query() and earlier.event.query()):
             return None
         seconds: float = earlier.event.elapsed_time(self.event) / 1e3
@@ -89,11 +89,11 @@ class Lanes(Protocol):
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Issue the work of the ``with`` block on ``lane`` (not COMPUTE)."""
 
-    def see(self) -> None:
-        """Count the current stream, which runs computation, among the streams of COMPUTE."""
+    def track_stream(self) -> None:
+        """Add the current stream to the streams of COMPUTE, because it runs computation."""
 
-    def rest(self) -> None:
-        """Drop all streams but the current one from COMPUTE: nothing needs to wait for them."""
+    def untrack_streams(self) -> None:
+        """Remove all streams except the current one from COMPUTE: no later work waits for them."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """Make later work on ``waiter`` wait for all work issued so far on ``awaited``.
@@ -102,40 +102,42 @@ class Lanes(Protocol):
         """
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """Return ``comm`` for use on ``lane`` only; its collectives run beside the lane."""
+        """Return collectives like ``comm`` that run beside ``lane``; use them on this lane only."""
 
     def wait(self, pending: Pending) -> None:
-        """Make the result of a collective usable on the current lane."""
+        """Make later work on the current lane wait for a collective."""
 
-    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Issue the work of the ``with`` block on the user's ``stream``; None: on the current one.
 
-        ``stream`` waits for the work before the block, and the work after waits for ``stream``.
+        ``stream`` waits for work issued before the block, and later work waits for ``stream``.
         """
 
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Make later work on ``lane`` wait for the user's ``event``."""
 
-    def mark(self) -> Mark:
-        """Return a mark behind all work issued so far on the current lane."""
+    def mark(self) -> LaneEvent:
+        """Return a point after all work issued so far on the current lane."""
 
     def stamp(self, lane: Lane) -> Stamp:
-        """Return a stamp behind all work issued so far on ``lane``; COMPUTE: the current stream."""
+        """Return a stamp after all work issued so far on ``lane`` (COMPUTE: the current stream)."""
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
-        """Return the numbers in each of ``values`` (1-D), which the current lane has written.
+        """Return the elements of each of ``values``, 1-D tensors that the current lane writes.
 
-        The host blocks once, until all numbers are available.
+        The host blocks once, until all elements are available.
         """
 
     def waited_s(self) -> float:
         """Return the seconds that COMPUTE has waited for communication.
 
-        Streams measure from the first call and count completed waits only; the call never blocks.
+        Streams count from the first call on, and only waits that have ended. The call never blocks.
         """
 
 
 class _Past:
+    """A point that is already reached."""
+
     def synchronize(self) -> None:
         """Return at once."""
 
@@ -151,10 +153,10 @@ class CpuLanes:
         """Return a context that changes nothing."""
         return self._here
 
-    def see(self) -> None:
+    def track_stream(self) -> None:
         """Do nothing, since there are no streams."""
 
-    def rest(self) -> None:
+    def untrack_streams(self) -> None:
         """Do nothing, since there are no streams."""
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
@@ -170,15 +172,15 @@ class CpuLanes:
         pending.wait()
         self._waited_s += time.perf_counter() - start
 
-    def aside(self, stream: Any) -> AbstractContextManager[Any]:
+    def on_user_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context that changes nothing."""
         return self._here
 
     def wait_event(self, lane: Lane, event: Any) -> None:
         """Do nothing, since all work issued so far is done."""
 
-    def mark(self) -> Mark:
-        """Return a mark that has already been reached."""
+    def mark(self) -> LaneEvent:
+        """Return a point that is already reached."""
         return _Past()
 
     def stamp(self, lane: Lane) -> Stamp:
@@ -186,7 +188,7 @@ class CpuLanes:
         return Reading(time.perf_counter())
 
     def read(self, values: Sequence[Tensor]) -> list[list[float]]:
-        """Return the numbers, which are on the host already."""
+        """Return the elements, which are on the host already."""
         return [one.tolist() for one in values]
 
     def waited_s(self) -> float:
@@ -203,7 +205,9 @@ class StreamLanes:
         self._streams = {lane: self._new_stream() for lane in (Lane.GATHER, Lane.REDUCE)}
         self._computing: dict[Any, None] = {}  # the streams of COMPUTE, in the order first seen
         self._wires: WeakKeyDictionary[Any, dict[Lane, Any]] = WeakKeyDictionary()  # by group
-        self._waits: deque[tuple[Any, Any]] | None = None  # events around waits; None: not asked
+        self._waits: deque[tuple[Any, Any]] | None = (
+            None  # events around waits; None: not measured yet
+        )
         self._waited_s = 0.0
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
@@ -211,16 +215,16 @@ class StreamLanes:
         stream: AbstractContextManager[Any] = self._accelerator.stream(self._stream(lane))
         return stream
 
-    def see(self) -> None:
-        """Remember the current stream unless it belongs to another lane."""
+    def track_stream(self) -> None:
+        """Add the current stream to COMPUTE unless it belongs to another lane."""
         stream = self._current()
         if stream not in self._streams.values():
             self._computing[stream] = None
 
-    def rest(self) -> None:
-        """Forget all streams of COMPUTE except the current stream."""
+    def untrack_streams(self) -> None:
+        """Remove all streams of COMPUTE except the current stream."""
         self._computing.clear()
-        self.see()
+        self.track_stream()
 
     def join(self, waiter: Lane, awaited: Lane) -> None:
         """Make every stream of ``waiter`` wait for a new event on each stream of ``awaited``."""
@@ -242,7 +246,7 @@ class StreamLanes:
     @contextmanager
     def _timing(self, stream: Any) -> Iterator[None]:
         assert self._waits is not None
-        if _torch.is_capturing(self._accelerator):  # timing events of a capture cannot be read
+        if _torch.is_capturing(self._accelerator):  # captured events have no times
             yield
             return
         before, after = (self._accelerator.Event(enable_timing=True) for _ in range(2))
@@ -253,10 +257,10 @@ class StreamLanes:
         self._add_up()
 
     def wire(self, lane: Lane, comm: Collectives) -> Collectives:
-        """Return ``comm`` on a stream for its group and ``lane``; without a group, as it is."""
+        """Return ``comm`` on the stream of its group and ``lane``; as it is if it has no group."""
         if comm.group is None:
             return comm
-        if isinstance(comm, Encoded):  # encodes and decodes on the lane, and sends beside it
+        if isinstance(comm, Encoded):  # codecs run on the lane, collectives beside it
             return replace(comm, inner=self.wire(lane, comm.inner))
         streams = self._wires.setdefault(comm.group, {})
         if lane not in streams:
@@ -268,7 +272,7 @@ class StreamLanes:
         pending.wait()
 
     @contextmanager
-    def aside(self, stream: Any) -> Iterator[None]:
+    def on_user_stream(self, stream: Any) -> Iterator[None]:
         """Make the two streams wait for each other before and after the block."""
         if stream is None:
             yield
@@ -286,14 +290,14 @@ class StreamLanes:
         for stream in self._streams_of(lane):
             stream.wait_event(event)
 
-    def mark(self) -> Mark:
+    def mark(self) -> LaneEvent:
         """Return an event recorded on the current stream."""
-        event: Mark = self._accelerator.Event()
+        event: LaneEvent = self._accelerator.Event()
         event.record(self._current())  # type: ignore[attr-defined]
         return event
 
     def stamp(self, lane: Lane) -> Stamp:
-        """Return an event with a time, recorded on the lane's stream."""
+        """Return a timing event, recorded on the lane's stream."""
         event = self._accelerator.Event(enable_timing=True)
         event.record(self._current() if lane is Lane.COMPUTE else self._stream(lane))
         return _EventStamp(event)
@@ -305,21 +309,21 @@ class StreamLanes:
         return [(one if one.device.type == "cpu" else next(read)).tolist() for one in values]
 
     def waited_s(self) -> float:
-        """Return the seconds between the events around each wait of COMPUTE for another lane."""
+        """Return the sum of the seconds between the events around each wait of COMPUTE."""
         if self._waits is None:
             self._waits = deque()
         self._add_up()
         return self._waited_s
 
     def _add_up(self) -> None:
-        """Add the waits that are over, and keep only events that the device has not reached."""
+        """Add the waits that have ended to the sum, and drop their events."""
         waits = self._waits
         while waits and waits[0][1].query():
             before, after = waits.popleft()
             self._waited_s += before.elapsed_time(after) / 1e3
 
     def _new_stream(self) -> Any:
-        """Make a high-priority stream: communication queued behind compute overlaps nothing."""
+        """Make a high-priority stream, so that communication does not queue behind computation."""
         return self._accelerator.Stream(device=self._device, priority=-1)
 
     def _current(self) -> Any:
@@ -328,11 +332,11 @@ class StreamLanes:
     def _streams_of(self, lane: Lane) -> list[Any]:
         if lane is not Lane.COMPUTE:
             return [self._stream(lane)]
-        self.see()
+        self.track_stream()
         return list(dict.fromkeys([*self._computing, self._current()]))
 
     def _stream(self, lane: Lane) -> Any:
-        """Return the stream of a lane other than COMPUTE; the first use makes the stream."""
+        """Return the stream of a lane other than COMPUTE; the first call makes it."""
         if lane not in self._streams:
             self._streams[lane] = self._new_stream()
         return self._streams[lane]

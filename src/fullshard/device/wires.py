@@ -1,4 +1,4 @@
-"""Collectives on dedicated streams."""
+"""Collectives that run on a stream of their own, beside the stream that starts them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fullshard.comm import Around, Pending
 
 @dataclass(frozen=True)
 class Beside(Around):
-    """The collectives of ``inner`` on ``stream``, beside the stream current at each start.
+    """The collectives of ``inner``, issued on ``stream``.
 
-    A collective starts after all work issued so far on the current stream. ``wait`` waits for the
-    event of that collective alone: not for the next collective on ``stream``, which in turn does
-    not wait for work that follows this one. A stream must be used from one lane only, so that
-    memory that ``inner`` allocates and frees there is not reused while the lane still reads it.
+    A collective waits for the work issued so far on the current stream, and not for later work.
+    ``wait`` waits for the event of that collective, and not for later collectives on ``stream``.
+    Use ``stream`` from one lane only: otherwise memory that ``inner`` allocates and frees there
+    could be reused while the lane still reads it.
     """
 
     accelerator: ModuleType

@@ -8,7 +8,7 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that PyTorch can use."""
+    """A GPU that PyTorch can use in this process."""
 
     name: str
     uuid: str
@@ -38,66 +38,70 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Host:
-    """A machine, or a container on it, as seen by one of its processes."""
+class HostFacts:
+    """A machine or container, as one process on it sees it."""
 
     name: str
     key: str
-    """Equal for processes of one host."""
+    """A key that is equal for all processes of one host."""
     address: str
-    """The IPv4 address that the name resolves to; empty if there is none."""
+    """The IPv4 address that the host's name resolves to; empty if the name does not resolve."""
     interfaces: tuple[str, ...]
     num_cpus: int
     memory_nbytes: int
     limit_nbytes: int | None
-    """The memory that the process's control group may use."""
+    """The memory limit of the process's control group; None: no limit."""
     shm_nbytes: int | None
-    """The size of /dev/shm."""
+    """The size of /dev/shm; None: no such folder."""
     num_nvidia: int
-    """NVIDIA devices, whether PyTorch can use them or not."""
+    """The number of NVIDIA devices, including those that PyTorch cannot use."""
     driver: str
+    """The version of the NVIDIA driver; empty: no driver found."""
 
     @property
     def usable_nbytes(self) -> int:
-        """Return the memory that the processes here may use together."""
+        """Return the bytes of memory that all processes of the host may use together."""
         return min(self.memory_nbytes, self.limit_nbytes or self.memory_nbytes)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank."""
+    """One rank, its host and its environment."""
 
     rank: int
-    host: Host
+    host: HostFacts
     versions: Mapping[str, str]
     backends: tuple[str, ...]
     cores: tuple[int, ...]
-    """The CPU cores that the rank may run on."""
+    """The numbers of the CPU cores that the rank may run on."""
     num_threads: int
+    """The threads that PyTorch uses for one operation on a CPU."""
     max_files: int
+    """The limit of open files; negative: unlimited."""
     gpus: tuple[Gpu, ...]
+    """The GPUs that the rank sees, by their numbers."""
     variables: Mapping[str, str]
-    """Environment variables of launchers, of backends and of our own."""
+    """The environment variables of launchers, backends and fullshard that are set."""
     clock_error_s: float = 0.0
-    """Its clock differs from that of rank 0 by this much at least."""
+    """A lower bound, in seconds, of the difference between the clocks of this rank and rank 0."""
 
     @property
     def local_rank(self) -> int:
-        """Return the number that the launcher gave the rank on its host."""
+        """Return LOCAL_RANK, the number of the rank on its host; 0 without a launcher."""
         return int(self.variables.get("LOCAL_RANK", "0"))
 
     @property
     def gpu(self) -> Gpu | None:
-        """Return the GPU of this rank, the one with the number ``local_rank``."""
+        """Return the GPU with the number ``local_rank``; None: the rank sees no such GPU."""
         return self.gpus[self.local_rank] if self.local_rank < len(self.gpus) else None
 
     @classmethod
     def from_json(cls, read: Mapping[str, Any]) -> Facts:
-        """Return the facts that ``dataclasses.asdict`` made a dictionary of."""
+        """Return the facts from a dictionary made by ``dataclasses.asdict`` and sent as JSON."""
         host = {**read["host"], "interfaces": tuple(read["host"]["interfaces"])}
         lists = {name: tuple(read[name]) for name in ("backends", "cores")}
         gpus = tuple(Gpu(**gpu) for gpu in read["gpus"])
-        return cls(**{**read, **lists, "host": Host(**host), "gpus": gpus})
+        return cls(**{**read, **lists, "host": HostFacts(**host), "gpus": gpus})
 
 
 def facts_here(rank: int = 0) -> Facts:
@@ -117,7 +121,7 @@ def facts_here(rank: int = 0) -> Facts:
 
 
 def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables that decide how ranks start and communicate."""
+    """Return the variables that decide how ranks start and communicate, and no others."""
     return {
         name: environment[name]
         for name in sorted(environment)
@@ -131,6 +135,20 @@ def by_host(ranks: Iterable[Facts]) -> dict[str, list[Facts]]:
     for one in ranks:
         hosts.setdefault(one.host.key, []).append(one)
     return hosts
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def named_ranks(ranks: Sequence[Facts]) -> str:
+    """Return "rank 3", or "ranks 0, 1, 2, 3 and 12 more"."""
+    numbers = [str(one.rank) for one in ranks]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
+    return f"ranks {', '.join(numbers[:4])}{more}"
 
 
 def _versions() -> dict[str, str]:
@@ -158,14 +176,14 @@ def _gpu(index: int) -> Gpu:
     return Gpu(found.name, str(found.uuid), found.total_memory)
 
 
-def _host() -> Host:
+def _host() -> HostFacts:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         address = ""
     shm = Path("/dev/shm")
-    return Host(
+    return HostFacts(
         name,
         own_host().hex(),
         address,
@@ -191,8 +209,13 @@ def _driver() -> str:
 def memory_limit(
     own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Return the smallest limit of memory of this process's control groups; None without any."""
-    folders = [root, root / "memory"]  # of version 2 in a container, and of version 1
+    """Return the smallest memory limit of this process's control groups; None: no limit.
+
+    Args:
+        own: the file that names the control groups of the process.
+        root: the folder that the control groups are mounted at.
+    """
+    folders = [root, root / "memory"]  # of control groups v2 (in a container) and v1
     if own.is_file():
         for line in own.read_text(encoding="utf-8").splitlines():
             path = Path(line.split(":", 2)[2].lstrip("/"))
@@ -202,7 +225,7 @@ def memory_limit(
 
 
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-_NO_LIMIT = 1 << 60  # version 1 writes a number of about 2 ** 63
+_NO_LIMIT = 1 << 60  # control groups v1 write about 2 ** 63 for "no limit"
 
 
 def _limit(path: Path) -> int | None:

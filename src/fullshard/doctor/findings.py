@@ -1,73 +1,123 @@
-"""Common mistakes of a first cluster job, each found by a function from facts about all ranks."""
+"""Common mistakes of a first cluster job; each check is a function of facts about the ranks."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import NamedTuple, TypeVar
 
-from fullshard.doctor.facts import Facts, by_host
+from fullshard.doctor.facts import Facts, by_host, counted, named_ranks
+
+Subject = TypeVar("Subject")
 
 
 class Level(enum.StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     ERROR = "error"
-    """A job would not start, or compute something else."""
+    """The job would not start, or would compute wrong results."""
     WARNING = "warning"
-    """A job would be slow, or may fail later."""
+    """The job would be slow, or may fail later."""
 
 
-class Finding(NamedTuple):
-    """A mistake, and what to do."""
+class DoctorFinding(NamedTuple):
+    """A mistake and its remedy."""
 
     name: str
+    """The name in docs/doctor.md, which is also the name of the check."""
     level: Level
     what: str
+    """The mistake, with the ranks or hosts that have it."""
     advice: str
+    """The remedy, as a command."""
 
 
-Check = Callable[[Sequence[Facts]], Finding | None]
+Check = Callable[[Sequence[Facts]], DoctorFinding | None]
+
+CHECKS: list[Check] = []
+"""All checks of facts, in the order of this file; no check needs a process group."""
+
+
+def error(what: str, advice: str) -> DoctorFinding:
+    """Return an error; ``named`` gives it a name."""
+    return DoctorFinding("", Level.ERROR, what, advice)
+
+
+def warning(what: str, advice: str) -> DoctorFinding:
+    """Return a warning; ``named`` gives it a name."""
+    return DoctorFinding("", Level.WARNING, what, advice)
+
+
+def named(
+    find: Callable[[Subject], DoctorFinding | None],
+) -> Callable[[Subject], DoctorFinding | None]:
+    """Return a check whose findings have the name of the function ``find``."""
+
+    @wraps(find)
+    def check(subject: Subject) -> DoctorFinding | None:
+        found = find(subject)
+        return None if found is None else found._replace(name=find.__name__)
+
+    return check
+
+
+def _check(find: Check) -> Check:
+    """Add a check of all ranks to ``CHECKS``."""
+    CHECKS.append(named(find))
+    return CHECKS[-1]
+
+
+def _check_each_host(find: Check) -> Check:
+    """Add a check of one host at a time to ``CHECKS``; it reports the first host it fails on."""
+
+    @wraps(find)
+    def check(ranks: Sequence[Facts]) -> DoctorFinding | None:
+        found = map(find, by_host(ranks).values())
+        return next((finding for finding in found if finding is not None), None)
+
+    return _check(check)
+
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NEEDED = (*_LAUNCHED, "MASTER_ADDR", "MASTER_PORT")
 _MUST_AGREE = ("python", "torch", "fullshard", "nccl backend")
-_CLOCK_S = 1.0
-_SHM_NBYTES = 512 << 20
-_RANK_NBYTES = 1 << 30
+_CLOCK_S = 1.0  # a larger difference between clocks is reported
+_SHM_NBYTES = 512 << 20  # a smaller /dev/shm is reported
+_RANK_NBYTES = 1 << 30  # less memory per rank is reported
 
 
-def half_launched(variables: Mapping[str, str]) -> Finding | None:
-    """Find a launcher's environment of which a part is missing."""
-    missing = [name for name in _NEEDED if name not in variables]
-    if not missing or not any(name in variables for name in _LAUNCHED):
-        return None
-    given = ", ".join(name for name in _NEEDED if name in variables)
-    return Finding(
-        "half_launched",
-        Level.ERROR,
-        f"{given} set, but not {', '.join(missing)}",
-        "start by torchrun, which sets all of them, or unset what an earlier job left",
-    )
+@_check
+def half_launched(ranks: Sequence[Facts]) -> DoctorFinding | None:
+    """Find a rank on which only some of the launcher's variables are set."""
+    for one in ranks:
+        missing = [name for name in _NEEDED if name not in one.variables]
+        if missing and any(name in one.variables for name in _LAUNCHED):
+            given = ", ".join(name for name in _NEEDED if name in one.variables)
+            return error(
+                f"the environment has {given}, but not {', '.join(missing)}",
+                "start with torchrun, which sets all of them, or unset those an earlier job left",
+            )
+    return None
 
 
-def loopback_master(ranks: Sequence[Facts]) -> Finding | None:
-    """Find a MASTER_ADDR that means another machine on each host."""
+@_check
+def loopback_master(ranks: Sequence[Facts]) -> DoctorFinding | None:
+    """Find a loopback MASTER_ADDR in a job of several hosts: each host would reach itself."""
     wrong = [one for one in ranks if _is_loopback(one.variables.get("MASTER_ADDR", ""))]
     if not wrong or len(by_host(ranks)) == 1:
         return None
-    return Finding(
-        "loopback_master",
-        Level.ERROR,
-        f"MASTER_ADDR is {wrong[0].variables['MASTER_ADDR']} on {_named(wrong)}, "
+    return error(
+        f"MASTER_ADDR is {wrong[0].variables['MASTER_ADDR']} on {named_ranks(wrong)}, "
         f"but there are {len(by_host(ranks))} hosts",
-        "set it to a name or address of rank 0's host that the other hosts reach",
+        "set MASTER_ADDR to a name or address of rank 0's host that the other hosts can reach",
     )
 
 
-def loopback_hostname(ranks: Sequence[Facts]) -> Finding | None:
-    """Find hosts whose name leads gloo to an address that other hosts cannot reach."""
+@_check
+def loopback_hostname(ranks: Sequence[Facts]) -> DoctorFinding | None:
+    """Find hosts whose names resolve to loopback, where other hosts cannot reach gloo."""
     wrong = [
         one
         for one in ranks
@@ -78,157 +128,210 @@ def loopback_hostname(ranks: Sequence[Facts]) -> Finding | None:
         return None
     host = wrong[0].host
     resolves = f"resolves to {host.address}" if host.address else "resolves to no address"
-    return Finding(
-        "loopback_hostname",
-        Level.ERROR,
-        f"the name of host {host.name} {resolves} ({_named(wrong)}), so gloo binds to loopback, "
-        "where other hosts do not reach it",
-        "set GLOO_SOCKET_IFNAME to the interface of the network, or mend /etc/hosts",
+    return error(
+        f"the name of host {host.name} {resolves} ({named_ranks(wrong)}), so gloo binds to "
+        "loopback, where other hosts cannot reach it",
+        "set GLOO_SOCKET_IFNAME to the interface of the network, or fix /etc/hosts",
     )
 
 
-def wrong_interface(ranks: Sequence[Facts]) -> Finding | None:
-    """Find a GLOO_SOCKET_IFNAME that names no interface, or loopback for several hosts."""
+@_check
+def wrong_interface(ranks: Sequence[Facts]) -> DoctorFinding | None:
+    """Find a GLOO_SOCKET_IFNAME that names a missing interface, or loopback for several hosts."""
     several = len(by_host(ranks)) > 1
     for one in ranks:
         given = one.variables.get("GLOO_SOCKET_IFNAME")
         for name in () if given is None else given.split(","):
             if name not in one.host.interfaces or (several and name == "lo"):
-                return Finding(
-                    "wrong_interface",
-                    Level.ERROR,
-                    f"GLOO_SOCKET_IFNAME is {given} on rank {one.rank}; host {one.host.name} has "
-                    f"{', '.join(one.host.interfaces)}",
-                    "name the interface of the network among the hosts, or unset it",
+                return error(
+                    f"GLOO_SOCKET_IFNAME is {given} on rank {one.rank}, but host {one.host.name} "
+                    f"has {', '.join(one.host.interfaces)}",
+                    "set GLOO_SOCKET_IFNAME to the interface of the network, or unset it",
                 )
     return None
 
 
-def versions_differ(ranks: Sequence[Facts]) -> Finding | None:
+@_check
+def versions_differ(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find ranks whose Python, PyTorch, fullshard or NCCL backend differs from rank 0's."""
     for name in _MUST_AGREE:
         first = ranks[0].versions.get(name, "missing")
         others = [one for one in ranks if one.versions.get(name, "missing") != first]
         if others:
             second = others[0].versions.get(name, "missing")
-            return Finding(
-                "versions_differ",
-                Level.ERROR,
-                f"{name} is {first} on rank 0, but {second} on {_named(others)}",
-                "set TORCH_DIST_USE_NCCL2 alike on all ranks, or nowhere"
+            return error(
+                f"{name} is {first} on rank 0, but {second} on {named_ranks(others)}",
+                "set TORCH_DIST_USE_NCCL2 to the same value on all ranks, or on none"
                 if name == "nccl backend" and "missing" not in (first, second)
-                else "install the same environment on all hosts, or share it",
+                else "install the same environment on all hosts, or share one",
             )
     return None
 
 
-def uneven_hosts(ranks: Sequence[Facts]) -> Finding | None:
+@_check_each_host
+def gpu_shared(here: Sequence[Facts]) -> DoctorFinding | None:
+    """Find a GPU that several ranks would use."""
+    used = Counter(one.gpu for one in here if one.gpu is not None)
+    shared = next((gpu for gpu, count in used.items() if count > 1), None)
+    if shared is None:
+        return None
+    return error(
+        f"{named_ranks([one for one in here if one.gpu == shared])} would share one GPU of host "
+        f"{here[0].host.name}, which NCCL refuses",
+        "give each rank of a host its own LOCAL_RANK, and start one rank per GPU",
+    )
+
+
+@_check
+def gpu_missing(ranks: Sequence[Facts]) -> DoctorFinding | None:
+    """Find ranks that see GPUs, but none with the number LOCAL_RANK."""
+    wrong = [one for one in ranks if one.gpus and one.gpu is None]
+    if not wrong:
+        return None
+    first = wrong[0]
+    visible = first.variables.get("CUDA_VISIBLE_DEVICES")
+    masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    return error(
+        f"rank {first.rank} has LOCAL_RANK {first.local_rank}, but sees "
+        f"{counted(len(first.gpus), 'GPU')}{masked}",
+        "start as many ranks on a host as it has GPUs, and let each rank see all of them",
+    )
+
+
+@_check_each_host
+def gpus_unseen(here: Sequence[Facts]) -> DoctorFinding | None:
+    """Find NVIDIA devices that no rank of the host can use."""
+    first = here[0]
+    num_seen = len({gpu.uuid for one in here for gpu in one.gpus})
+    if first.host.num_nvidia <= num_seen:
+        return None
+    num_there = counted(first.host.num_nvidia, "NVIDIA device")
+    what = f"host {first.host.name} has {num_there}, of which its ranks see {num_seen}"
+    if "cuda" not in first.versions:
+        return error(
+            f"{what}: PyTorch {first.versions['torch']} was built without CUDA",
+            "install a build of PyTorch for CUDA (pytorch.org/get-started)",
+        )
+    if (mask := first.variables.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return warning(
+            f"{what}: CUDA_VISIBLE_DEVICES is {mask!r}",
+            "unset CUDA_VISIBLE_DEVICES, unless other jobs use these GPUs",
+        )
+    return error(
+        f"{what}: the driver's version is {first.host.driver or 'unknown'}",
+        "run nvidia-smi; the driver may be too old for this build of PyTorch",
+    )
+
+
+@_check
+def no_nccl(ranks: Sequence[Facts]) -> DoctorFinding | None:
+    """Find ranks that see GPUs, but whose PyTorch has no NCCL to communicate between GPUs."""
+    wrong = [one for one in ranks if one.gpus and "nccl" not in one.backends]
+    if not wrong:
+        return None
+    return error(
+        f"PyTorch on {named_ranks(wrong)} sees GPUs, but its only backends are "
+        f"{', '.join(wrong[0].backends)}",
+        "install a build of PyTorch with NCCL",
+    )
+
+
+@_check
+def uneven_hosts(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts with different numbers of ranks."""
     counts = {here[0].host.name: len(here) for here in by_host(ranks).values()}
     if len(set(counts.values())) < 2:
         return None
     listed = ", ".join(f"{count} on {name}" for name, count in counts.items())
-    return Finding(
-        "uneven_hosts",
-        Level.WARNING,
+    return warning(
         f"hosts have different numbers of ranks: {listed}",
-        "a copy of the model for each host (HSDP) needs equal numbers; give each host as many",
+        "start equally many ranks on each host; one replica per host (HSDP) needs that",
     )
 
 
-def clocks_differ(ranks: Sequence[Facts]) -> Finding | None:
-    """Find hosts whose clocks are wrong."""
+@_check
+def clocks_differ(ranks: Sequence[Facts]) -> DoctorFinding | None:
+    """Find ranks whose clock differs from that of rank 0."""
     wrong = [one for one in ranks if one.clock_error_s > _CLOCK_S]
     if not wrong:
         return None
     worst_s = max(one.clock_error_s for one in wrong)
-    return Finding(
-        "clocks_differ",
-        Level.WARNING,
-        f"the clock of {_named(wrong)} differs from rank 0's by at least {worst_s:.1f} s",
-        "synchronise the hosts (NTP), or times in logs and checkpoints cannot be compared",
+    return warning(
+        f"the clock of {named_ranks(wrong)} differs from rank 0's by at least {worst_s:.1f} s",
+        "synchronise the clocks (NTP), so that times in logs and checkpoints can be compared",
     )
 
 
-def too_many_threads(ranks: Sequence[Facts]) -> Finding | None:
+@_check_each_host
+def too_many_threads(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts whose ranks have more threads than cores."""
-    for here in by_host(ranks).values():
-        cores, threads = _num_cores(here), sum(one.num_threads for one in here)
-        if threads > cores:
-            return Finding(
-                "too_many_threads",
-                Level.WARNING,
-                f"{len(here)} rank(s) on {here[0].host.name} have {threads} threads for "
-                f"{cores} core(s)",
-                f"set OMP_NUM_THREADS={cores // len(here)}"
-                if cores >= len(here)
-                else "start fewer ranks",
-            )
-    return None
+    cores, threads = _num_cores(here), sum(one.num_threads for one in here)
+    if threads <= cores:
+        return None
+    per_rank = cores // len(here)
+    return warning(
+        f"host {here[0].host.name} runs {counted(threads, 'thread')} of "
+        f"{counted(len(here), 'rank')} on {counted(cores, 'core')}",
+        f"set OMP_NUM_THREADS={per_rank}" if per_rank else "start fewer ranks",
+    )
 
 
-def idle_cores(ranks: Sequence[Facts]) -> Finding | None:
+@_check_each_host
+def idle_cores(here: Sequence[Facts]) -> DoctorFinding | None:
     """Find hosts without GPUs whose ranks use less than half of the cores."""
-    for here in by_host(ranks).values():
-        cores, threads = _num_cores(here), sum(one.num_threads for one in here)
-        if 2 * threads <= cores and not any(one.gpus for one in here):
-            return Finding(
-                "idle_cores",
-                Level.WARNING,
-                f"{len(here)} rank(s) on {here[0].host.name} have {threads} thread(s) for "
-                f"{cores} cores, and no GPU",
-                f"set OMP_NUM_THREADS={cores // len(here)}: torchrun sets it to 1",
-            )
-    return None
+    cores, threads = _num_cores(here), sum(one.num_threads for one in here)
+    if 2 * threads > cores or any(one.gpus for one in here):
+        return None
+    return warning(
+        f"host {here[0].host.name} runs {counted(threads, 'thread')} of "
+        f"{counted(len(here), 'rank')} on {cores} cores, and has no GPU",
+        f"set OMP_NUM_THREADS={cores // len(here)}; torchrun sets it to 1",
+    )
 
 
-def little_memory(ranks: Sequence[Facts]) -> Finding | None:
-    """Find hosts that cannot give each rank as much memory as PyTorch and a small model take."""
-    for here in by_host(ranks).values():
-        host, each = here[0].host, here[0].host.usable_nbytes // len(here)
-        if each < _RANK_NBYTES:
-            why = "the machine has" if host.limit_nbytes is None else "its control group allows"
-            return Finding(
-                "little_memory",
-                Level.WARNING,
-                f"{each >> 20} MiB of memory for each of {len(here)} rank(s) on {host.name}: "
-                f"{why} {host.usable_nbytes >> 20} MiB",
-                "ask for more, or start fewer ranks: the kernel kills a process without a message",
-            )
-    return None
+@_check_each_host
+def little_memory(here: Sequence[Facts]) -> DoctorFinding | None:
+    """Find hosts with less memory per rank than PyTorch and a small model need."""
+    host = here[0].host
+    each = host.usable_nbytes // len(here)
+    if each >= _RANK_NBYTES:
+        return None
+    why = "the machine has" if host.limit_nbytes is None else "the control group allows"
+    return warning(
+        f"each rank on host {host.name} has {each >> 20} MiB of memory: {why} "
+        f"{host.usable_nbytes >> 20} MiB for {counted(len(here), 'rank')}",
+        "request more memory, or start fewer ranks; a process that exceeds it is killed silently",
+    )
 
 
-def little_shared_memory(ranks: Sequence[Facts]) -> Finding | None:
-    """Find a /dev/shm too small for NCCL and for workers of a DataLoader."""
-    for here in by_host(ranks).values():
-        nbytes = here[0].host.shm_nbytes
-        if nbytes is not None and nbytes < _SHM_NBYTES:
-            return Finding(
-                "little_shared_memory",
-                Level.WARNING,
-                f"/dev/shm has {nbytes >> 20} MiB on {here[0].host.name}; NCCL and workers of a "
-                "DataLoader need it (our own exchanges do not)",
-                "start the container with --ipc=host or --shm-size=8g",
-            )
-    return None
+@_check_each_host
+def little_shared_memory(here: Sequence[Facts]) -> DoctorFinding | None:
+    """Find a /dev/shm that is too small for NCCL and for DataLoader workers."""
+    host = here[0].host
+    if host.shm_nbytes is None or host.shm_nbytes >= _SHM_NBYTES:
+        return None
+    return warning(
+        f"/dev/shm has {host.shm_nbytes >> 20} MiB on host {host.name}; NCCL and DataLoader "
+        "workers need more (fullshard's own shared memory does not use it)",
+        "start the container with --ipc=host or --shm-size=8g",
+    )
 
 
-def few_open_files(ranks: Sequence[Facts]) -> Finding | None:
+@_check
+def few_open_files(ranks: Sequence[Facts]) -> DoctorFinding | None:
     """Find a limit of open files that connections to all ranks may exceed.
 
-    A rank has a socket to each other rank for every process group that spans them, of which there
-    are two or three, and, where memory is shared, a file of each.
+    A rank opens a socket to each other rank in each of two or three process groups, and a file per
+    rank that it shares memory with.
     """
     needed = 200 + 4 * (len(ranks) - 1)
     wrong = [one for one in ranks if 0 <= one.max_files < needed]
     if not wrong:
         return None
-    return Finding(
-        "few_open_files",
-        Level.WARNING,
-        f"{_named(wrong)} may open {wrong[0].max_files} files; {len(ranks)} ranks may need "
+    return warning(
+        f"{named_ranks(wrong)} may open {wrong[0].max_files} files; {len(ranks)} ranks may need "
         f"{needed}",
-        "raise it before the start: ulimit -n 65536",
+        "raise the limit before the start: ulimit -n 65536",
     )
 
 
@@ -240,119 +343,7 @@ def _num_cores(here: Iterable[Facts]) -> int:
     return len(set().union(*(one.cores for one in here)))
 
 
-def _named(ranks: Sequence[Facts]) -> str:
-    """Return "rank 3", or "ranks 0, 1, 2, 3 and 12 more"."""
-    numbers = [str(one.rank) for one in ranks]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
-    return f"ranks {', '.join(numbers[:4])}{more}"
-
-
-# GPUs
-
-
-def gpu_shared(ranks: Sequence[Facts]) -> Finding | None:
-    """Find GPUs that several ranks would use."""
-    used = Counter((one.host.key, one.gpu.uuid) for one in ranks if one.gpu is not None)
-    for (host, uuid), count in used.items():
-        if count > 1:
-            those = [
-                one
-                for one in ranks
-                if one.host.key == host and one.gpu is not None and one.gpu.uuid == uuid
-            ]
-            return Finding(
-                "gpu_shared",
-                Level.ERROR,
-                f"{_named(those)} are all on one GPU of {those[0].host.name}, which NCCL refuses",
-                "give each rank of a host a LOCAL_RANK of its own, and start as many as GPUs",
-            )
-    return None
-
-
-def gpu_missing(ranks: Sequence[Facts]) -> Finding | None:
-    """Find ranks whose LOCAL_RANK is the number of no GPU that they see."""
-    wrong = [one for one in ranks if one.gpus and one.gpu is None]
-    if not wrong:
-        return None
-    first = wrong[0]
-    visible = first.variables.get("CUDA_VISIBLE_DEVICES")
-    masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-    return Finding(
-        "gpu_missing",
-        Level.ERROR,
-        f"rank {first.rank} has LOCAL_RANK {first.local_rank}, but sees {len(first.gpus)} GPU(s)"
-        f"{masked}",
-        "start as many ranks on a host as it has GPUs, and let each see all of them",
-    )
-
-
-def gpus_unseen(ranks: Sequence[Facts]) -> Finding | None:
-    """Find NVIDIA devices that no rank of their host can use."""
-    for here in by_host(ranks).values():
-        first = here[0]
-        seen = {gpu.uuid for one in here for gpu in one.gpus}
-        if first.host.num_nvidia <= len(seen):
-            continue
-        if "cuda" not in first.versions:
-            level, why = Level.ERROR, f"PyTorch {first.versions['torch']} has no CUDA"
-            advice = "install a build of PyTorch for CUDA (pytorch.org/get-started)"
-        elif "CUDA_VISIBLE_DEVICES" in first.variables:
-            level = Level.WARNING
-            why = f"CUDA_VISIBLE_DEVICES is {first.variables['CUDA_VISIBLE_DEVICES']!r}"
-            advice = "unset it, unless others use these GPUs"
-        else:
-            level, why = Level.ERROR, f"the driver is {first.host.driver or 'unknown'}"
-            advice = "run nvidia-smi; the driver may be too old for this build of PyTorch"
-        what = f"{first.host.num_nvidia} NVIDIA device(s) on {first.host.name}"
-        return Finding(
-            "gpus_unseen", level, f"{what}, of which ranks see {len(seen)}: {why}", advice
-        )
-    return None
-
-
-def no_nccl(ranks: Sequence[Facts]) -> Finding | None:
-    """Find ranks with a GPU whose PyTorch cannot let GPUs communicate."""
-    wrong = [one for one in ranks if one.gpus and "nccl" not in one.backends]
-    if not wrong:
-        return None
-    return Finding(
-        "no_nccl",
-        Level.ERROR,
-        f"{_named(wrong)} have GPUs, but PyTorch only has {', '.join(wrong[0].backends)}",
-        "install a build of PyTorch with NCCL",
-    )
-
-
-def half_launched_rank(ranks: Sequence[Facts]) -> Finding | None:
-    """Find a rank with ``half_launched``."""
-    found = (half_launched(one.variables) for one in ranks)
-    return next((finding for finding in found if finding is not None), None)
-
-
-CHECKS: tuple[Check, ...] = (
-    half_launched_rank,
-    loopback_master,
-    loopback_hostname,
-    wrong_interface,
-    versions_differ,
-    gpu_shared,
-    gpu_missing,
-    gpus_unseen,
-    no_nccl,
-    uneven_hosts,
-    clocks_differ,
-    too_many_threads,
-    idle_cores,
-    little_memory,
-    little_shared_memory,
-    few_open_files,
-)
-"""The checks that need no process group."""
-
-
-def findings_of(ranks: Sequence[Facts]) -> list[Finding]:
-    """Return what the checks find, errors first."""
+def findings_of(ranks: Sequence[Facts]) -> list[DoctorFinding]:
+    """Return the findings of all checks, errors first."""
     found = [finding for check in CHECKS if (finding := check(ranks)) is not None]
     return sorted(found, key=lambda finding: finding.level is not Level.ERROR)

@@ -1,31 +1,28 @@
-"""The result of a doctor's visit: facts, measurements, findings, a description of the hardware."""
+"""The report of ``fullshard doctor``: facts, measurements and findings."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from fullshard.doctor.facts import Facts, by_host
-from fullshard.doctor.findings import Finding, Level, findings_of
-from fullshard.doctor.links import Timing, fit_of, median_timings
+from fullshard.doctor.facts import Facts
+from fullshard.doctor.findings import DoctorFinding, Level, findings_of, named, warning
+from fullshard.doctor.links import Timing, median_timings
 from fullshard.doctor.speed import Speed
-from fullshard.doctor.tiny import with_action_s
-from fullshard.doctor.wires import SHARED_MEMORY, Wire, reason
-from fullshard.errors import ConfigError
-from fullshard.plan.hardware import CPU, PRESETS, Hardware, Link
+from fullshard.doctor.wires import Wire, reason
 
 
-class Group(NamedTuple):
-    """One process group of a mesh dim."""
+class GroupTimings(NamedTuple):
+    """The measurements of one process group of a mesh dim."""
 
     wire: Wire
     timings: Sequence[Timing]
-    """The medians over its ranks."""
+    """The medians over the ranks of the group; empty for a group of one rank."""
 
     def bandwidth(self) -> float:
-        """Return the bytes a second that a rank receives in the largest all-gather."""
+        """Return the bytes per second that a rank receives in the largest all-gather."""
         largest = max((one for one in self.timings if one.what == "all_gather"), key=_size)
         return largest.bandwidth(len(self.wire.ranks))
 
@@ -35,42 +32,46 @@ def _size(timing: Timing) -> int:
 
 
 class Dim(NamedTuple):
-    """One mesh dim, whose groups were measured at the same time."""
+    """The measurements of one mesh dim, taken in all its groups at the same time."""
 
     name: str
     size: int
-    groups: Sequence[Group]
+    groups: Sequence[GroupTimings]
 
     @property
     def timings(self) -> list[Timing]:
-        """Return the medians over groups; empty for a dim of one rank."""
+        """Return the medians over the groups of the dim; empty for a dim of one rank."""
         return median_timings(group.timings for group in self.groups)
 
     def bandwidth(self) -> float:
-        """Return the median of the bandwidths of its groups."""
+        """Return the median of the groups' bandwidths."""
         return statistics.median(group.bandwidth() for group in self.groups)
 
     def carriers(self) -> set[str]:
-        """Return what carries the all-gathers of its groups."""
+        """Return the transports that carry the groups' all-gathers."""
         return {group.wire.gathers for group in self.groups}
 
 
 @dataclass
 class Report:
-    """The result so far."""
+    """The results of a visit, complete on rank 0 only; fields are filled step by step."""
 
     ranks: list[Facts]
+    """All ranks; this rank only, until rank 0 knows the others."""
     world: int = 1
     device: str = "cpu"
+    """The type of the device that was measured."""
     shape: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the mesh by name of dim."""
     dims: list[Dim] = field(default_factory=list)
     speeds: list[Speed] = field(default_factory=list)
+    """The speed of each rank, in rank order."""
     failures: list[str] = field(default_factory=list)
-    """Why the visit ended early."""
+    """Messages of errors that ended the visit early; empty if it ended normally."""
 
     @property
-    def findings(self) -> list[Finding]:
-        """Return what is wrong, errors first."""
+    def findings(self) -> list[DoctorFinding]:
+        """Return the findings from facts, errors first, then those from measurements."""
         measured = [
             finding
             for finding in (slow_rank(self.speeds), slow_dim(self.dims), slow_group(self.dims))
@@ -85,7 +86,7 @@ class Report:
         return int(bool(self.failures) or has_errors)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as values of JSON."""
+        """Return the report as a dictionary that can be written as JSON."""
         return {
             "world": self.world,
             "device": self.device,
@@ -105,12 +106,13 @@ class Report:
         return {"name": dim.name, "size": dim.size, "groups": groups, "timings": timings}
 
 
-_SLOW_RANK = 0.5  # of the median
-_SLOW_GROUP = 0.5
-_SLOW_DIM = 0.25
+_SLOW_RANK = 0.5  # a rank below this share of the median rate is slow
+_SLOW_GROUP = 0.5  # a group below this share of the median bandwidth of its dim is slow
+_SLOW_DIM = 0.25  # a dim below this share of another dim's bandwidth is slow
 
 
-def slow_rank(speeds: Sequence[Speed]) -> Finding | None:
+@named
+def slow_rank(speeds: Sequence[Speed]) -> DoctorFinding | None:
     """Find a rank that computes much more slowly than the others."""
     rates = [speed.flops["float32"] for speed in speeds]
     if len(rates) < 2:
@@ -118,101 +120,41 @@ def slow_rank(speeds: Sequence[Speed]) -> Finding | None:
     slowest, median = min(range(len(rates)), key=rates.__getitem__), statistics.median(rates)
     if rates[slowest] >= _SLOW_RANK * median:
         return None
-    return Finding(
-        "slow_rank",
-        Level.WARNING,
-        f"rank {slowest} computes products of matrices at {rates[slowest] / median:.0%} of the "
-        "median rate",
-        "look for other processes, fewer threads, or a hot or throttled device: all ranks wait",
+    return warning(
+        f"rank {slowest} multiplies matrices at {rates[slowest] / median:.0%} of the median rate; "
+        "all other ranks wait for it",
+        "look for other processes, fewer threads, or a hot or throttled device",
     )
 
 
-def slow_group(dims: Sequence[Dim]) -> Finding | None:
+@named
+def slow_group(dims: Sequence[Dim]) -> DoctorFinding | None:
     """Find a group that communicates much more slowly than the others of its dim."""
     for dim in dims:
         rates = {group.wire.ranks: group.bandwidth() for group in dim.groups if group.timings}
         if len(rates) > 1:
             slowest, median = min(rates, key=rates.__getitem__), statistics.median(rates.values())
             if rates[slowest] < _SLOW_GROUP * median:
-                return Finding(
-                    "slow_group",
-                    Level.WARNING,
-                    f"ranks {', '.join(map(str, slowest))} (dim {dim.name}) exchange at "
-                    f"{rates[slowest] / median:.0%} of the median rate of such groups",
-                    "look at the cables, interfaces and neighbours of their hosts",
+                return warning(
+                    f"the group of ranks {', '.join(map(str, slowest))} (dim {dim.name}) has "
+                    f"{rates[slowest] / median:.0%} of the median bandwidth of its dim",
+                    "check the cables and interfaces of their hosts, and other jobs there",
                 )
     return None
 
 
-def slow_dim(dims: Sequence[Dim]) -> Finding | None:
-    """Find a dim that is much slower than another of the same wire, or slower although inner."""
+@named
+def slow_dim(dims: Sequence[Dim]) -> DoctorFinding | None:
+    """Find a dim much slower than another dim with the same transport, or than a dim outside it."""
     measured = [dim for dim in dims if any(group.timings for group in dim.groups)]
     for i, dim in enumerate(measured):
         for j, other in enumerate(measured):
             is_comparable = i > j or dim.carriers() == other.carriers()
             if is_comparable and dim.bandwidth() < _SLOW_DIM * other.bandwidth():
-                return Finding(
-                    "slow_dim",
-                    Level.WARNING,
+                return warning(
                     f"dim {dim.name} has {dim.bandwidth() / other.bandwidth():.0%} of the "
                     f"bandwidth of dim {other.name}",
-                    "put ranks that share a host, or a faster wire, next to each other on the "
-                    "inner dim (the last one), which carries the parameters",
+                    "order ranks so that the inner dim (the last one), which carries the "
+                    "parameters, connects ranks on the same host or on the fastest network",
                 )
     return None
-
-
-def hardware_from(report: Report, date: str) -> Hardware:
-    """Return the hardware that was measured, for ``plan``.
-
-    Links have one latency and one bandwidth each, so all-gathers and reduce-scatters are mixed, and
-    the outermost one stands for any number of ranks. Where ranks differ the median counts.
-
-    Raises:
-        ConfigError: the visit ended early.
-    """
-    if report.failures or not report.speeds:
-        raise ConfigError("nothing is written for --calibrate: not everything could be measured")
-    ranks, hosts = report.ranks, by_host(report.ranks)
-    gpu, threads = ranks[0].gpu, ranks[0].num_threads
-    on_cpu = report.device == "cpu" or gpu is None
-    shared = any(SHARED_MEMORY in dim.carriers() for dim in report.dims)
-    wires = [group.wire for dim in report.dims for group in dim.groups]
-    steps = [speed.tiny_step_s for speed in report.speeds if speed.tiny_step_s is not None]
-    assumed = "" if on_cpu else "; granule, fixed and communicator bytes are those of a preset"
-    found = replace(
-        CPU if on_cpu else PRESETS["h100"],
-        name=f"cpu, {threads} thread(s) a rank" if gpu is None or on_cpu else gpu.name,
-        memory_nbytes=_memory(report, hosts, on_cpu=on_cpu),
-        flops={
-            dtype: statistics.median(speed.flops[dtype] for speed in report.speeds)
-            for dtype in report.speeds[0].flops
-        },
-        memory_bandwidth=statistics.median(speed.memory_bandwidth for speed in report.speeds),
-        op_s=statistics.median(speed.op_s for speed in report.speeds),
-        links=_links(report),
-        device=report.device,
-        in_background=not on_cpu or not shared,  # who waits copies out of shared memory
-        adds_wide=all(wire.adds_wide for wire in wires),
-        source=f"measured on {date} by fullshard doctor, torch {ranks[0].versions['torch']}; "
-        f"{len(ranks)} rank(s) on {len(hosts)} host(s){assumed}",
-    )
-    return with_action_s(found, report.shape, statistics.median(steps)) if steps else found
-
-
-def _memory(report: Report, hosts: Mapping[str, Sequence[Facts]], *, on_cpu: bool) -> int:
-    if on_cpu:
-        return min(here[0].host.usable_nbytes // len(here) for here in hosts.values())
-    return min(one.gpu.memory_nbytes for one in report.ranks if one.gpu is not None)
-
-
-def _links(report: Report) -> tuple[Link, ...]:
-    """Return a link for each dim of more than one rank, innermost first; the last has no reach."""
-    links, near = [], 1
-    for dim in reversed(report.dims):
-        near *= dim.size
-        if dim.size > 1:
-            fit = fit_of(dim.timings, dim.size)
-            reach = None if near == len(report.ranks) else near
-            links.append(Link(reach, fit.bandwidth, fit.latency_s))
-    return tuple(links)

@@ -1,4 +1,4 @@
-"""``fullshard doctor``: what the ranks of a job are, how they communicate, and what is wrong."""
+"""The visit of the doctor: the steps that all ranks of a job take to examine it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from fullshard.comm import collectives_of
 from fullshard.doctor.board import Board, bounded, roll_call
 from fullshard.doctor.facts import Facts, facts_here
 from fullshard.doctor.links import Timing, median_timings, time_wire
-from fullshard.doctor.report import Dim, Group, Report
+from fullshard.doctor.report import Dim, GroupTimings, Report
 from fullshard.doctor.speed import Speed, speed_here
-from fullshard.doctor.tiny import tiny_step_s
 from fullshard.doctor.wires import Wire, default_shape, wire_of
+
+Calibrate = Callable[[Speed, DeviceMesh, torch.device], Speed]
+"""Adds measurements to the speed of this rank; all ranks of the mesh call it at the same time."""
 
 
 def examine(
@@ -29,19 +31,22 @@ def examine(
     world: int,
     shape: Mapping[str, int] | None = None,
     timeout_s: float = 60.0,
+    calibrate: Calibrate | None = None,
 ) -> int:
     """Examine a job as one of its ranks, and return the exit code of this process.
 
-    Every step ends after a time. What is known by then is shown on rank 0, so a job whose ranks
-    cannot form a process group is told why, if the facts about them say it.
+    Each step has a time limit. If a step fails or exceeds it, rank 0 shows the results so far.
+    So if ranks cannot form a process group, the findings from their facts are still reported.
 
     Args:
-        meet: returns the store of the job, once the other ranks are there.
-        show: called once, on rank 0.
-        rank: number of this process.
-        world: number of processes.
-        shape: sizes of the mesh by name of dim; by default shards within hosts, replicas over them.
-        timeout_s: seconds that ranks wait for each other at a step.
+        meet: returns the store of the job as soon as the other ranks are connected.
+        show: prints or saves the report; called once, on rank 0.
+        rank: the number of this process.
+        world: the number of processes.
+        shape: sizes of the mesh by name of dim; None: see ``wires.default_shape``.
+        timeout_s: seconds that a rank waits for the others in each step.
+        calibrate: adds measurements to the speed of each rank, as ``plan.time_host`` does; None:
+            only ``speed.speed_here`` measures ranks.
     """
     report = Report([facts_here(rank)], world)
 
@@ -58,15 +63,21 @@ def examine(
     failure = ""
     try:
         with bounded(6 * timeout_s, "the measurement", then=give_up):
-            _look(report, board, store, shape)
-    except Exception as error:  # whatever it is, the other ranks have to hear of it
+            _look(report, board, store, shape, calibrate)
+    except Exception as error:  # of any type: the other ranks must learn of it
         failure = f"rank {rank}: {type(error).__name__}: {error}"
     with bounded(6 * timeout_s, "the end of all ranks", then=give_up):
         return _end(report, board, failure, show)
 
 
-def _look(report: Report, board: Board, store: dist.Store, shape: Mapping[str, int] | None) -> None:
-    """Complete the report on rank 0."""
+def _look(
+    report: Report,
+    board: Board,
+    store: dist.Store,
+    shape: Mapping[str, int] | None,
+    calibrate: Calibrate | None,
+) -> None:
+    """Measure the job with the other ranks, and complete the report on rank 0."""
     own = report.ranks[0]
     ranks = roll_call(board, own)
     if ranks:
@@ -79,18 +90,18 @@ def _look(report: Report, board: Board, store: dist.Store, shape: Mapping[str, i
     mesh = init_device_mesh(
         report.device, tuple(report.shape.values()), mesh_dim_names=tuple(report.shape)
     )
-    report.dims, report.speeds = measure(mesh, device, board)
+    report.dims, report.speeds = measure(mesh, device, board, calibrate=calibrate)
 
 
 def _device_type(ranks: Sequence[Facts]) -> str:
-    """Return "cuda" if each rank has a GPU of its own, and NCCL."""
+    """Return "cuda" if each rank has its own GPU and NCCL, else "cpu"."""
     used = {(one.host.key, one.gpu.uuid) for one in ranks if one.gpu is not None}
     has_nccl = all("nccl" in one.backends for one in ranks)
     return "cuda" if len(used) == len(ranks) and has_nccl else "cpu"
 
 
 def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) -> torch.device:
-    """Make the default process group."""
+    """Make the default process group, and return the device of this rank."""
     place: dict[str, Any] = {"store": store, "rank": board.rank, "world_size": board.world}
     if device_type == "cpu":
         timeout = timedelta(seconds=board.timeout_s)
@@ -98,18 +109,32 @@ def _join(device_type: str, board: Board, store: dist.Store, local_rank: int) ->
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # NCCL ends the process after its own time-out; ``bounded`` comes first, and shows the report.
+    # NCCL ends the process at this time-out. The limit of ``bounded`` is shorter, so that the
+    # report is shown before.
     timeout = timedelta(seconds=12 * board.timeout_s)
     dist.init_process_group("nccl", timeout=timeout, device_id=device, **place)
     return device
 
 
 def measure(
-    mesh: DeviceMesh, device: torch.device, board: Board, *, sizes: Sequence[int] = ()
+    mesh: DeviceMesh,
+    device: torch.device,
+    board: Board,
+    *,
+    sizes: Sequence[int] = (),
+    calibrate: Calibrate | None = None,
 ) -> tuple[list[Dim], list[Speed]]:
-    """Measure each dim of ``mesh`` and each rank; return what was found on rank 0.
+    """Measure each dim of ``mesh`` and each rank; return the results on rank 0, else empty lists.
 
-    All groups of a dim, and all ranks, are measured at the same time, as they work in a step.
+    All ranks call this together. All groups of a dim, and then all ranks, measure at the same time,
+    because they also work at the same time in a training step.
+
+    Args:
+        mesh: the mesh to measure.
+        device: the device of this rank.
+        board: the exchange between the ranks.
+        sizes: see ``links.time_wire``.
+        calibrate: see ``examine``.
     """
     wires, timings = [], []
     for dim in range(mesh.ndim):
@@ -120,7 +145,8 @@ def measure(
     board.meet("speed")
     speed = speed_here(device)
     board.meet("steps")
-    speed = speed._replace(tiny_step_s=tiny_step_s(mesh, device))
+    if calibrate is not None:
+        speed = calibrate(speed, mesh, device)
     told = board.gather("measured", [wires, timings, speed])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     dims = [
@@ -131,17 +157,17 @@ def measure(
     return dims, [Speed(*each[2]) for each in told]
 
 
-def _groups(told: Sequence[tuple[Any, Any]]) -> list[Group]:
-    """Return the groups of a dim, from what each rank told of its own."""
+def _groups(told: Sequence[tuple[Any, Any]]) -> list[GroupTimings]:
+    """Return the groups of a dim, from the wire and the timings that each rank reported."""
     timings: dict[Wire, list[list[Timing]]] = {}
     for wire, taken in told:
         key = Wire(tuple(wire[0]), *wire[1:])
         timings.setdefault(key, []).append([Timing(*one) for one in taken])
-    return [Group(wire, median_timings(of_ranks)) for wire, of_ranks in timings.items()]
+    return [GroupTimings(wire, median_timings(of_ranks)) for wire, of_ranks in timings.items()]
 
 
 def _end(report: Report, board: Board, failure: str, show: Callable[[Report], None]) -> int:
-    """Tell each other what failed; rank 0 shows the report, the others stay until it has."""
+    """Collect failures, let rank 0 show the report, and return the exit code when it is shown."""
     try:
         report.failures += [each for each in board.gather("end", failure) if each]
     except Exception as error:

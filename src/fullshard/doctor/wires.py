@@ -1,7 +1,8 @@
-"""Which wire the groups of each mesh dim take, and why."""
+"""The transport that each process group of a mesh uses, the reason for it, and mesh shapes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from fullshard.comm.levels import Levels
 from fullshard.comm.meeting import SWITCH
 from fullshard.comm.native import Native
 from fullshard.comm.shared import Shared
-from fullshard.doctor.facts import Facts, by_host
+from fullshard.doctor.facts import Facts, by_host, counted, named_ranks
 from fullshard.errors import ConfigError
 
 SHARED_MEMORY = "shared memory"
@@ -27,17 +28,21 @@ class Wire(NamedTuple):
 
     ranks: tuple[int, ...]
     gathers: str
+    """The transport of all-gathers: "shared memory", "nccl's own", ...; "none" for one rank."""
     reduces: str
+    """The transport of reductions."""
     adds_wide: bool
+    """True if reductions add in fp32, whatever dtype is sent."""
 
 
 def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
-    """Return what carries the collectives of this rank's group along ``dim``; a collective."""
+    """Return the transport of this rank's group along ``dim``; all its ranks call this together."""
     group = mesh.get_group(dim)
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return Wire(ranks, "none", "none", True)
-    kind, adds_wide = mesh.device_type, wire.adds_wide  # which meets the others first, if need be
+    # Reading ``adds_wide`` connects the ranks first, if nothing has done so before.
+    kind, adds_wide = mesh.device_type, wire.adds_wide
     ways = ways_of(group, default_choice(group, kind))
     backend = _torch.backend_name(group, kind)
     names = {Shared: SHARED_MEMORY, Levels: MESSAGES, Native: f"{backend}'s own"}
@@ -45,29 +50,36 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
 
 
 def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:
-    """Return why the group has this wire."""
+    """Return the reason why the group uses this transport."""
     ranks = [all_ranks[rank] for rank in wire.ranks]
-    hosts = len(by_host(ranks))
+    num_hosts = len(by_host(ranks))
+    hosts = counted(num_hosts, "host")
     if wire.gathers == "none":
         return "a group of one rank"
     if wire.gathers == SHARED_MEMORY:
-        return f"its {len(ranks)} ranks are on one host and read each other's memory"
+        return f"its {len(ranks)} ranks are on one host and can read each other's memory"
     if wire.gathers != MESSAGES and "gloo" not in wire.gathers:
-        return f"its ranks are on GPUs, on {hosts} host(s)"
+        return f"its ranks use GPUs on {hosts}"
     if wire.gathers != MESSAGES:
-        return f"its ranks are on {hosts} host(s) that could not be connected beside gloo"
-    if hosts > 1:
-        return f"its ranks are on {hosts} hosts, and each shard goes once to each other host"
-    off = [one.rank for one in ranks if one.variables.get(SWITCH) == "0"]
-    why = f"{SWITCH} is 0 on rank(s) {off}" if off else "the system or its users forbid sharing"
+        return f"its ranks are on {hosts}, and only gloo could connect them"
+    if num_hosts > 1:
+        return f"its ranks are on {hosts}, and each shard is sent once to each other host"
+    off = [one for one in ranks if one.variables.get(SWITCH) == "0"]
+    why = "the system does not allow it, or their users differ"
+    if off:
+        why = f"{SWITCH} is 0 on {named_ranks(off)}"
     return f"its ranks are on one host, but do not all share memory: {why}"
 
 
 def mesh_shape(given: str | None, world: int) -> dict[str, int] | None:
-    """Return the mesh that ``replicate=2,shard=4`` asks for; None if nothing is asked for.
+    """Return sizes by name of dim from the value of ``--mesh``; None: the option is not given.
+
+    Args:
+        given: the value, such as ``replicate=2,shard=4``.
+        world: the number of ranks.
 
     Raises:
-        ConfigError: it is written otherwise, or is no mesh of ``world`` ranks.
+        ConfigError: the value is malformed, or its sizes do not multiply to ``world``.
     """
     if given is None:
         return None
@@ -77,16 +89,17 @@ def mesh_shape(given: str | None, world: int) -> dict[str, int] | None:
         if not (name.isidentifier() and size.isdigit() and int(size)) or name in shape:
             raise ConfigError(f"--mesh {given}: expected NAME=SIZE,..., as in replicate=2,shard=4")
         shape[name] = int(size)
-    total = 1
-    for ranks in shape.values():
-        total *= ranks
+    total = math.prod(shape.values())
     if total != world:
         raise ConfigError(f"--mesh {given} has {total} ranks, but there are {world}")
     return shape
 
 
 def default_shape(ranks: Sequence[Facts]) -> dict[str, int]:
-    """Return shards within hosts and replicas over them, or shards alone if hosts are uneven."""
+    """Return a mesh that shards within hosts and replicates over hosts.
+
+    If hosts have different numbers of ranks, all ranks shard.
+    """
     sizes = [len(here) for here in by_host(ranks).values()]
     if len(sizes) > 1 and len(set(sizes)) == 1:
         return {"replicate": len(sizes), "shard": sizes[0]}

@@ -212,7 +212,7 @@ class Actor(ABC):
         else:
             self.lanes.wait_event(Lane.GATHER, event)
         if not len(self.scheduler.reductions):  # their memory may belong to an earlier stream
-            self.lanes.rest()
+            self.lanes.untrack_streams()
 
     def _unshard(self, unit: Unit) -> None:
         fresh = unit.materialize(self.lanes, self.meter)

@@ -166,7 +166,7 @@ class Engine(Actor):
 
     def _hear(self, trigger: Trigger) -> None:
         if self._lanes is not None:
-            self._lanes.see()
+            self._lanes.track_stream()
         if type(trigger) is when.TaskDied:
             last = self.scheduler.backward_of
             place = "a backward" if last is None else f"the backward of {_named(self.units[last])}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.comm import Collectives, Done, Pending
-from fullshard.device import Buffer, Kind, Lane, Lanes, StorageMeter
+from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter
 from fullshard.engine.shard import Shards
 from fullshard.engine.spec import BucketSpec
 from fullshard.engine.unshard import Unsharded
@@ -204,7 +204,7 @@ class _Part:
     def _new_buffer(self, kind: _Kind) -> Buffer:
         device = self._spec.device if kind.device.type != "meta" else kind.device
         numel = self._world * kind.shape.numel()
-        return Buffer(numel, kind.dtype, device, kind=Kind.UNSHARDED, meter=self._meter)
+        return Buffer(numel, kind.dtype, device, kind=BufferKind.UNSHARDED, meter=self._meter)
 
     def receive(self, shards: Shards) -> None:
         """Make or refill the whole parameter from the tensors of all ranks."""
@@ -275,7 +275,7 @@ class _Part:
                 continue
             address = _address(tensor)
             if address not in ours and address not in found:
-                found[address] = Buffer.of(tensor, kind=Kind.UNSHARDED, meter=self._meter)
+                found[address] = Buffer.of(tensor, kind=BufferKind.UNSHARDED, meter=self._meter)
         return list(found.values())
 
     def free(self) -> None:

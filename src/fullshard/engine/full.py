@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import broadcast_pieces
-from fullshard.device import Kind, StorageMeter
+from fullshard.device import BufferKind, StorageMeter
 from fullshard.engine.copies import copy_all
 from fullshard.engine.shard import cut_into
 from fullshard.engine.spec import BucketSpec
@@ -40,7 +40,7 @@ def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Ten
     if plan.staged_numel:
         sources.append(flat[: plan.staged_numel])
         outputs.append(staging)
-    with meter.holding(Kind.FULL, full.nbytes + staging.nbytes):
+    with meter.holding(BufferKind.FULL, full.nbytes + staging.nbytes):
         spec.comm.all_gather(outputs, sources).wait()
         copy_all(*places_of_copies(plan.copies, full, staging, layout.unsharded_offsets))
     places = zip(layout.unsharded_offsets, layout.params, strict=True)
@@ -60,16 +60,16 @@ def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: Storage
         own = spec.segments[index]
         piece = flat.narrow(0, own.shard_offset, own.numel).to(spec.device)
         lengths = [layout.segments_of(rank)[index].numel for rank in range(layout.world)]
-        with meter.holding(Kind.FULL, param.numel * flat.itemsize):
+        with meter.holding(BufferKind.FULL, param.numel * flat.itemsize):
             return broadcast_pieces(piece, lengths, spec.comm).view(param.shape)
     source = flat.narrow(0, plan.shard_offset, plan.numel).to(spec.device)
     staging = source.new_empty(layout.world * plan.numel)
-    with meter.holding(Kind.FULL, staging.nbytes):
+    with meter.holding(BufferKind.FULL, staging.nbytes):
         spec.comm.all_gather([staging], [source]).wait()
         if not plan.copies:
             return _torch.own_storage(staging[: param.numel].view(param.shape))
         full = source.new_empty(param.numel)
-        with meter.holding(Kind.FULL, full.nbytes):
+        with meter.holding(BufferKind.FULL, full.nbytes):
             copy_all(*places_of_copies(plan.copies, full, staging, {index: 0}))
     return full.view(param.shape)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.device import Kind, StorageMeter
+from fullshard.device import BufferKind, StorageMeter
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.full import (
     any_rank,
@@ -57,7 +57,7 @@ class Loan:
         self._taken: list[list[Tensor] | None] = [None] * len(unit.buckets)
         with torch.inference_mode(False), torch.no_grad():
             self._lent = [self._fill(bucket) for bucket in unit.buckets]
-        meter.change(Kind.FULL, self._nbytes)
+        meter.change(BufferKind.FULL, self._nbytes)
         unit.registration.lend(unit.buckets, self._lent)
         unit.lending = Lending(
             terms.call,
@@ -124,7 +124,7 @@ class Loan:
             cannot be a parameter, or ranks wrote different values and ``check`` was set.
         """
         self._unit.lending = None
-        self._meter.change(Kind.FULL, -self._nbytes)
+        self._meter.change(BufferKind.FULL, -self._nbytes)
         problem: FullshardError | None = None
         try:
             self._taken = self._unit.registration.take_back(self._unit.buckets)

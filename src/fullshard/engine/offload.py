@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullshard.device import Lanes, Mark, dry_host_tensor, host_tensor
+from fullshard.device import LaneEvent, Lanes, dry_host_tensor, host_tensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Outbound:
         self._target = target
         self._lanes = lanes
         self._host: Tensor | None = None
-        self._sent: Mark | None = None
+        self._sent: LaneEvent | None = None
 
     def send(self, shard: Tensor) -> None:
         """Issue the copy of ``shard`` on the current lane."""

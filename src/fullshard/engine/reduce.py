@@ -269,7 +269,7 @@ class Gradients:
         """Apply the user's hook and divisor to the reduced gradients."""
         policy = self._bucket.reduce_policy
         if policy.hook is not None:
-            with self._lanes.aside(policy.hook_stream):
+            with self._lanes.on_user_stream(policy.hook_stream):
                 for start, length in spec.gaps:
                     row.narrow(0, start, length).zero_()  # so that norms ignore the padding
                 policy.hook(row[: spec.layout.shard_numel])

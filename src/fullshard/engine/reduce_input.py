@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.device import Buffer, Kind, StorageMeter
+from fullshard.device import Buffer, BufferKind, StorageMeter
 from fullshard.engine.copies import MOST_DENSE, copy_all
 from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.errors import ProtocolError
@@ -110,7 +110,7 @@ class ReduceInput:
         self._targets: list[list[Tensor]] = [[] for _ in layout.params]
         with torch.inference_mode(False):
             self._buffer = Buffer(
-                layout.world * self.row, dtype, device, kind=Kind.REDUCE_INPUT, meter=meter
+                layout.world * self.row, dtype, device, kind=BufferKind.REDUCE_INPUT, meter=meter
             )
             flat = self._buffer.tensor
             rows = flat.view(layout.world, self.row)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.comm import Collectives, Pending
-from fullshard.device import Buffer, Kind, Lane, Lanes, Mark, StorageMeter
+from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
 from fullshard.engine.copies import copy_all
 from fullshard.engine.offload import Outbound
 from fullshard.engine.spec import BucketSpec
@@ -46,7 +46,7 @@ class Unsharded:
             self._buffer = (
                 None
                 if self.borrows
-                else Buffer(numel, dtype, device, kind=Kind.UNSHARDED, meter=meter)
+                else Buffer(numel, dtype, device, kind=BufferKind.UNSHARDED, meter=meter)
             )
             self._secondary: _Secondary | None = None
             flat = shard if self._buffer is None else self._buffer.tensor
@@ -149,7 +149,7 @@ class _Secondary:
         self._whole = whole
         self._meter = meter
         self._own = flat.narrow(0, comm.rank * numel, numel)
-        self._slice = Buffer(numel, flat.dtype, flat.device, kind=Kind.SECONDARY, meter=meter)
+        self._slice = Buffer(numel, flat.dtype, flat.device, kind=BufferKind.SECONDARY, meter=meter)
         self._slice.free()
 
     def keep(self) -> None:
@@ -195,7 +195,7 @@ class _Gather:
             self._written.append(staging.buffer)
         # This rank's slices of the outputs.
         self._own = [output.view(world, -1)[spec.comm.rank] for output in self._outputs]
-        self._arrived: Mark | None = None  # arrival of a shard that needs no collective
+        self._arrived: LaneEvent | None = None  # arrival of a shard that needs no collective
         self._from_host: _FromHost | None = None
         if spec.offload is not None:
             self._from_host = _FromHost(spec, self._own, self._slices, lanes, meter)
@@ -211,8 +211,8 @@ class _Gather:
             buffer.allocate()
         if self._from_host is not None:
             self._from_host.allocate()
-            self._lanes.join(Lane.BUS, Lane.GATHER)
-            with self._lanes.on(Lane.BUS):
+            self._lanes.join(Lane.HOST_TO_DEVICE, Lane.GATHER)
+            with self._lanes.on(Lane.HOST_TO_DEVICE):
                 brought = self._from_host.bring(shard)
                 pending = self._comm.all_gather(self._outputs, brought)
                 if self._comm.group is None:
@@ -257,7 +257,7 @@ class _FromHost:
         self._landing: Buffer | None = None
         if len(own) > 1:
             numel, like = spec.layout.shard_numel, own[0]
-            kind = Kind.ALL_GATHER_INPUT
+            kind = BufferKind.ALL_GATHER_INPUT
             self._landing = Buffer(numel, like.dtype, like.device, kind=kind, meter=meter)
             self._sources = [self._landing.tensor.narrow(0, *slice_) for slice_ in slices]
         target = own[0] if self._landing is None else self._landing.tensor
@@ -302,7 +302,9 @@ class _Staging:
         layout, flat = spec.layout, target.tensor
         self.start, self.numel = start, stop - start
         numel = layout.world * self.numel
-        self.buffer = Buffer(numel, flat.dtype, flat.device, kind=Kind.GATHER_OUTPUT, meter=meter)
+        self.buffer = Buffer(
+            numel, flat.dtype, flat.device, kind=BufferKind.GATHER_OUTPUT, meter=meter
+        )
         self._target = target
         self._meter = meter
         copies = layout.copies(self.numel, above=start, below=stop)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.device import Kind
+from fullshard.device import BufferKind
 from fullshard.engine import (
     Loan,
     Terms,
@@ -277,7 +277,7 @@ def _full_params(
         if held is None:
             yield name, full
             continue
-        with engine_of(held.unit).meter.holding(Kind.FULL, full.nbytes):
+        with engine_of(held.unit).meter.holding(BufferKind.FULL, full.nbytes):
             yield name, full
 
 

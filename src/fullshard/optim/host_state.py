@@ -1,12 +1,12 @@
 """Optimizer state in host memory, which comes to the device for the time of its run's step.
 
-    BUS       in 0 | in 1 | . . . . . . . | in 2 | . . .
-    COMPUTE        | step 0               | step 1 | . . .
-    RETURN                        | out 0 |        | out 1
+    HOST_TO_DEVICE  in 0 | in 1 | . . . . . . . | in 2 | . . .
+    COMPUTE              | step 0               | step 1 | . . .
+    DEVICE_TO_HOST                      | out 0 |        | out 1
 
 The state of two runs is on the device at a time: that of run 2 comes when that of run 0 has left,
-while run 1 steps. Memory on the device is that of BUS. Who reads state on the host waits for
-RETURN; nobody else does, so the host goes on while copies are under way.
+while run 1 steps. Memory on the device belongs to HOST_TO_DEVICE. Only a reader of state on the
+host waits for DEVICE_TO_HOST; otherwise the host goes on while copies are under way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fullshard.device import Lane, Mark, host_tensor, make_lanes
+from fullshard.device import Lane, LaneEvent, host_tensor, make_lanes
 from fullshard.optim.groups import Groups
 from fullshard.optim.inner import Inner, Steppable
 
@@ -50,16 +50,16 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes = make_lanes(device)
-        self._back: Mark | None = None  # behind the last copy to the host
-        self._fetched: dict[HostedRun, tuple[dict[str, Tensor], Mark]] = {}
+        self._back: LaneEvent | None = None  # behind the last copy to the host
+        self._fetched: dict[HostedRun, tuple[dict[str, Tensor], LaneEvent]] = {}
 
     def fetch(self, run: HostedRun, home: Mapping[str, Tensor]) -> None:
         """Begin to copy ``home``, the state of ``run``, to the device, unless begun already."""
         if run in self._fetched:
             return
         # What is read may still be arriving, and memory may still be left by the run before last.
-        self._lanes.join(Lane.BUS, Lane.RETURN)
-        with self._lanes.on(Lane.BUS):
+        self._lanes.join(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
+        with self._lanes.on(Lane.HOST_TO_DEVICE):
             here = {
                 key: torch.empty_strided(
                     one.shape, one.stride(), dtype=one.dtype, device=self._device
@@ -71,7 +71,7 @@ class HostCopies:
     def take(self, run: HostedRun) -> dict[str, Tensor]:
         """Return the state of a run on the device; later computation waits for it."""
         here, arrived = self._fetched.pop(run)
-        self._lanes.rest()
+        self._lanes.untrack_streams()
         self._lanes.wait_event(Lane.COMPUTE, arrived)
         return here
 
@@ -88,8 +88,8 @@ class HostCopies:
         for key in kept:
             if now[key] is not here[key]:
                 here[key].copy_(now[key])
-        self._lanes.join(Lane.RETURN, Lane.COMPUTE)
-        with self._lanes.on(Lane.RETURN):
+        self._lanes.join(Lane.DEVICE_TO_HOST, Lane.COMPUTE)
+        with self._lanes.on(Lane.DEVICE_TO_HOST):
             for key, one in kept.items():
                 one.copy_(here[key], non_blocking=True)
             self._back = self._lanes.mark()

@@ -7,6 +7,7 @@ the machine that it is for.
 
 from __future__ import annotations
 
+from fullshard.plan.calibrate import hardware_from, time_host
 from fullshard.plan.hardware import CPU, PRESETS, Hardware, Host, Link, hardware_of
 from fullshard.plan.picture import draw_plan
 from fullshard.plan.plan import Measured, Plan, PlannedUnit, Traffic

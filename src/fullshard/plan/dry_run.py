@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from fullshard import _torch
 from fullshard.comm import Exchange, Pending, dry_world
-from fullshard.device import DryLanes, Span
+from fullshard.device import DryLanes, LaneSpan
 from fullshard.engine import Engine, Unit
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.hooks import engine_of
@@ -100,7 +100,7 @@ class Step:
     flops: float = 0.0
     transcript: Transcript = field(default_factory=Transcript)
     carried: list[Carried] = field(default_factory=list)
-    spans: list[tuple[Span, str]] = field(default_factory=list)
+    spans: list[tuple[LaneSpan, str]] = field(default_factory=list)
     """Each with the unit that it is for."""
     moments: list[Moment] = field(default_factory=list)
     most: Moment | None = None
@@ -209,7 +209,7 @@ class _Run:
     def _duration_s(self, exchange: Exchange) -> float:
         return self.job.hardware.exchange_s(exchange.what, exchange.ranks, exchange.nbytes)
 
-    def _note(self, span: Span) -> None:
+    def _note(self, span: LaneSpan) -> None:
         self.step.spans.append((span, self.acting[0]))
 
     def __call__(self) -> Recorded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from fullshard.device import Lane, Span
+from fullshard.device import Lane, LaneSpan
 from fullshard.engine import Unit
 from fullshard.plan.dry_run import AFTER_FORWARD, BACKWARD, FORWARD, ROOT, Job, Recorded, Step
 from fullshard.plan.ledger import ACTIVATIONS, Moment
@@ -46,7 +46,7 @@ def _start_of(moment: Moment, steps: Sequence[Step]) -> float:
     return max(step.start_s for step in steps if step.start_s <= moment.at_s)
 
 
-def _since(span: Span, start_s: float) -> Span:
+def _since(span: LaneSpan, start_s: float) -> LaneSpan:
     return span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
 
 
@@ -66,7 +66,7 @@ def _units(units: Sequence[Unit], step: Step) -> tuple[PlannedUnit, ...]:
     )
 
 
-_OF_GATHERS = ("all_gather", Lane.GATHER, Lane.BUS)
+_OF_GATHERS = ("all_gather", Lane.GATHER, Lane.HOST_TO_DEVICE)
 
 
 def activations(moments: Iterable[Moment]) -> Counter[str]:

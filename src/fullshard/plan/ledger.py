@@ -30,7 +30,7 @@ BACKWARD = "backward"
 STEP = "step"
 STAGING = "staging"
 ENCODED = "encoded"
-"""Kinds of bytes; those of the engine's buffers are called as in ``device.Kind``."""
+"""Kinds of bytes; those of the engine's buffers are called as in ``device.BufferKind``."""
 
 _TAKES_NO_TIME = set(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh".split()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from fullshard.comm import mirror_world
+from fullshard.doctor.speed import median_s
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import units_below
@@ -70,11 +69,11 @@ class _Run:
         peak = reserved = None
         if self._accelerator is not None:
             self._accelerator.reset_peak_memory_stats()
-        seconds = [self._timed_step() for _ in range(STEPS)]
+        step_s = median_s(self._take_step, self._device, repetitions=STEPS, warm_up=0)
         if self._accelerator is not None:
             peak = self._accelerator.max_memory_allocated() - self._held_before
             reserved = self._accelerator.max_memory_reserved()
-        return Measured(_name_of(self._device), statistics.median(seconds), peak, reserved)
+        return Measured(_name_of(self._device), step_s, peak, reserved)
 
     def _sharded(self) -> nn.Module:
         job = self._job
@@ -115,13 +114,6 @@ class _Run:
             return PlainAdamW(model.parameters(), foreach=self._device.type != "cpu")
         return optimizer(model if is_muon(optimizer) else model.parameters())
 
-    def _timed_step(self) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        self._take_step()
-        self._synchronize()
-        return time.perf_counter() - start
-
     def _take_step(self) -> None:
         job = self._job
         for left in reversed(range(job.accumulate)):
@@ -130,10 +122,6 @@ class _Run:
             job.loss(self._model, self._batch).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def _synchronize(self) -> None:
-        if self._accelerator is not None:
-            self._accelerator.synchronize()
 
 
 def device_at_hand(device_type: str) -> torch.device:

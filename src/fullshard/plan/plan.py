@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from fullshard.device import Span
+from fullshard.device import LaneSpan
 from fullshard.frontend import Choice
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.ledger import Moment
@@ -99,7 +99,7 @@ class Plan:
     """FLOP of matrix products and attention in a step, recomputation included."""
     memory: tuple[Moment, ...] = field(repr=False)
     """The bytes held at each event of a step, by time since it began."""
-    spans: tuple[tuple[Span, str], ...] = field(repr=False)
+    spans: tuple[tuple[LaneSpan, str], ...] = field(repr=False)
     """The spans of time on each lane, each with the name of its unit; times as above."""
     actions: tuple[str, ...] = field(repr=False)
     """The scheduler's actions in a step, as text."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.device import Kind, Lane, Stamp
+from fullshard.device import BufferKind, Lane, Stamp
 from fullshard.engine import Engine
 from fullshard.errors import ProtocolError
 from fullshard.schedule import Action, Event, Op
@@ -204,7 +204,7 @@ class Tap:
         lane = self._lanes.pop()
         self._append((ACTED, _now(), None if lane is None else self._stamp(lane)))
 
-    def resized(self, kind: Kind, nbytes: int, storage: torch.UntypedStorage | None) -> None:
+    def resized(self, kind: BufferKind, nbytes: int, storage: torch.UntypedStorage | None) -> None:
         """See ``StorageMeter.watch``."""
         self._append((HELD, _now(), kind, nbytes, None if storage is None else id(storage)))
         if self._before.watch is not None:
