@@ -1,0 +1,177 @@
+"""Rounds through a real store: ranks are threads, each with a connection of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.comm import store_round
+from fullshard.comm.own_store import OwnStore
+from fullshard.comm.store_round import StoreRound
+from fullshard.errors import LostRankError
+
+WORLD = 6
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dist.TCPStore]:
+    yield dist.TCPStore("127.0.0.1", 0, 1, True)
+
+
+def all_ranks(server: dist.TCPStore, run: Callable[[int, OwnStore], Any]) -> list[Any]:
+    stores = [OwnStore(server) for _ in range(WORLD)]
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(run, range(WORLD), stores))
+
+
+def never(*_: Any) -> tuple[()]:
+    return ()
+
+
+def waiting() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "fullshard round"]
+
+
+def test_one_decides_by_what_all_have_published(server: dist.TCPStore) -> None:
+    def rank_of(rank: int, store: OwnStore) -> str:
+        now = StoreRound(store, "all")
+        time.sleep(0.02 * (WORLD - rank))
+        now.publish(rank, f"text {rank}")
+        if rank:
+            return now.decision(never)
+        return now.decide_once(" ".join(now.collect(range(WORLD), never).values()))
+
+    said = " ".join(f"text {rank}" for rank in range(WORLD))
+    assert all_ranks(server, rank_of) == [said] * WORLD
+    assert not waiting()
+
+
+def test_the_first_decision_is_that_of_all(server: dist.TCPStore) -> None:
+    barrier = threading.Barrier(WORLD)
+
+    def rank_of(rank: int, store: OwnStore) -> str:
+        barrier.wait()
+        return StoreRound(store, "first").decide_once(f"of {rank}")
+
+    found = {*all_ranks(server, rank_of)}
+    assert len(found) == 1
+    assert found.pop() == StoreRound(server, "first").decision(never)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 20, 35])
+def test_long_texts_go_in_pieces_and_leave_nothing(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(store_round, "_PIECE_NBYTES", 10)
+    before, text = server.num_keys(), "abcdefg\n,"[:length].ljust(length, "x")
+    now = StoreRound(server, f"long {length}")
+    for rank in range(2):
+        now.publish(rank, text)
+    assert now.decide_once(text) == text
+    assert now.collect([1, 0], never) == {1: text, 0: text}
+    assert now.decision(never) == text
+    now.forget(range(3), decision=True)
+    assert not now.is_decided
+    assert server.num_keys() == before
+
+
+def test_a_long_decision_that_comes_second_does_not_mix_with_the_first(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_round, "_PIECE_NBYTES", 10)
+    first, second = ("a" * 25, "b" * 35)
+    assert StoreRound(server, "two").decide_once(first) == first
+    assert StoreRound(server, "two").decide_once(second) == first
+
+
+def test_ranks_that_are_given_up_are_left_out(server: dist.TCPStore) -> None:
+    now = StoreRound(OwnStore(server), "given up")
+    now.publish(0, "here")
+    looks = []
+
+    def look(missing: Callable[[], list[int]]) -> list[int]:
+        looks.append(missing())
+        return [] if len(looks) < 3 else [1, 7]
+
+    def late() -> None:
+        time.sleep(0.6)
+        StoreRound(server, "given up").publish(2, "late")
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    assert now.collect(range(3), look) == {0: "here", 2: "late"}
+    assert looks[0] == [1, 2] and looks[-1] == [2]
+    assert now.published(range(3)) == {0: "here", 2: "late"}
+    thread.join()
+
+
+def test_a_look_ends_a_wait_at_once_and_its_thread_later(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_round, "_BLOCK_S", 0.5)
+    store, before = OwnStore(server), {*waiting()}
+
+    def look(*_: Any) -> list[int]:
+        raise LostRankError("rank 1 is gone")
+
+    for wait in (lambda now: now.collect([1], look), lambda now: now.decision(look)):
+        began_s = time.monotonic()
+        with pytest.raises(LostRankError, match="rank 1 is gone"):
+            wait(StoreRound(store, "looked"))
+        assert time.monotonic() - began_s < 0.4
+        store.set("others", "go on")  # the request that blocks has a connection of its own
+    for thread in {*waiting()} - before:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(store._waiters) <= 2  # and they serve later waits
+
+
+def test_a_store_that_goes_away_ends_a_wait() -> None:
+    server: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, 1, True)
+    now = StoreRound(OwnStore(server), "gone")  # type: ignore[arg-type]
+
+    def look(*_: Any) -> list[int]:
+        nonlocal server
+        server = None
+        return []
+
+    with pytest.raises(dist.DistNetworkError):
+        now.decision(look)
+
+
+class Counting(OwnStore):
+    """A connection that counts its requests."""
+
+    num_asked = 0
+
+    def _done(self, work: Any) -> Any:
+        type(self).num_asked += 1
+        return super()._done(work)
+
+
+def test_a_round_takes_few_requests_and_none_again_and_again(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fullshard.comm.own_store.OwnStore", Counting)
+    monkeypatch.setattr(Counting, "num_asked", 0)
+    stores = [Counting(server) for _ in range(WORLD)]
+
+    def rank_of(rank: int, store: OwnStore) -> str:
+        now = StoreRound(store, "counted")
+        if rank == 3:
+            time.sleep(1)  # the others wait for it
+        now.publish(rank, "text")
+        if rank:
+            return now.decision(never)
+        now.collect(range(WORLD), never)
+        return now.decide_once("decided")
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        assert set(threads.map(rank_of, range(WORLD), stores)) == {"decided"}
+    assert Counting.num_asked <= 4 * WORLD + 1
