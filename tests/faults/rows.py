@@ -153,7 +153,7 @@ EXPECTED = {
     What.OS_EXIT: Expectation(_ANYWHERE, _ENDED, _EVERYWHERE),
     What.KILL: Expectation(_ANYWHERE, f"{_ENDED}|SIGKILL|signal 9|killed", _EVERYWHERE),
     What.STOP: Expectation(
-        _ANYWHERE, r"SIGSTOP|stopped|silent|no sign of life|not answer|suspended", _EVERYWHERE
+        _ANYWHERE, r"SIGSTOP|stopped|silent|no heartbeat|not answer|suspended", _EVERYWHERE
     ),
     What.DISK_FULL: Expectation(
         (Phase.SAVE,), "No space left on device", errors=("CheckpointError",), speak=Who.ALL

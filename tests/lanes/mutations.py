@@ -48,7 +48,7 @@ EXEMPT = {
         "event.record(self._current() if lane is Lane.COMPUTE else self._stream(lane))",
     ): "takes the time",
     ("StreamLanes.waited_s", "after.synchronize()"): "takes the time",
-    ("Pulse.end", "self._thread.join(2 * PULSE_S)"): "a thread that nothing is written by",
+    ("Heartbeat.end", "self._thread.join(2 * BEAT_S)"): "a thread that nothing is written by",
     ("Actor.act_all", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
     ("Engine.trigger", "self.recorder.record(Event(trigger, actions))"): "records for people",
 }

@@ -192,7 +192,7 @@ def test_who_is_absent_is_told(is_final: bool, kind: Kind) -> None:
 
 def test_a_rank_that_may_be_cut_off_from_the_store_alone_is_missed_before_it_is_lost() -> None:
     """It takes part in collectives while others wait for less, or for a rank that has answered."""
-    silent = {1: Absence("gives no sign of life", is_final=True, least_wait_s=30.0)}
+    silent = {1: Absence("has no heartbeat", is_final=True, least_wait_s=30.0)}
 
     def what(waits_s: float, third: StatusReport, *, is_open: bool = True) -> Kind:
         first = report(0, ("a", "b"), waits_s=waits_s, is_open=is_open)
@@ -330,7 +330,7 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
     monkeypatch.setattr(time, "sleep", lambda _: None)
 
     def sign(store: dist.Store, member: int, number: int) -> None:
-        store.set(f"fullshard/pulse/{member}", f"elsewhere 1 1 {number}")
+        store.set(f"fullshard/heartbeat/{member}", f"elsewhere 1 1 {number}")
 
     of_life, of_job = dist.HashStore(), dist.HashStore()
     for rank, member in ((0, 4), (1, 6)):
@@ -364,9 +364,9 @@ def test_a_rank_that_dies_while_it_rings_silences_nobody(monkeypatch: pytest.Mon
     store = dist.HashStore()
     monkeypatch.setattr("fullshard.watch.rounds.own_store", lambda: store)
     own = Rounds(0, 2)
-    store.add("fullshard/rings", 1)  # and no more
+    store.add("fullshard/rounds", 1)  # and no more
     assert own.next_begun() is None
-    own.ring(after=own.num_rung)
+    own.trigger(after=own.num_triggered)
     assert [own.next_begun() for _ in range(3)] == [1, 2, None]
 
 
@@ -394,7 +394,7 @@ def test_what_was_said_in_earlier_rounds_is_not_kept(
     store, ranks = ranks_of(world, monkeypatch)
     sizes = []
     for number, units in enumerate([("a",), ("a", "b"), ("a", "b", "c")], 1):
-        ranks[0].ring(after=ranks[0].num_rung)
+        ranks[0].trigger(after=ranks[0].num_triggered)
         for rank, one in enumerate(ranks):
             assert one.next_begun() == number
             failure = "E: no" if rank == 1 else ""
@@ -402,8 +402,8 @@ def test_what_was_said_in_earlier_rounds_is_not_kept(
             own = report(
                 rank, units[: len(units) - rank % 2], world=world, failure=failure, waits_s=waits_s
             )
-            one.say(number, own)
-        found = {one.judgement(number).text for one in ranks}
+            one.report(number, own)
+        found = {one.verdict(number).text for one in ranks}
         assert len(found) == 1 and f"the gather of unit {units[-1]}" in found.pop()
         sizes.append(store.inner.num_keys())
     assert sizes[2] - sizes[1] == sizes[1] - sizes[0] < 5  # not by the number of ranks
@@ -428,7 +428,7 @@ class Interrupted(Counting):
     before: Any = None
 
 
-def test_two_judges_of_one_round_publish_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_diagnoses_of_one_round_are_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Interrupted()
     monkeypatch.setattr("fullshard.watch.rounds.own_store", lambda: store)
     one, other = [Rounds(rank, 2) for rank in range(2)]
@@ -437,23 +437,23 @@ def test_two_judges_of_one_round_publish_one_verdict(monkeypatch: pytest.MonkeyP
     seen = []
 
     def meanwhile() -> None:
-        other._judge(1, 2)
-        seen.append(other.judgement(1))
+        other._diagnose(1, 2)
+        seen.append(other.verdict(1))
 
     store.before = meanwhile
-    one._judge(1, 1)
-    assert [one.judgement(1)] == seen
+    one._diagnose(1, 1)
+    assert [one.verdict(1)] == seen
 
 
 def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each of many ranks would ask the store for all others, in each round."""
     store, ranks = ranks_of(64, monkeypatch)
-    ranks[3].leave("exited")
+    ranks[3].report_exit("exited")
     asked = {}
     for rank, one in enumerate(ranks):
         before = store.num_asked
         if rank != 3:
-            one.say(1, report(rank, ("a",), world=64))
+            one.report(1, report(rank, ("a",), world=64))
         asked[rank] = store.num_asked - before
     assert sum(number > 10 for number in asked.values()) < 10
     assert store.inner.check(["fullshard/round/1/decision"])  # by the last, as it knows who ended

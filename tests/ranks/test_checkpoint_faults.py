@@ -27,7 +27,7 @@ from fullshard.checkpoint import committing, datafile, saving
 from fullshard.checkpoint.collecting import collected
 from fullshard.checkpoint.manifest import MANIFEST, digest_of
 from fullshard.checkpoint.saving import save_collected
-from fullshard.comm import council, pulse
+from fullshard.comm import council, heartbeat
 from fullshard.comm.council import Council
 from fullshard.errors import (
     CheckpointError,
@@ -359,7 +359,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_on_the_others(
 ) -> None:
     first, absent, last = pool.run(3, without_a_rank, tmp_path, stops=True)
     assert absent == "" and first == last
-    assert "rank(s) 1 gave no sign of life for 2.4 s" in first
+    assert "rank 1 had no heartbeat for 2.4 s" in first
 
 
 def ended_before_its_first_sign(path: Path) -> str:
@@ -367,11 +367,11 @@ def ended_before_its_first_sign(path: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(council.PATIENCE, "0.25")  # silent for 1.5 s
         patch.setattr(council, "_members_of", WeakKeyDictionary())
-        patch.setattr(pulse, "_key", "none of {}".format)
-        patch.setattr(pulse, "_pulses", WeakKeyDictionary())  # of other tests: another key
+        patch.setattr(heartbeat, "_key", "none of {}".format)
+        patch.setattr(heartbeat, "_heartbeats", WeakKeyDictionary())  # of other tests: another key
         said = ""
         if dist.get_rank() == 1:
-            patch.setattr(council, "begin_pulse", mock.Mock())
+            patch.setattr(council, "start_heartbeat", mock.Mock())
             council.Council("meets the others", "save", "a checkpoint")
         else:
             try:
@@ -387,7 +387,7 @@ def test_a_rank_that_ended_before_its_first_sign_of_life_is_named_on_the_others(
 ) -> None:
     first, absent, last = pool.run(3, ended_before_its_first_sign, tmp_path / "new")
     assert absent == "" and first == last
-    assert "rank(s) 1 gave no sign of life for 1.5 s" in first
+    assert "rank 1 had no heartbeat for 1.5 s" in first
 
 
 def test_a_rank_that_does_something_else_is_named_on_the_others(
@@ -395,7 +395,7 @@ def test_a_rank_that_does_something_else_is_named_on_the_others(
 ) -> None:
     first, absent, last = pool.run(3, without_a_rank, tmp_path, stops=False)
     assert absent == "" and first == last
-    assert "rank(s) 1 live, but did not come to this in 2 s" in first
+    assert "rank 1 did not come to this within 2 s, though alive" in first
 
 
 def loop(path: Path) -> list[str]:

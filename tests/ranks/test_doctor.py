@@ -61,7 +61,7 @@ def leave_some_out() -> str:
 
 def test_ranks_that_say_nothing_are_named(pool: RankPool) -> None:
     first, *others = pool.run(4, leave_some_out)
-    assert first == "facts: nothing from rank(s) 1, 3 within 0.5 s"
+    assert first == "facts: nothing from ranks 1, 3 within 0.5 s"
     assert others == ["", "none is missing", ""]
 
 

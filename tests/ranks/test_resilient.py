@@ -13,7 +13,7 @@ from torch import nn
 from fullshard import Life, _torch, fully_shard, resilient
 from fullshard.errors import LostRankError, PeerError
 from fullshard.recover import transfer, world
-from fullshard.recover.vote import End, Said, Voter
+from fullshard.recover.vote import Membership, Outcome, Vote
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble
 
@@ -115,9 +115,9 @@ def test_who_leaves_wakes_the_others_even_if_something_holds_its_group(pool: Ran
 def test_a_store_that_is_gone_is_told_with_what_to_use_instead() -> None:
     """No file: who is killed while writing to it hangs all others."""
     kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    voter = Voter(dist.TCPStore("127.0.0.1", kept.port, is_master=False), 0, limit_s=1.0)
+    member = Membership(dist.TCPStore("127.0.0.1", kept.port, is_master=False), 0, limit_s=1.0)
     del kept
     with pytest.raises(LostRankError, match=r"does not answer.*TCPStore") as raised:
-        voter.vote(0, [0, 1], Said(End.DONE))
+        member.vote(0, [0, 1], Vote(Outcome.DONE))
     assert "FileStore" not in str(raised.value)
-    voter.leave("ended", [])
+    member.leave("ended", [])

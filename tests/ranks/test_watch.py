@@ -34,15 +34,15 @@ from fullshard import (
 )
 from fullshard.comm import C10d
 from fullshard.comm.blocking import all_to_all
+from fullshard.comm.heartbeat import last_beat
 from fullshard.comm.ledger import Era, end_era, ledger_of, now
 from fullshard.comm.mesh import collectives_of_group, collectives_of_twin
-from fullshard.comm.pulse import last_sign
 from fullshard.engine.copies import copy_all
 from fullshard.errors import PeerError, ProtocolError, TornStepError
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
-from fullshard.watch import begin, ended_key, watcher
+from fullshard.watch import begin, exit_reason_key, watcher
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
@@ -105,7 +105,7 @@ def faulty(fault: str, face: str, layout: str, wire: str) -> list[str]:
     """Train with a fault on rank 1 in two of the steps; return what was raised here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
-        patch.setenv("FULLSHARD_PATIENCE_S", "3")  # pulses may be late on a loaded machine
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")  # heartbeats may be late on a loaded machine
         dist.barrier()
         model = tower(face, layout)
         inner = model.module if isinstance(model, FullyShardedDataParallel) else model
@@ -575,11 +575,11 @@ def lose_the_store() -> tuple[str, bool]:
                 connection.shutdown(socket.SHUT_RDWR)
 
     said = train_after(reset)
-    sign = last_sign(_torch.default_store(), 1)
+    sign = last_beat(_torch.default_store(), 1)
     time.sleep(2.5)
     watching = watcher()
     assert watching is not None and not watching.is_over
-    lives = last_sign(_torch.default_store(), 1) != sign
+    lives = last_beat(_torch.default_store(), 1) != sign
     dist.barrier()
     dist.destroy_process_group()
     return said, lives
@@ -606,9 +606,9 @@ def hold_the_lock() -> str:
 
 def test_a_rank_that_gives_no_sign_of_life_but_lives_is_waited_for(pool: RankPool) -> None:
     for said in pool.run(2, hold_the_lock):
-        assert (
-            "rank 1 gives no sign of life, though its process lives; rank 0 has waited" in said
-        ), said
+        assert "rank 1 has no heartbeat, though its process is alive; rank 0 has waited" in said, (
+            said
+        )
 
 
 def fork() -> str:
@@ -627,7 +627,7 @@ def fork() -> str:
             time.sleep(3.0)
 
     said = train_after(children)
-    assert not _torch.default_store().check([ended_key(1)])
+    assert not _torch.default_store().check([exit_reason_key(1)])
     dist.barrier()
     dist.destroy_process_group()
     return said

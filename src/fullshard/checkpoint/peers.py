@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fullshard.checkpoint.datafile import CHUNK_NBYTES, write_all
 from fullshard.comm.addresses import dial, listener
-from fullshard.comm.pulse import stall_s
+from fullshard.comm.heartbeat import stall_s
 from fullshard.errors import CheckpointError
 
 _KEY_NBYTES = 32

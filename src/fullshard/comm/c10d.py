@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.heartbeat import clamped
 from fullshard.comm.ledger import (
     COMPARISON,
     MEETING,
@@ -31,7 +32,6 @@ from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
 from fullshard.comm.neighbours import Line, Neighbour
 from fullshard.comm.protocol import Done, Label, Pending, as_real
-from fullshard.comm.pulse import clamped
 from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
 from fullshard.errors import LostRankError, ProtocolError

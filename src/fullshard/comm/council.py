@@ -1,15 +1,15 @@
-"""Agreement of all ranks through the store of the default process group, without collectives.
+"""Decisions of all ranks through the store of the default process group, without collectives.
 
 Ranks that compute and ranks that write files may be at different places for a long time, and any
-of them may fail or die. Here all ranks learn what the first one decided, and who failed why.
+of them may fail or die. A council lets all ranks learn what the first rank decided, or which rank
+failed and why.
 
-From the first council on, each process gives signs of life (``pulse``). Ranks whose processes end
-are named at once if they are of this host, else after six times ``FULLSHARD_PATIENCE_S``. A process
-of this host that lives is waited for, however long it gives no sign, up to the timeout. Councils
-have a ledger, so those who watch see that this rank waits for one that does not come, and that the
-other may wait for this one, say in a step of training, which ends both waits. Without a watch, a
-rank that lives and does not come is named after the timeout of the store, which is that of
-``init_process_group``.
+Every process has a heartbeat from its first council on. A rank whose process ends is named at once
+if it runs on this host, else after six times ``FULLSHARD_PATIENCE_S``. A live process on this host
+is waited for up to the time-out, even without a heartbeat. Councils have a ledger, so the watch
+sees that this rank waits for another one, and that the other may wait for this one, for example in
+a step of training; the watch then ends both waits. Without a watch, a live rank that does not come
+is named after the time-out of the store, which is that of ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ import torch.distributed as dist
 
 from fullshard import errors
 from fullshard.comm.blocking import all_gather_bytes
+from fullshard.comm.heartbeat import BEAT_S, PATIENCE, silence_s, start_heartbeat
 from fullshard.comm.ledger import Ledger, ledger_beside
 from fullshard.comm.liveness import DEAD, Liveness
 from fullshard.comm.own_store import own_store
 from fullshard.comm.protocol import Done
-from fullshard.comm.pulse import PATIENCE, PULSE_S, begin_pulse, silence_s
 from fullshard.comm.store_round import Look, Missing, StoreRound
+from fullshard.comm.text import named_ranks
 from fullshard.errors import CheckpointError, FailedRankError, FullshardError, LostRankError
 
 
@@ -46,9 +47,9 @@ class Council:
     """A series of decisions that all ranks make together; every rank must make the same series.
 
     Args:
-        what: what is being done, for messages.
-        kind: the same in a word that all ranks have in common, of ``ledger.BETWEEN_STEPS``.
-        label: of what, in words that all ranks have in common.
+        what: the operation, for messages.
+        kind: the operation as one of ``ledger.BETWEEN_STEPS``, equal on all ranks.
+        label: the object of the operation, such as "a checkpoint", equal on all ranks.
 
     Raises:
         PeerError: another rank failed, so no decision can be made.
@@ -63,10 +64,11 @@ class Council:
         self._thread_id = threading.get_ident()
         self._liveness = Liveness(self._store)
         self._decisions = 0
+        self._last: StoreRound | None = None
         self._enter()
 
     def _enter(self) -> None:
-        """Take the next number, and note that on the ledger."""
+        """Take the next number, and record the council in the ledger."""
         self._number = next(self._numbers)
         if self._ledger is not None:
             self._ledger.issue(self._kind, self._label, 0, Done)
@@ -81,16 +83,16 @@ class Council:
         """Return, on all ranks, what the first rank decides.
 
         Args:
-            own: gives what this rank contributes, in JSON's types.
-            decide: gives the decision for the contributions of all ranks, in rank order, in JSON's
-                types; called on the first rank. None: the decision is None.
+            own: returns the contribution of this rank, of types that JSON has.
+            decide: called on the first rank with the contributions of all ranks, in rank order;
+                returns the decision, of types that JSON has. None: the decision is None.
             undo: called on the first rank before any rank raises.
 
         Raises:
-            FullshardError: on all ranks, if any ``own`` or ``decide`` raised: of the class that
-                they raised, if they are of fullshard and of one class; ``CheckpointError`` for an
+            FullshardError: on all ranks, if any ``own`` or ``decide`` raised. If all of them raised
+                one class of fullshard's errors, of that class; ``CheckpointError`` for an
                 ``OSError``; else ``FailedRankError``.
-            LostRankError: on all ranks that live, if a rank ended or hangs.
+            LostRankError: on all live ranks, if a rank ended or hangs.
         """
         failure = None
         try:
@@ -105,7 +107,7 @@ class Council:
         return verdict["value"]
 
     def share(self, text: str) -> str:
-        """Hand ``text``, equal on many ranks, to the first rank; return a key to contribute."""
+        """Publish ``text``, once if it is equal on many ranks; return its key, to contribute."""
         key = f"{self._number}/{hashlib.sha256(text.encode()).hexdigest()}"
         shared = StoreRound(self._store, key)
         with self._store_answers():
@@ -114,7 +116,7 @@ class Council:
         return key
 
     def take(self, key: str) -> str:
-        """Return what was shared under ``key`` and forget it; on the first rank, in ``decide``."""
+        """Return and delete the text shared under ``key``; on the first rank, in ``decide``."""
         shared = StoreRound(self._store, key)
         text = zlib.decompress(base64.b64decode(shared.decision(lambda: None))).decode()
         shared.forget(decision=True)
@@ -131,7 +133,7 @@ class Council:
     ) -> dict[str, Any]:
         self._decisions += 1
         if self.rank and self._decisions == 1:
-            while self._round(1).is_decided:  # while this rank did something else
+            while self._round(1).is_decided:  # without this rank, which did something else
                 self._enter()
         now = self._round(self._decisions)
         now.publish(self.rank, json.dumps(said))
@@ -148,7 +150,9 @@ class Council:
         now.decide_once(json.dumps(verdict))
         # No other rank reads these texts; and all have read the decision before this one.
         now.forget(range(self.world))
-        self._round(self._decisions - 1).forget(decision=True)
+        if self._last is not None:
+            self._last.forget(decision=True)
+        self._last = now
         return verdict
 
     def _decided(
@@ -183,14 +187,14 @@ class Council:
             self._era.check()
 
     def _explained(self, error: LostRankError) -> Exception:
-        """Return what to raise for ``error``: the fault that those who watch find, if any do."""
+        """Return what to raise for ``error``: the fault that the watch finds, if any."""
         if self._ledger is None or self._is_beside:
             return error
         return self._ledger.explained(error, self._entry)
 
     @contextmanager
     def _waiting(self) -> Iterator[Look]:
-        """Show that this rank waits in the block; yields what looks for lost ranks meanwhile."""
+        """Show that this rank waits in the block; yield a ``Look`` that finds lost ranks."""
         shown = self._ledger is not None and not self._is_beside
         with self._ledger.awaiting(self._entry) if shown else nullcontext():  # type: ignore[union-attr]
             # The first rank waits for the others, and these wait for its decision after that.
@@ -201,13 +205,13 @@ class Council:
                 nonlocal looked_s
                 self._check()
                 now_s = time.monotonic()
-                if now_s - looked_s > PULSE_S:
+                if now_s - looked_s > BEAT_S:
                     looked_s = now_s
                     self._look_for_life(missing())
                 if now_s - began_s > limit_s:
                     raise LostRankError(
-                        f"rank(s) {_some(missing())} live, but did not come to this in "
-                        f"{limit_s:g} s: they hang, or do something else"
+                        f"{named_ranks(missing())} did not come to this within {limit_s:g} s, "
+                        "though alive: a process hangs, or does something else"
                     )
                 return ()
 
@@ -215,7 +219,7 @@ class Council:
 
     @property
     def limit_s(self) -> float:
-        """How long to wait for ranks that live, in seconds."""
+        """Seconds to wait for live ranks."""
         timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
         return timeout.total_seconds()
 
@@ -226,8 +230,8 @@ class Council:
                 raise self._explained(LostRankError(f"the process of rank {rank} ended"))
         if lost:
             raise LostRankError(
-                f"rank(s) {_some(list(lost))} gave no sign of life for {silence_s():g} s: their "
-                f"processes ended or were stopped. The limit is 6 times {PATIENCE}"
+                f"{named_ranks(list(lost))} had no heartbeat for {silence_s():g} s: the process "
+                f"ended or was stopped. The limit is 6 times {PATIENCE}"
             )
 
     @contextmanager
@@ -245,15 +249,11 @@ class Council:
 
 def _of_all(failed: Mapping[tuple[str, str], list[int]]) -> dict[str, Any]:
     """Return the error of all ranks for the errors of some."""
-    texts = [f"rank {_some(ranks)}: {text}" for (text, _), ranks in failed.items()]
+    texts = [f"{named_ranks(ranks)}: {text}" for (text, _), ranks in failed.items()]
     kinds = {kind for _, kind in failed}
     kind = kinds.pop() if len(kinds) == 1 else FailedRankError.__name__
     more = f"; and {len(texts) - 8} other errors" if len(texts) > 8 else ""
     return {"error": "; ".join(texts[:8]) + more, "kind": kind}
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 
 
 def _described(error: Exception) -> dict[str, Any]:
@@ -264,24 +264,24 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 class _Members:
-    """What the councils of a job share; ``group`` is None where this rank is alone."""
+    """The state that the councils of a job share; ``group`` is None for a rank that is alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
         self.ledger: Ledger | None = None
         self.store: dist.Store = dist.HashStore()
         self.numbers: Iterator[str] = map(str, itertools.count())
-        """The beginning of the keys of each council."""
+        """Prefixes of the keys of the councils."""
         if group is None:
             return
-        # Ranks may have met in this store before, in another process group: use other keys.
+        # Ranks may have used this store before, in another process group: take new keys.
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
         names = all_gather_bytes(name, "what saves and loads need")
         start = f"fullshard/{bytes(names[0].tolist()).hex()}"
         self.numbers = (f"{start}/{number}" for number in itertools.count())
         self.store = own_store()
         self.ledger = ledger_beside(self, "councils")
-        begin_pulse()
+        start_heartbeat()
 
 
 _members_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Members] = weakref.WeakKeyDictionary()

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard.comm.pulse import PULSE_S, Sign, last_sign, silence_s
+from fullshard.comm.heartbeat import BEAT_S, Beat, last_beat, silence_s
 
-__all__ = ["DEAD", "STOPPED", "Absence", "Liveness", "ended_key"]
+__all__ = ["DEAD", "STOPPED", "Absence", "Liveness", "exit_reason_key"]
 
 DEAD = "ended without a word: killed, or it crashed"
 STOPPED = "was stopped by a signal"
@@ -36,41 +36,41 @@ class Liveness:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._seen: dict[int, tuple[int, float]] = {}  # by rank: a sign's number, when seen first
+        self._seen: dict[int, tuple[int, float]] = {}  # rank: number of a beat, first seen
 
     def is_dead(self, rank: int) -> bool:
-        """Return whether ``rank`` has said its last words, or was of this host and has ended."""
-        sign = last_sign(self._store, rank)
-        is_gone = sign is not None and sign.is_of_the_dead
-        return is_gone or self._store.check([ended_key(rank)])
+        """Return whether ``rank`` reported its exit, or ran on this host and has ended."""
+        beat = last_beat(self._store, rank)
+        is_gone = beat is not None and beat.has_ended
+        return is_gone or self._store.check([exit_reason_key(rank)])
 
-    def saw(self, signs: Mapping[int, int]) -> None:
-        """Take note of the numbers of signs of life that another rank found."""
+    def note(self, beats: Mapping[int, int]) -> None:
+        """Record the numbers of the last heartbeats of ranks, which another rank may have read."""
         now_s = time.monotonic()
-        for rank, number in signs.items():
+        for rank, number in beats.items():
             if rank not in self._seen or self._seen[rank][0] != number:
                 self._seen[rank] = (number, now_s)
 
     def silent_since(self) -> dict[int, float]:
-        """Return the ranks that were looked for and gave no sign since, and when that began.
+        """Return the ranks without a heartbeat since this object first looked, and when that was.
 
         Times are by ``time.monotonic``.
         """
-        seen = dict(self._seen)  # the watch adds to it meanwhile
-        numbers = self.signs(seen)
+        seen = dict(self._seen)  # the watch adds to it at the same time
+        numbers = self.beats(seen)
         return {rank: at_s for rank, (number, at_s) in seen.items() if numbers[rank] == number}
 
     def take_over(self, silent_since: Mapping[int, float]) -> None:
-        """Count silences from when they began, as another roll of the same processes found."""
-        for rank, number in self.signs(silent_since).items():
+        """Count silences from their beginning, which a ``Liveness`` of the same processes found."""
+        for rank, number in self.beats(silent_since).items():
             self._seen[rank] = (number, silent_since[rank])
 
     def absences(self, ranks: Iterable[int]) -> dict[int, Absence]:
-        """Return why ``ranks`` said nothing; if some may live, look at them a second time."""
-        first = {rank: last_sign(self._store, rank) for rank in ranks}
-        found = {rank: self._known(rank, sign) for rank, sign in first.items()}
+        """Return why ``ranks`` did not report; look a second time if some may be alive."""
+        first = {rank: last_beat(self._store, rank) for rank in ranks}
+        found = {rank: self._known(rank, beat) for rank, beat in first.items()}
         if None in found.values():
-            time.sleep(1.5 * PULSE_S)
+            time.sleep(1.5 * BEAT_S)
         return {
             rank: absence or self._guessed(rank, first[rank]) for rank, absence in found.items()
         }
@@ -83,47 +83,47 @@ class Liveness:
         """
         found = {}
         for rank in ranks:
-            sign = last_sign(self._store, rank)
-            if sign is not None and sign.is_of_the_dead:
+            beat = last_beat(self._store, rank)
+            if beat is not None and beat.has_ended:
                 found[rank] = DEAD
-            elif not (sign is not None and sign.is_of_the_living):
-                absence = self._silent(rank, "gave no sign of life")
+            elif not (beat is not None and beat.is_running):
+                absence = self._silent(rank, "had no heartbeat")
                 if absence.is_final:
                     found[rank] = absence.why
         return found
 
-    def signs(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the numbers of the last signs of life of ``ranks``."""
-        signs = {rank: last_sign(self._store, rank) for rank in ranks}
-        return {rank: -1 if sign is None else sign.number for rank, sign in signs.items()}
+    def beats(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the numbers of the last heartbeats of ``ranks``; -1 if there was none."""
+        beats = {rank: last_beat(self._store, rank) for rank in ranks}
+        return {rank: -1 if beat is None else beat.number for rank, beat in beats.items()}
 
-    def _known(self, rank: int, sign: Sign | None) -> Absence | None:
-        if self._store.check([ended_key(rank)]):
-            return Absence(self._store.get(ended_key(rank)).decode(), is_final=True)
-        if sign is not None and sign.is_of_the_dead:
+    def _known(self, rank: int, beat: Beat | None) -> Absence | None:
+        if self._store.check([exit_reason_key(rank)]):
+            return Absence(self._store.get(exit_reason_key(rank)).decode(), is_final=True)
+        if beat is not None and beat.has_ended:
             return Absence(DEAD, is_final=True)
-        if sign is not None and sign.is_of_the_stopped:
+        if beat is not None and beat.is_stopped:
             return self._silent(rank, STOPPED)
         return None
 
-    def _guessed(self, rank: int, before: Sign | None) -> Absence:
-        if last_sign(self._store, rank) != before:
+    def _guessed(self, rank: int, before: Beat | None) -> Absence:
+        if last_beat(self._store, rank) != before:
             return Absence("lives, but does not answer", is_final=False)
-        if before is None:  # it may load data for any time; its launcher knows if it ended
+        if before is None:  # it may load data for any time; the launcher knows whether it ended
             return Absence("has not begun to train yet", is_final=False)
-        if before.is_of_the_living:
-            return Absence("gives no sign of life, though its process lives", is_final=False)
-        why = "gives no sign of life: it ended, was stopped, or is cut off"
+        if before.is_running:
+            return Absence("has no heartbeat, though its process is alive", is_final=False)
+        why = "has no heartbeat: it ended, was stopped, or cannot reach the store"
         return self._silent(rank, why)._replace(least_wait_s=silence_s())
 
     def _silent(self, rank: int, why: str) -> Absence:
-        """Return the absence of a rank that may come back; not when it was silent for too long."""
-        self.saw(self.signs([rank]))
+        """Return the absence of a rank, which is final once the rank was silent for too long."""
+        self.note(self.beats([rank]))
         silent_s = time.monotonic() - self._seen[rank][1]
         is_final = silent_s > silence_s()
         return Absence(f"{why}, for {silent_s:.0f} s" if is_final else why, is_final)
 
 
-def ended_key(rank: int) -> str:
-    """Return the key of the last words of ``rank``."""
+def exit_reason_key(rank: int) -> str:
+    """Return the key of the exit reason of ``rank``."""
     return f"fullshard/ended/{rank}"

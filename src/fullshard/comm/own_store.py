@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -74,12 +75,25 @@ class OwnStore(dist.Store):
         try:
             waiter = self._waiters.pop()
         except IndexError:
-            waiter = OwnStore(self._connected())
-            waiter._warnings = self._warnings
+            waiter = self._waiter()
         try:
             waiter._done(lambda store: store.wait(keys, timeout))
         finally:
             self._waiters.append(waiter)
+
+    def connect_to_wait(self) -> None:
+        """Begin to connect for the first ``wait``, in a thread: name servers may be slow."""
+
+        def connect() -> None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone again
+                self._waiters.append(self._waiter())
+
+        threading.Thread(target=connect, name="fullshard store", daemon=True).start()
+
+    def _waiter(self) -> OwnStore:
+        waiter = OwnStore(self._connected())
+        waiter._warnings = self._warnings
+        return waiter
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """See PyTorch."""
@@ -158,14 +172,16 @@ _own_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnStore] = weakref.We
 
 
 def own_store() -> OwnStore:
-    """Return the default store through one more connection of this process, the same at each call.
+    """Return the default store through connections of our own, the same object at each call.
 
-    Users may wait for keys in the default store, and calls of all threads go one after the other.
-    To connect takes long where PyTorch waits for a name server.
+    Calls of all threads go through one connection, one after the other; users may wait for keys in
+    the default one. A second connection is for waits. To connect takes long where PyTorch waits for
+    a name server.
     """
     group = dist.group.WORLD
     assert group is not None
     own = _own_stores.get(group)
     if own is None:
         own = _own_stores[group] = OwnStore(default_store())
+        own.connect_to_wait()
     return own

@@ -35,6 +35,7 @@ class StoreRound:
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store = store
         self.name = name
+        self._pieces_of: dict[str, list[str]] = {}  # keys of long texts that were read or written
 
     def publish(self, rank: int, text: str) -> None:
         """Publish the text of ``rank``, once."""
@@ -85,15 +86,13 @@ class StoreRound:
         with _Blocked(self._store, [self._decision_key]) as blocked:
             while not blocked.ends_within(_LOOK_S):
                 look()
-        return self._joined(self._store.get(self._decision_key).decode())
+        return self._joined(self._decision_key, self._store.get(self._decision_key).decode())
 
     def forget(self, ranks: Iterable[int] = (), *, decision: bool = False) -> None:
-        """Delete the texts of ``ranks``, which may be missing; and the decision, if asked for."""
+        """Delete what this object has read or written: texts of ``ranks``, and the decision."""
         for key in [*map(self._key, ranks), *[self._decision_key] * decision]:
-            if self._store.check([key]):
-                for piece in _pieces(self._store.get(key).decode()):
-                    self._store.delete_key(piece)
-                self._store.delete_key(key)
+            for stored in (*self._pieces_of.pop(key, ()), key):
+                self._store.delete_key(stored)
 
     @property
     def _decision_key(self) -> str:
@@ -103,8 +102,9 @@ class StoreRound:
         return f"{self.name}/{rank}"
 
     def _texts(self, ranks: Sequence[int]) -> dict[int, str]:
-        heads = multi_get(self._store, list(map(self._key, ranks)))
-        return {rank: self._joined(head) for rank, head in zip(ranks, heads, strict=True)}
+        keys = list(map(self._key, ranks))
+        heads = zip(keys, multi_get(self._store, keys), strict=True)
+        return dict(zip(ranks, (self._joined(key, head) for key, head in heads), strict=True))
 
     def _put(self, key: str, text: str) -> str:
         """Set ``key`` unless it is there; return its text. A long text goes in pieces."""
@@ -113,11 +113,14 @@ class StoreRound:
         head = f"{len(parts[1:])},{pieces}\n{parts[0] if parts else ''}"
         for piece, part in zip(_pieces(head), parts[1:], strict=True):
             self._store.set(piece, part)
-        found = self._store.compare_set(key, "", head).decode()
-        return text if found == head else self._joined(found)
+        return self._joined(key, self._store.compare_set(key, "", head).decode())
 
-    def _joined(self, head: str) -> str:
-        return "".join([head.partition("\n")[2], *multi_get(self._store, _pieces(head))])
+    def _joined(self, key: str, head: str) -> str:
+        """Return the text at ``key``, whose value is ``head``, with all its pieces."""
+        pieces = _pieces(head)
+        if pieces:
+            self._pieces_of[key] = pieces
+        return "".join([head.partition("\n")[2], *multi_get(self._store, pieces)])
 
 
 def _pieces(head: str) -> list[str]:
@@ -146,10 +149,10 @@ class _Blocked:
         self._ended = threading.Event()
 
     def __enter__(self) -> _Blocked:
-        if not self._keys or self._store.check(self._keys):
-            self._ended.set()
-        else:
+        if self._keys:
             threading.Thread(target=self._wait, name="fullshard round", daemon=True).start()
+        else:
+            self._ended.set()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fullshard.comm.heartbeat import clamped
 from fullshard.comm.own_store import OwnStore
-from fullshard.comm.pulse import clamped
 from fullshard.comm.store_round import Missing, StoreRound
+from fullshard.comm.text import named_ranks
 from fullshard.doctor.facts import Facts
 from fullshard.errors import LostRankError
 
@@ -64,8 +65,7 @@ class Board:
         def look(missing: Missing) -> Collection[int]:
             if time.monotonic() > until_s:
                 raise LostRankError(
-                    f"{now.name}: nothing from rank(s) {', '.join(map(str, missing()))} within "
-                    f"{timeout_s:g} s"
+                    f"{now.name}: nothing from {named_ranks(missing())} within {timeout_s:g} s"
                 )
             return ()
 
@@ -75,7 +75,7 @@ class Board:
             raise
         except RuntimeError as error:
             raise LostRankError(
-                f"{now.name}: nothing from rank(s) 0, which holds the store"
+                f"{now.name}: nothing from rank 0, which holds the store"
             ) from error
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpointer, CheckpointInfo, load_newest
+from fullshard.comm.text import counted, named_ranks
 from fullshard.recover.transfer import StateTransfer
-from fullshard.watch.text import counted, named_ranks
 
 log = logging.getLogger("fullshard")
 

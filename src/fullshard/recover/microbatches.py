@@ -17,10 +17,10 @@ from fullshard import watch
 from fullshard.comm import collectives_of_group, served_by
 from fullshard.comm.ledger import now
 from fullshard.comm.protocol import Label
+from fullshard.comm.text import counted, named_ranks
 from fullshard.device import empty_cache
 from fullshard.errors import ArgumentTypeError, ConfigError, LostRankError, PeerError
 from fullshard.tensors import find_tensors, map_tensors
-from fullshard.watch.text import counted, named_ranks
 
 __all__ = ["Microbatches"]
 

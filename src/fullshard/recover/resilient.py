@@ -17,12 +17,12 @@ from fullshard import watch
 from fullshard.comm import ledger
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.ledger import now
+from fullshard.comm.text import counted
 from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
 from fullshard.recover.life import Life, Restart
 from fullshard.recover.transfer import StateTransfer
-from fullshard.recover.vote import End, Next, Said, Verdict, Voter
+from fullshard.recover.vote import Decision, Membership, Next, Outcome, Vote
 from fullshard.recover.world import Origin, join, leave
-from fullshard.watch.text import counted
 
 log = logging.getLogger("fullshard")
 
@@ -87,7 +87,7 @@ class _Job(Generic[Result]):
         )
         self._has_state_to_save = False
         self._ended_at_s = 0.0
-        self._voter = Voter(
+        self._membership = Membership(
             dist.PrefixStore(self._name, self._origin.store),
             self._original_rank,
             limit_s=self._origin.timeout.total_seconds(),
@@ -100,27 +100,27 @@ class _Job(Generic[Result]):
         try:
             while True:
                 result, error, said = self._run_attempt()
-                verdict = self._voter.vote(self._attempt.number, self._original_ranks, said)
-                if verdict.next is not Next.AGAIN:
+                decision = self._membership.vote(self._attempt.number, self._original_ranks, said)
+                if decision.next is not Next.AGAIN:
                     self._transfer.discard()
-                if verdict.next is Next.OVER:
+                if decision.next is Next.OVER:
                     assert result is not None
                     return result[0]
-                if verdict.next is Next.RAISE and error is not None:
+                if decision.next is Next.RAISE and error is not None:
                     raise error
                 if error is None:
                     result = None
                     leave(None)
-                self._prepare_attempt(verdict, error)
+                self._prepare_attempt(decision, error)
                 error = None
                 gc.collect()  # a traceback keeps closures, which may keep the model
         except BaseException as last:
             exit_reason = f"left resilient with {type(last).__name__}: {last}"
             raise
         finally:
-            self._voter.leave(exit_reason, self._original_ranks)
+            self._membership.leave(exit_reason, self._original_ranks)
 
-    def _run_attempt(self) -> tuple[tuple[Result] | None, Exception | None, Said]:
+    def _run_attempt(self) -> tuple[tuple[Result] | None, Exception | None, Vote]:
         """Call the training once; leave the process groups if it failed."""
         era, rank = now(), self._attempt.rank
         ranks = self._original_ranks
@@ -130,7 +130,7 @@ class _Job(Generic[Result]):
             if self._has_state_to_save:
                 self._transfer.save(ranks)
             result = self._train(self._attempt)
-            return (result,), None, Said(End.DONE, step=self._transfer.capture(ranks, rank))
+            return (result,), None, Vote(Outcome.DONE, step=self._transfer.capture(ranks, rank))
         except Exception as error:
             failure = error
         finally:
@@ -145,22 +145,22 @@ class _Job(Generic[Result]):
         watching = watch.watcher()
         if watching is not None:
             silent = watching.silent_since()
-            self._voter.take_over({ranks[one]: at_s for one, at_s in silent.items()})
+            self._membership.take_over({ranks[one]: at_s for one, at_s in silent.items()})
         leave(failure)
         kind = type(failure).__name__
         place = f"{kind} {frame.filename}:{frame.lineno}"
-        end = End.FAULT if is_known else End.RAISED
-        return None, failure, Said(end, f"{kind}: {failure}", place, step)
+        end = Outcome.FAULT if is_known else Outcome.RAISED
+        return None, failure, Vote(end, f"{kind}: {failure}", place, step)
 
-    def _prepare_attempt(self, verdict: Verdict, error: Exception | None) -> None:
+    def _prepare_attempt(self, decision: Decision, error: Exception | None) -> None:
         """Prepare the next attempt, on the surviving ranks.
 
         Raises:
             PeerError: the limits of ``resilient`` allow no other attempt.
         """
-        survivors = verdict.members
-        lost = "; ".join(f"rank {one} {why}" for one, why in verdict.lost.items())
-        why = "; ".join(filter(None, [lost, verdict.why]))
+        survivors = decision.members
+        lost = "; ".join(f"rank {one} {why}" for one, why in decision.lost.items())
+        why = "; ".join(filter(None, [lost, decision.why]))
         refusal = self._refusal(len(survivors))
         if refusal is not None:
             self._transfer.discard()
@@ -169,8 +169,8 @@ class _Job(Generic[Result]):
         is_first = self._original_rank == survivors[0]
         if is_first:
             log.warning("restarting on %s: %s", counted(len(survivors), "rank"), why)
-        self._has_state_to_save = self._transfer.can_save(verdict.steps, warns=is_first)
-        restart = Restart(why=why, lost=tuple(verdict.lost), world=len(survivors))
+        self._has_state_to_save = self._transfer.can_save(decision.steps, warns=is_first)
+        restart = Restart(why=why, lost=tuple(decision.lost), world=len(survivors))
         before = self._attempt
         self._original_ranks = survivors
         self._attempt = Life(

@@ -1,11 +1,11 @@
-"""How all ranks of a job find, at the end of a life, what comes next, and who is left.
+"""Membership: the ranks decide, at the end of an attempt, what comes next and who takes part.
 
-They talk through a store that outlives any of them. Each says how its life ended. Who finds that
-all have spoken that ever will writes down what comes next, unless another has done so: the store
-takes the first, and all do what stands there. So it does not matter who dies meanwhile; who dies
-afterwards is missed in the next life, and at its end.
+They use a store that outlives every rank. Each rank publishes how its attempt ended. The first rank
+that sees the votes of all live ranks writes the decision; compare-and-set keeps later writers from
+replacing it, and all ranks follow it. A rank may die at any moment: a rank that dies after the
+decision is missed in the next attempt, and at its end.
 
-Here ranks are *members*: they keep the numbers that they had when the job began.
+A *member* is a rank by its original number, that of the first attempt.
 """
 
 from __future__ import annotations
@@ -21,74 +21,75 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fullshard.comm.liveness import DEAD, Liveness, ended_key
+from fullshard.comm.heartbeat import Heartbeat
+from fullshard.comm.liveness import DEAD, Liveness, exit_reason_key
 from fullshard.comm.own_store import OwnStore
-from fullshard.comm.pulse import Pulse
 from fullshard.comm.store_round import Missing, StoreRound
+from fullshard.comm.text import named_ranks
 from fullshard.errors import LostRankError
 
 log = logging.getLogger("fullshard")
 
 _POLL_S = 0.01
-_ASK_S = 0.25  # so often the store is asked who ended, and for the verdict of another member
-_LOOK_S = 2.0  # so long after the first, ranks of other hosts are looked for
-_TELL_S = 30.0
-_PART_S = 5.0
+_ASK_S = 0.25  # between two checks for lost members and for the decision of another one
+_LOOK_S = 2.0  # between two checks for lost members on other hosts
+_WARN_S = 30.0
+_LEAVE_S = 5.0
 
 
-class End(enum.Enum):
-    """How the life of a member ended."""
+class Outcome(enum.Enum):
+    """How the attempt of a member ended."""
 
     DONE = "done"
     """The training returned."""
     FAULT = "fault"
-    """By a fault that other ranks know of."""
+    """A fault ended it that other ranks know of."""
     RAISED = "raised"
-    """By an exception of its own."""
+    """An exception of this member ended it."""
 
 
 class Next(enum.Enum):
-    """The next thing to do."""
+    """What the members do next."""
 
     OVER = "over"
-    """All who are left are done."""
+    """All members that are left are done."""
     RAISE = "raise"
-    """Each raises what it has raised: nobody was lost, and all failed by themselves, alike."""
+    """Each raises its own exception: no member was lost, and all failed at the same place."""
     AGAIN = "again"
     """The training is called again."""
 
 
-class Verdict(NamedTuple):
-    """The next thing to do, and the members that do it."""
+class Decision(NamedTuple):
+    """What comes next, and which members take part."""
 
     next: Next
     members: tuple[int, ...]
-    """Who is left, in the order of their new ranks."""
+    """The members that are left, in the order of their new ranks."""
     lost: Mapping[int, str]
-    """Who is not, and why."""
+    """The members that were lost, and why."""
     why: str
-    """The failure, in the words of the first member that failed."""
+    """The failure, as the first member that failed describes it."""
     steps: tuple[int | None, ...] = ()
-    """The steps whose state those who are left keep, each once; None: one keeps nothing."""
+    """The steps whose state members keep, each once; None if a member keeps none."""
 
 
-class Said(NamedTuple):
-    """How a life ended for one member."""
+class Vote(NamedTuple):
+    """How an attempt ended for one member."""
 
-    end: End
+    outcome: Outcome
     text: str = ""
     """The exception."""
     place: str = ""
-    """Its class, and where it was raised: equal for members that failed alike."""
+    """Its class and place; equal for members that failed at the same place."""
     step: int | None = None
-    """The step whose state this member keeps for the next life; None if it keeps nothing."""
+    """The step whose state this member keeps for the next attempt; None if it keeps none."""
 
 
-class Voter:
-    """One member, and the store through which it talks.
+class Membership:
+    """One member and its connection to the store of the job.
 
     Args:
-        limit_s: how long to wait for members that live, once one has failed, in seconds.
+        limit_s: seconds to wait for live members once one has failed.
     """
 
     def __init__(self, store: dist.Store, member: int, *, limit_s: float) -> None:
@@ -96,50 +97,50 @@ class Voter:
         self._limit_s = limit_s
         self._store = OwnStore(store)
         self._liveness = Liveness(self._store)
-        self._pulse = Pulse(self._store, member)
+        self._heartbeat = Heartbeat(self._store, member)
 
     def take_over(self, silent_since: Mapping[int, float]) -> None:
-        """Count the silences of members from when they began, by ``time.monotonic``."""
+        """Count silences of members from these times of ``time.monotonic``."""
         with _store_answers():
             self._liveness.take_over(silent_since)
 
-    def leave(self, how: str, members: Sequence[int]) -> None:
-        """Tell that this member will not vote any more, and ``how`` it left: a clause.
+    def leave(self, reason: str, members: Sequence[int]) -> None:
+        """Publish that this member votes no more; ``reason`` is a clause without its subject.
 
-        The first one, whose process may keep the store, lets the other ``members`` leave before.
+        The first member, whose process may keep the store, waits until the other ``members`` left.
         """
-        self._pulse.end()
+        self._heartbeat.end()
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._store.set(ended_key(self._member), how)
-            until_s = time.monotonic() + _PART_S
+            self._store.set(exit_reason_key(self._member), reason)
+            until_s = time.monotonic() + _LEAVE_S
             while self._member == 0 and time.monotonic() < until_s:
                 if all(self._liveness.is_dead(one) for one in members):
                     return
                 time.sleep(_POLL_S)
 
-    def vote(self, life: int, members: Sequence[int], said: Said) -> Verdict:
-        """Say how ``life`` ended here, and return what comes next, the same on all ``members``.
+    def vote(self, attempt: int, members: Sequence[int], own: Vote) -> Decision:
+        """Publish the vote of this member on ``attempt``; return the decision of all ``members``.
 
         Raises:
-            LostRankError: the store is gone; or the others did not wait for this member.
+            LostRankError: the store is gone, or the other members did not wait for this one.
         """
         with _store_answers():
-            now = StoreRound(self._store, f"{life}")
-            now.publish(self._member, json.dumps([said.end.value, *said[1:]]))
-            verdict = self._awaited(now, members)
-        if self._member not in verdict.members:
+            now = StoreRound(self._store, f"{attempt}")
+            now.publish(self._member, json.dumps([own.outcome.value, *own[1:]]))
+            decision = self._decided(now, members)
+        if self._member not in decision.members:
             raise LostRankError(
-                f"the other ranks go on without this one, which {verdict.lost[self._member]}"
+                f"the other ranks go on without this one, which {decision.lost[self._member]}"
             )
-        return verdict
+        return decision
 
-    def _awaited(self, now: StoreRound, members: Sequence[int]) -> Verdict:
-        """Wait until the verdict is there, or all have spoken that will; then write it."""
-        began_s = told_s = looked_s = asked_s = time.monotonic()
+    def _decided(self, now: StoreRound, members: Sequence[int]) -> Decision:
+        """Wait for the decision, or for the votes of all live members, and decide then."""
+        began_s = warned_s = looked_s = asked_s = time.monotonic()
         lost: dict[int, str] = {}
 
         def look(missing: Missing) -> Collection[int]:
-            nonlocal told_s, looked_s, asked_s
+            nonlocal warned_s, looked_s, asked_s
             if time.monotonic() - asked_s < _ASK_S:
                 return ()
             asked_s = time.monotonic()
@@ -153,55 +154,52 @@ class Voter:
                 looked_s = now_s
                 found = self._liveness.absences([one for one in awaited if one not in lost])
                 lost.update((one, why.why) for one, why in found.items() if why.is_final)
-            if now_s - told_s > _TELL_S:
-                told_s = now_s
-                log.warning("waiting for rank(s) %s, who live", ", ".join(map(str, awaited)))
+            if now_s - warned_s > _WARN_S:
+                warned_s = now_s
+                log.warning("waiting for %s, still alive", named_ranks(awaited))
             if now_s - began_s > self._limit_s and self._has_failed(now, members):
-                why = f"lives, but did not come in {self._limit_s:g} s"
+                why = f"is alive, but did not vote within {self._limit_s:g} s"
                 lost.update((one, why) for one in awaited if one not in lost)
             return lost
 
         now.collect(members, look)
-        return self._written(now, members, lost)
+        return self._decide(now, members, lost)
 
     def _has_failed(self, now: StoreRound, members: Sequence[int]) -> bool:
-        return any(one.end is not End.DONE for one in _said(now, members).values())
+        return any(vote.outcome is not Outcome.DONE for vote in _votes(now, members).values())
 
-    def _written(self, now: StoreRound, members: Sequence[int], lost: Mapping[int, str]) -> Verdict:
-        """Write the verdict, unless another member has; return what stands there."""
-        said = {one: what for one, what in _said(now, members).items() if one not in lost}
-        gone = {one: why for one, why in lost.items() if one not in said}
-        gone |= {one: DEAD for one in said if one != self._member and self._liveness.is_dead(one)}
-        own = _judged({one: what for one, what in said.items() if one not in gone}, gone)
+    def _decide(self, now: StoreRound, members: Sequence[int], lost: Mapping[int, str]) -> Decision:
+        """Write a decision, unless there is one; return the one in the store."""
+        votes = {one: vote for one, vote in _votes(now, members).items() if one not in lost}
+        gone = {one: why for one, why in lost.items() if one not in votes}
+        gone |= {one: DEAD for one in votes if one != self._member and self._liveness.is_dead(one)}
+        own = _decision({one: vote for one, vote in votes.items() if one not in gone}, gone)
         text = json.dumps([own.next.value, own.members, [*own.lost.items()], *own[3:]])
-        return _decoded(now.decide_once(text))
+        following, left, lost_pairs, why, steps = json.loads(now.decide_once(text))
+        return Decision(Next(following), tuple(left), dict(lost_pairs), why, tuple(steps))
 
 
-def _said(now: StoreRound, members: Sequence[int]) -> dict[int, Said]:
+def _votes(now: StoreRound, members: Sequence[int]) -> dict[int, Vote]:
     return {
-        one: Said(End(end), *rest)
+        one: Vote(Outcome(outcome), *rest)
         for one, text in now.published(members).items()
-        for end, *rest in [json.loads(text)]
+        for outcome, *rest in [json.loads(text)]
     }
 
 
-def _judged(said: Mapping[int, Said], lost: Mapping[int, str]) -> Verdict:
-    """Return what comes next."""
-    ends = {one.end for one in said.values()}
-    why = next((one.text for one in said.values() if one.end is End.FAULT), "")
-    why = why or next((one.text for one in said.values() if one.text), "")
+def _decision(votes: Mapping[int, Vote], lost: Mapping[int, str]) -> Decision:
+    """Return what follows from these votes."""
+    outcomes = {vote.outcome for vote in votes.values()}
+    why = next((vote.text for vote in votes.values() if vote.outcome is Outcome.FAULT), "")
+    why = why or next((vote.text for vote in votes.values() if vote.text), "")
+    places = {vote.place for vote in votes.values()}
     following = Next.AGAIN
-    if ends == {End.DONE}:
+    if outcomes == {Outcome.DONE}:
         following = Next.OVER
-    elif ends == {End.RAISED} and not lost and len({one.place for one in said.values()}) == 1:
+    elif outcomes == {Outcome.RAISED} and not lost and len(places) == 1:
         following = Next.RAISE
-    steps = tuple(dict.fromkeys(one.step for one in said.values()))
-    return Verdict(following, tuple(sorted(said)), dict(lost), why, steps)
-
-
-def _decoded(text: str) -> Verdict:
-    following, members, lost, why, steps = json.loads(text)
-    return Verdict(Next(following), tuple(members), dict(lost), why, tuple(steps))
+    steps = tuple(dict.fromkeys(vote.step for vote in votes.values()))
+    return Decision(following, tuple(sorted(votes)), dict(lost), why, steps)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from fullshard import _torch, watch
 from fullshard.checkpoint.pending import settle
+from fullshard.comm.heartbeat import stall_s
 from fullshard.comm.own_store import own_store
-from fullshard.comm.pulse import stall_s
 from fullshard.errors import FullshardError
 
 log = logging.getLogger("fullshard")

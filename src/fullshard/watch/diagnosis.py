@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
 from fullshard.comm.liveness import Absence
+from fullshard.comm.text import named_ranks
 from fullshard.watch.status import Group, Issued, StatusReport
-from fullshard.watch.text import named_ranks
 
 __all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from fullshard.comm import ledger
+from fullshard.comm.heartbeat import patience_s
 from fullshard.comm.ledger import Entry, Ledger, now
-from fullshard.comm.pulse import patience_s
 from fullshard.errors import LostRankError, PeerError, TornStepError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Failure, Step, described, steps

@@ -23,18 +23,18 @@ import torch.distributed as dist
 import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.dry import world_lock
+from fullshard.comm.heartbeat import patience_s, start_heartbeat
 from fullshard.comm.ledger import Ledger, end_era, ledgers, now
-from fullshard.comm.pulse import begin_pulse, patience_s
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
-from fullshard.watch.rounds import ANSWER_S, JUDGE_S, Rounds
+from fullshard.watch.rounds import ANSWER_S, DIAGNOSE_S, Rounds
 from fullshard.watch.status import Group, Issued, StatusReport
 from fullshard.watch.step import Failure, forget_failures, steps, verdict_pending
 
 log = logging.getLogger("fullshard")
 
 _TICK_S = 0.25
-ASK_S = ANSWER_S + 2 * JUDGE_S  # a round without a verdict by then has failed
+ASK_S = ANSWER_S + 2 * DIAGNOSE_S  # a round without a verdict by then has failed
 _DESTROYED = "has destroyed its process group"
 _FRAMES = 2  # of the stack, in a report
 
@@ -101,7 +101,7 @@ class Watcher:
             if not self._has_reported_exit:
                 self._has_reported_exit = True
                 with contextlib.suppress(RuntimeError):  # the store may be gone
-                    self._rounds.leave(reason)
+                    self._rounds.report_exit(reason)
 
     def _run(self) -> None:
         try:
@@ -137,9 +137,9 @@ class Watcher:
 
     def _ask_all(self) -> None:
         """Take part in a round that begins from now on; earlier reports may be out of date."""
-        rung = self._rounds.num_rung
+        triggered = self._rounds.num_triggered
         self._answer_all()
-        self._rounds.ring(after=rung)
+        self._rounds.trigger(after=triggered)
 
     def _answer_all(self) -> None:
         """Take part in the rounds that have begun."""
@@ -164,8 +164,8 @@ class Watcher:
         failures = [(step, step.failure) for step in steps()]
         with verdict_pending:
             try:
-                self._rounds.say(number, self._status())
-                found = self._rounds.judgement(number)
+                self._rounds.report(number, self._status())
+                found = self._rounds.verdict(number)
             except RuntimeError:  # the store failed
                 self._rounds.repeat(number)
                 raise
@@ -291,7 +291,7 @@ def begin_watching() -> bool:
     if _newest is not None:
         _newest.report_exit(_DESTROYED)
     forget_failures()
-    begin_pulse()
+    start_heartbeat()
     _newest = Watcher(group)
     _newest.start()
     return True

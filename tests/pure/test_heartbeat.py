@@ -18,36 +18,36 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm import pulse
+from fullshard.comm import heartbeat
+from fullshard.comm.heartbeat import Beat, Heartbeat, clamped, last_beat, stall_s
 from fullshard.comm.liveness import DEAD, STOPPED, Liveness
-from fullshard.comm.pulse import Pulse, Sign, clamped, last_sign, stall_s
 
 SIGN = """
 import time, torch.distributed as dist
-from fullshard.comm.pulse import Pulse, last_sign
+from fullshard.comm.heartbeat import Heartbeat, last_beat
 store = dist.HashStore()
-beats = Pulse(store, 0)
-while last_sign(store, 0) is None:
+beats = Heartbeat(store, 0)
+while last_beat(store, 0) is None:
     time.sleep(0.01)
-print(*last_sign(store, 0), flush=True)
+print(*last_beat(store, 0), flush=True)
 input()
 """
 
 
-Other = tuple[subprocess.Popen[bytes], Sign]
-"""Another process, and its sign of life."""
+Other = tuple[subprocess.Popen[bytes], Beat]
+"""Another process, and its heartbeat."""
 
 
 @pytest.fixture
 def other() -> Iterator[Other]:
     with subprocess.Popen(["sleep", "60"]) as process:
-        _, _, began = pulse._process(str(process.pid))
-        yield process, Sign(pulse._own_host(), process.pid, began, 1)
+        _, _, began = heartbeat._process(str(process.pid))
+        yield process, Beat(heartbeat._own_host(), process.pid, began, 1)
         process.kill()
 
 
-def seen(sign: Sign) -> tuple[bool, bool, bool]:
-    return sign.is_of_the_living, sign.is_of_the_stopped, sign.is_of_the_dead
+def seen(sign: Beat) -> tuple[bool, bool, bool]:
+    return sign.is_running, sign.is_stopped, sign.has_ended
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -71,10 +71,10 @@ def test_the_host_knows_who_lives(other: Other) -> None:
 
 def test_another_process_with_its_number_says_nothing_of_it() -> None:
     store = dist.HashStore()
-    beats = Pulse(store, 0)
-    until(lambda: last_sign(store, 0) is not None)
+    beats = Heartbeat(store, 0)
+    until(lambda: last_beat(store, 0) is not None)
     beats.end()
-    sign = last_sign(store, 0)
+    sign = last_beat(store, 0)
     assert sign is not None and seen(sign) == (True, False, False)
     assert seen(sign._replace(began="1")) == (False, False, False)
 
@@ -128,10 +128,10 @@ def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", missing)
     store = dist.HashStore()
-    beats = Pulse(store, 0)
-    until(lambda: last_sign(store, 0) is not None)
+    beats = Heartbeat(store, 0)
+    until(lambda: last_beat(store, 0) is not None)
     beats.end()
-    sign = last_sign(store, 0)
+    sign = last_beat(store, 0)
     assert sign is not None and seen(sign) == (False, False, False)
 
 
@@ -141,9 +141,9 @@ def test_a_process_that_lives_is_never_lost_for_its_silence(
     """Python code cannot give signs while C code holds the global lock."""
     process, sign = other
     monkeypatch.setenv("FULLSHARD_PATIENCE_S", "0.01")
-    monkeypatch.setattr("fullshard.comm.liveness.PULSE_S", 0.1)
+    monkeypatch.setattr("fullshard.comm.liveness.BEAT_S", 0.1)
     store = dist.HashStore()
-    store.set("fullshard/pulse/1", " ".join(map(str, sign)))
+    store.set("fullshard/heartbeat/1", " ".join(map(str, sign)))
     roll = Liveness(store)
 
     def absence() -> tuple[str, bool]:
@@ -151,12 +151,12 @@ def test_a_process_that_lives_is_never_lost_for_its_silence(
         time.sleep(0.1)
         return roll.absences([1])[1][:2]
 
-    assert absence() == ("gives no sign of life, though its process lives", False)
+    assert absence() == ("has no heartbeat, though its process is alive", False)
     process.send_signal(signal.SIGSTOP)
-    until(lambda: sign.is_of_the_stopped)
+    until(lambda: sign.is_stopped)
     assert absence() == (f"{STOPPED}, for 0 s", True)
     process.kill()
-    until(lambda: sign.is_of_the_dead)
+    until(lambda: sign.has_ended)
     assert absence() == (DEAD, True)
 
 
@@ -175,10 +175,10 @@ def test_a_store_that_fails_for_a_while_does_not_end_the_signs(
                 raise dist.DistNetworkError("broken pipe")
             self.inner.set(key, value)
 
-    monkeypatch.setattr(pulse, "PULSE_S", 0.01)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     store: Any = Failing()
-    beats = Pulse(store, 0)
-    until(lambda: last_sign(store.inner, 0) is not None)
+    beats = Heartbeat(store, 0)
+    until(lambda: last_beat(store.inner, 0) is not None)
     beats.end()
 
 

@@ -1,4 +1,4 @@
-"""Signs of life: a thread of each process tells the others, through the store, that it lives.
+"""Heartbeats: a thread of each process writes to the store that the process is alive.
 
 The store is the one that the default process group was made with.
 """
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from fullshard.comm.own_store import own_store
 
 PATIENCE = "FULLSHARD_PATIENCE_S"
-"""Environment variable: seconds that a rank waits for others before it asks where they are."""
+"""Environment variable: seconds that a rank waits for others before it starts a poll round."""
 
-PULSE_S = 1.0
-"""Seconds between two signs of life."""
+BEAT_S = 1.0
+"""Seconds between two heartbeats of a process."""
 
 _DEFAULT_PATIENCE_S = 5.0
 _LEAST_STALL_S = 10.0
@@ -31,17 +31,17 @@ _SILENT = 6  # times the patience; threads may be held up, by a compiler or a la
 
 
 def patience_s() -> float:
-    """Return how long a rank waits for others before it asks where they are, in seconds."""
+    """Return how many seconds a rank waits for others before it starts a poll round."""
     return float(os.environ.get(PATIENCE, _DEFAULT_PATIENCE_S))
 
 
 def silence_s() -> float:
-    """Return how long a process may give no sign of life before it counts as ended, in seconds."""
+    """Return how many seconds a process may be silent before it counts as ended."""
     return _SILENT * patience_s()
 
 
 def stall_s() -> float:
-    """Return how long a process that others talk to may keep them waiting, in seconds."""
+    """Return how many seconds a process may keep a peer waiting on a connection."""
     return clamped(max(_LEAST_STALL_S, 2 * silence_s()))
 
 
@@ -50,34 +50,34 @@ def clamped(timeout_s: float) -> float:
     return min(timeout_s, _LONGEST_S)
 
 
-class Sign(NamedTuple):
-    """A sign of life."""
+class Beat(NamedTuple):
+    """The last heartbeat of a process."""
 
     host: str
-    """Equal for processes that can see each other's numbers, those of one host in general."""
+    """Equal for processes that see each other's process numbers: in general, those of one host."""
     pid: int
-    """Number of the process in ``/proc``, which may be of an outer namespace."""
+    """Number of the process in ``/proc``, which may belong to an outer namespace."""
     began: str
-    """Start of the process, by the host's clock: a later process may get its number."""
+    """Start of the process by the host's clock, because a later process may get its number."""
     number: int
 
     @property
-    def is_of_the_dead(self) -> bool:
-        """True if its process is of this host and has ended."""
+    def has_ended(self) -> bool:
+        """True if the process ran on this host and has ended."""
         return self._state() in ("", "Z", "X")
 
     @property
-    def is_of_the_stopped(self) -> bool:
-        """True if its process is of this host and was stopped by a signal."""
+    def is_stopped(self) -> bool:
+        """True if the process is on this host and was stopped by a signal."""
         return self._state() in ("T", "t")
 
     @property
-    def is_of_the_living(self) -> bool:
-        """True if its process is of this host, lives, and was not stopped."""
+    def is_running(self) -> bool:
+        """True if the process is on this host, is alive, and was not stopped."""
         return self._state() not in (None, "", "Z", "X", "T", "t")
 
     def _state(self) -> str | None:
-        """Return the letter that Linux has for the process; "" if ended, None if not known."""
+        """Return Linux's letter for the state of the process: "" if it ended, None if unknown."""
         if self.host != _own_host():
             return None
         try:
@@ -89,71 +89,71 @@ class Sign(NamedTuple):
         return state if began == self.began else None
 
 
-def last_sign(store: dist.Store, rank: int) -> Sign | None:
-    """Return the last sign of life of ``rank``; None if it gave none."""
+def last_beat(store: dist.Store, rank: int) -> Beat | None:
+    """Return the last heartbeat of ``rank``; None if there was none."""
     key = _key(rank)
     if not store.check([key]):
         return None
     host, pid, began, number = store.get(key).decode().split()
-    return Sign(host, int(pid), began, int(number))
+    return Beat(host, int(pid), began, int(number))
 
 
-def begin_pulse() -> None:
-    """Give signs of life from now on, until the default process group is destroyed."""
+def start_heartbeat() -> None:
+    """Start the heartbeat of this process, which ends with the default process group."""
     group = dist.group.WORLD
-    if group is not None and group not in _pulses:
-        _pulses[group] = Pulse(own_store(), group.rank())
-        weakref.finalize(group, _pulses[group].end)
+    if group is not None and group not in _heartbeats:
+        _heartbeats[group] = Heartbeat(own_store(), group.rank())
+        weakref.finalize(group, _heartbeats[group].end)
 
 
-class Pulse:
-    """The thread of this process; gives signs of life of ``rank`` until its ``end``."""
+class Heartbeat:
+    """The thread that writes the heartbeats of ``rank`` until ``end``."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._key = _key(rank)
         self._pid = os.getpid()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fullshard pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fullshard heartbeat", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread, which a child that this process forked does not have."""
+        """End the thread; do nothing in a forked child, which has no such thread."""
         if os.getpid() != self._pid:
             return
         self._ended.set()
         if threading.current_thread() is not self._thread:  # a finalizer may run in any
-            self._thread.join(2 * PULSE_S)
+            self._thread.join(2 * BEAT_S)
 
     def _run(self) -> None:
         start = _start()
         for number in itertools.count():
-            with contextlib.suppress(RuntimeError):  # the store is out of reach, perhaps for good
+            with contextlib.suppress(RuntimeError):  # the store is out of reach
                 self._store.set(self._key, f"{start} {number}")
-            if self._ended.wait(PULSE_S):
+            if self._ended.wait(BEAT_S):
                 return
 
 
-_pulses: weakref.WeakKeyDictionary[dist.ProcessGroup, Pulse] = weakref.WeakKeyDictionary()
+_heartbeats: weakref.WeakKeyDictionary[dist.ProcessGroup, Heartbeat] = weakref.WeakKeyDictionary()
 
 
 def _key(rank: int) -> str:
-    return f"fullshard/pulse/{rank}"
+    return f"fullshard/heartbeat/{rank}"
 
 
 def _start() -> str:
-    """Return what all signs of this process begin with."""
+    """Return the beginning of every heartbeat of this process."""
     try:
         pid, _, began = _process("self")
         return f"{_own_host()} {pid} {began}"
-    except OSError:  # no /proc: nothing is known of other processes
+    except OSError:  # no /proc: the states of other processes are unknown
         return f"{secrets.token_hex(8)} 0 0"
 
 
 def _process(name: str) -> tuple[str, str, str]:
     """Return number, state and start of a process of ``/proc``.
 
-    ``os.getpid`` may be another number: a namespace may be without a ``/proc`` of its own.
+    ``os.getpid`` may differ from this number: a PID namespace may lack a ``/proc`` of its own.
     """
     pid, _, rest = Path(f"/proc/{name}/stat").read_text().partition(" ")
     fields = rest.rpartition(")")[2].split()
@@ -164,5 +164,5 @@ def _own_host() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot + os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux: nothing is known of other processes
+    except OSError:  # not Linux: the states of other processes are unknown
         return secrets.token_hex(8)

@@ -1,0 +1,158 @@
+"""Requests to the store for a save and for a diagnosis, by each of many ranks.
+
+Ranks are threads, each with connections of its own to one real ``TCPStore``. A save is the two
+decisions and the two shared texts of ``checkpoint.saving`` in one file system, without files; one
+on several machines takes three decisions more. A diagnosis is one poll round of the watch. Every
+request of ``OwnStore`` is counted, those that block among them.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from bench.machine import table
+from fullshard.comm import council, own_store
+from fullshard.comm.council import Council
+from fullshard.comm.own_store import OwnStore
+from fullshard.watch import rounds
+from fullshard.watch.rounds import Rounds
+from fullshard.watch.status import Group, Issued, StatusReport
+
+__all__ = ["figures", "report"]
+
+WORLDS = (8, 64, 1024)
+BOUND = 20
+"""Requests that a rank may make for a save, or for a diagnosis."""
+
+
+class _Counting(OwnStore):
+    """A connection that counts its requests for the rank of the thread that made it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self._rank = _here.rank
+
+    def _done(self, work: Any) -> Any:
+        _asked[self._rank] += 1
+        return super()._done(work)
+
+
+_asked: Counter[int] = Counter()
+
+
+class _Here(threading.local):
+    rank = -1
+    store: OwnStore
+    members: Any
+
+
+_here = _Here()
+
+
+def _save(decisions: int) -> None:
+    """Decide where to write, and that all have written; then what several machines decide."""
+    one = Council("save", "save", "a checkpoint")
+    key = one.share(json.dumps(["a list of tensors"] * 10))
+    digests = one.share(json.dumps(["digests of tensors"] * 10))
+    one.agree(lambda: key, lambda keys: one.take(keys[0]))
+    one.agree(lambda: digests, lambda keys: one.take(keys[0]))
+    for _ in range(decisions - 2):
+        one.agree(lambda: [_here.rank, "written"], len)
+
+
+def _diagnosis(world: int) -> Callable[[], None]:
+    def run() -> None:
+        rank = _here.rank
+        late = rank == 1
+        issued = () if late else (Issued(0, "gather", "blocks.0", 8),)
+        waits = None if late else 0
+        group = Group("0", tuple(range(world)), len(issued), issued, waits, 6.0)
+        mine = Rounds(rank, world)
+        _asked[rank] = 0
+        mine.report(1, StatusReport(rank, (group,), True, "", 0.0, ""))
+        assert "rank 1" in mine.verdict(1).text
+
+    return run
+
+
+@contextmanager
+def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, float]]]:
+    """Let ``world`` threads be ranks of one store; yield what runs a function on all of them."""
+    server = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=120))
+    barrier, began_s = threading.Barrier(world), list[float]()
+
+    def start(rank: int, run: Callable[[], None]) -> None:
+        _here.rank = rank
+        _here.store = _Counting(server)
+        _here.store._waiters.append(_here.store._waiter())
+        _asked[rank] = 0
+        _here.members = members = council._Members(None)
+        members.rank, members.world, members.store = rank, world, _here.store
+        members.numbers = iter(["bench/0"])
+        barrier.wait()
+        if not rank:
+            began_s.append(time.monotonic())
+        run()
+        barrier.wait()  # nobody leaves with its connection before
+
+    def on_all(run: Callable[[], None]) -> dict[str, float]:
+        _asked.clear()
+        with ThreadPoolExecutor(world) as threads:
+            list(threads.map(lambda rank: start(rank, run), range(world)))
+        asked = [_asked[rank] for rank in range(world)]
+        return {
+            "requests of the first rank": asked[0],
+            "of any other rank": max(asked[1:]),
+            "of a rank in the mean": sum(asked) / world,
+            "seconds": time.monotonic() - began_s.pop(),
+        }
+
+    with (
+        patch.object(own_store, "OwnStore", _Counting),
+        patch.object(council, "_members", lambda: _here.members),
+        patch.object(rounds, "own_store", lambda: _here.store),
+    ):
+        yield on_all
+
+
+def figures() -> dict[str, dict[str, float]]:
+    """By operation and ranks: requests, and the time with all ranks on this machine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    threading.stack_size(1 << 20)
+    found = {}
+    try:
+        for world in WORLDS:
+            with _ranks(world) as on_all:
+                found[f"save, {world} ranks"] = on_all(partial(_save, 2))
+            with _ranks(world) as on_all:
+                found[f"save on machines, {world} ranks"] = on_all(partial(_save, 5))
+            with _ranks(world) as on_all:
+                found[f"diagnosis, {world} ranks"] = on_all(_diagnosis(world))
+    finally:
+        threading.stack_size(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return found
+
+
+def report(found: dict[str, dict[str, float]]) -> int:
+    """Print the table; how many operations take more requests than ``BOUND``."""
+    names = list(next(iter(found.values())))
+    rows = [[where, *(f"{one[name]:.1f}" for name in names)] for where, one in found.items()]
+    print(table(["", *names], rows))
+    missed = [where for where, one in found.items() if one["of any other rank"] > BOUND]
+    print(f"\nmore than {BOUND} of a rank: {', '.join(missed) or 'none'}")
+    return len(missed)
