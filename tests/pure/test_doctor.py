@@ -259,6 +259,7 @@ def test_the_smallest_limit_of_memory_counts(
         (MESSAGES, with_variables(WELL, FULLSHARD_SHARED_MEMORY="0"), "is 0 on ranks 0, 1"),
         (MESSAGES, WELL, "the system does not allow it, or their users differ"),
         (GLOO, WELL, "on 1 host, and only gloo could connect them"),
+        (GLOO, with_variables(WELL, FULLSHARD_TRANSPORT="backend"), "is backend on ranks 0, 1"),
         (
             MESSAGES,
             [a_rank(number, a_host("one" if number < 2 else "two")) for number in range(4)],

@@ -26,6 +26,7 @@ from fullshard.comm.levels import Levels
 from fullshard.comm.memory import Memory
 from fullshard.comm.native import Native
 from fullshard.comm.shared import Shared
+from fullshard.errors import ConfigError
 from tests.ranks.pool import RankPool
 from tests.ranks.test_shared import gather
 
@@ -94,6 +95,63 @@ def test_a_first_step_outlasts_vain_attempts_to_connect(pool: RankPool) -> None:
 
 def test_else_memory_is_shared(pool: RankPool) -> None:
     assert pool.run(3, reach, "") == [(Shared.__name__, [])] * 3
+
+
+def wished(own: str, numel: int) -> tuple[str, float]:
+    """The transport that ranks find if rank 1 wishes so; and how far means in bf16 are off."""
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patched:
+        if group.rank() == 1:
+            patched.setenv(meeting.TRANSPORT, own)
+        wire = C10d(group, "cpu")
+        assert wire.adds_wide
+        assert gather(wire)()
+    parts = torch.arange(3 * numel * group.size()).view(group.size(), -1).remainder(7) / 64 + 1
+    exact = parts.bfloat16().double().mean(0)
+    own_part = parts[group.rank()].bfloat16()
+    reduced, whole = torch.empty(3 * numel // group.size()), own_part.clone()
+    wire.reduce_scatter_mean(reduced, own_part).wait()
+    wire.all_reduce_mean(whole).wait()
+    wanted = exact.view(group.size(), -1)[group.rank()]
+    rounded = exact.bfloat16().double()
+    off = (reduced.double() - wanted).abs().max() + (whole.double() - rounded).abs().max()
+    return type(ways_of(group, Choice(Transport.SHARED)).gathers).__name__, off.item()
+
+
+@pytest.mark.parametrize(
+    ("own", "found"), [("backend", Native), ("auto", Shared), ("shared", Shared)]
+)
+def test_one_rank_may_ask_for_the_backends_own_collectives(
+    pool: RankPool, own: str, found: type
+) -> None:
+    for name, off in pool.run(3, wished, own, 4):
+        assert name == found.__name__
+        assert off < 1e-6  # sums in bf16 would be off by some thousandths
+
+
+def refused_wish(own: str, *off: str) -> str:
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patched:
+        if group.rank() == 1:
+            patched.setenv(meeting.TRANSPORT, own)
+            for name in off:
+                patched.setenv(name, "0")
+        with pytest.raises(ConfigError) as raised:
+            C10d(group, "cpu").connect()
+    assert gather(C10d(group, "cpu"))()  # nothing is lost
+    return str(raised.value)
+
+
+def test_an_unknown_transport_is_refused_on_all_ranks(pool: RankPool) -> None:
+    for said in pool.run(3, refused_wish, "tcp"):
+        assert "FULLSHARD_TRANSPORT='tcp' on rank 1 of the process group" in said
+        assert "expected one of auto, shared, backend" in said
+
+
+def test_memory_that_must_be_shared_and_cannot_is_refused_on_all_ranks(pool: RankPool) -> None:
+    for said in pool.run(3, refused_wish, "shared", meeting.SWITCH):
+        assert "ranks 0, 1, 2 of the process group are on one host" in said
+        assert "FULLSHARD_TRANSPORT=auto goes on without" in said
 
 
 def some_desks(world: int) -> Iterator[tuple[NearDesk, socket.socket]]:

@@ -46,14 +46,12 @@ class Transport(enum.Enum):
     """The backend's own collectives."""
     SHARED = "shared"
     """Shared memory within hosts (``Shared``), and direct messages between hosts (``Levels``), but
-    for exchanges, which use the backend there."""
+    for exchanges, which use the backend there. The backend for everything if a rank asks for it, or
+    if hosts cannot connect. Sums are in fp32 or wider in any case."""
 
 
 class _Way(Protocol):
     """An implementation of gathers and reductions; each object serves one process group."""
-
-    @property
-    def adds_wide(self) -> bool: ...
 
     def all_gather(
         self,
@@ -103,11 +101,9 @@ def ways_of(group: dist.ProcessGroup, choice: Choice) -> _Ways:
         found = _ways[group] = _OfEra(era, {})
     ways = found.ways
     if choice not in ways:
-        native = Native(choice.device_type, averages=choice.averages)
-        if choice.transport is Transport.NATIVE:
-            ways[choice] = _Ways(native, native, native)
-        else:
-            ways[choice] = _met(group, native)
+        is_shared = choice.transport is Transport.SHARED
+        native = Native(choice.device_type, averages=choice.averages, adds_wide=is_shared)
+        ways[choice] = _met(group, native) if is_shared else _Ways(native, native, native)
     return ways[choice]
 
 
@@ -167,17 +163,15 @@ class C10d:
 
     @property
     def adds_wide(self) -> bool:
-        """True if sums are in fp32 or wider: ours are, a backend's are in the dtype that travels.
+        """True if sums are in fp32 or wider; a backend's own are in the dtype that travels."""
+        return self._choice.transport is Transport.SHARED
 
-        Reading this property may meet the other ranks first, so all ranks must read it; not if
-        they have met before, in whatever era.
-        """
+    def connect(self) -> None:
+        """Connect the ranks, unless they are connected; a collective, as is the first other one."""
         group = self.group
         found = _ways.get(group)
-        ways = None if found is None else found.ways.get(self._choice)
-        if ways is None and self._choice.transport is Transport.SHARED:
+        if self.adds_wide and (found is None or self._choice not in found.ways):
             self._ledger.issue(MEETING, "", 0, partial(self._meet, group)).wait()
-        return (ways or self._ways(group)).reduces.adds_wide
 
     def by_sums(self) -> C10d:
         """See ``Collectives.by_sums``."""

@@ -42,11 +42,17 @@ class Told(NamedTuple):
     """Name of the sender's socket; between circles, the port."""
     key: bytes
     """Key that the receiver must show to the sender; different for each receiver."""
+    host: bytes = b""
+    """Equal for ranks of one host."""
+    wish: str = ""
+    """The transport that the sender asks for."""
 
     @classmethod
     def unpacked(cls, said: bytes) -> Told:
         """Return the message that these bytes are."""
-        return cls(*(said[start : start + NBYTES] for start in range(0, len(said), NBYTES)))
+        parts = (said[start : start + NBYTES] for start in range(0, len(said), NBYTES))
+        place, name, key, host, wish = parts
+        return cls(place, name, key, host, wish.rstrip(b"\0").decode(errors="replace"))
 
 
 def address(name: bytes) -> bytes:

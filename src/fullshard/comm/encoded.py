@@ -32,8 +32,7 @@ class Encoded(Around):
     @property
     def adds_wide(self) -> bool:
         """True: sums are in fp32, whatever ``inner`` does."""
-        # Read all the same, which may meet the other ranks: they may have another policy.
-        return self.inner.adds_wide or True
+        return True
 
     def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
         """See ``Collectives.all_gather``; sources may have other dtypes than the outputs."""

@@ -6,7 +6,9 @@ The ranks exchange names, addresses and keys through the process group, and conn
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
+import logging
 import os
 import secrets
 import socket
@@ -23,12 +25,52 @@ from fullshard.comm.addresses import listener
 from fullshard.comm.desks import NBYTES, Desk, NearDesk, Told, listen
 from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.routes import Routes, circles_of
-from fullshard.errors import UnsupportedError
+from fullshard.comm.text import named_ranks
+from fullshard.errors import ConfigError, UnsupportedError
 
+log = logging.getLogger("fullshard")
+
+TRANSPORT = "FULLSHARD_TRANSPORT"
+"""Environment variable: the transport between ranks on CPUs over gloo, one of ``Wish``."""
 SWITCH = "FULLSHARD_SHARED_MEMORY"
 """Environment variable; a rank on which it is 0 shares memory with no other."""
 HOST = "FULLSHARD_HOST"
 """Environment variable; ranks on which it differs share no memory, as if on different hosts."""
+
+
+class Wish(enum.StrEnum):
+    """The transport that a rank asks for."""
+
+    AUTO = "auto"
+    """Shared memory within a host, where it works."""
+    SHARED = "shared"
+    """As ``AUTO``, but ranks of one host that cannot share memory are an error."""
+    BACKEND = "backend"
+    """The process group's own collectives, if any rank asks for them."""
+
+
+def _wish() -> str:
+    """Return the transport that this rank asks for, or whatever else its variable says."""
+    if os.environ.get(SWITCH) == "0" and SWITCH not in _warned_of:
+        _warned_of.add(SWITCH)
+        log.warning(
+            "%s=0: this rank shares memory with no other; %s=%s, on any rank, takes the process "
+            "group's own collectives instead", SWITCH, TRANSPORT, Wish.BACKEND,
+        )  # fmt: skip
+    return os.environ.get(TRANSPORT, Wish.AUTO)
+
+
+_warned_of: set[str] = set()
+
+
+def _check_wishes(wishes: Sequence[str]) -> None:
+    """Raise on all ranks if one asks for a transport that does not exist."""
+    for rank, given in enumerate(wishes):
+        if given not in list(Wish):
+            raise ConfigError(
+                f"{TRANSPORT}={given!r} on rank {rank} of the process group: expected one of "
+                f"{', '.join(Wish)}"
+            )
 
 
 class Met(NamedTuple):
@@ -55,6 +97,10 @@ def meet(group: dist.ProcessGroup) -> Meeting:
     """Meet the other ranks of ``group``; a collective.
 
     Ranks share memory if they run on one host as one user, and can and may share memory.
+
+    Raises:
+        ConfigError: on all ranks, if one asks for ``Wish.SHARED`` and ranks of one host cannot
+            share memory, or if one asks for a transport that does not exist.
     """
     rank, world = group.rank(), group.size()
     name = secrets.token_bytes(NBYTES)
@@ -66,7 +112,13 @@ def meet(group: dist.ProcessGroup) -> Meeting:
             place = _digest(own_host() + str(os.geteuid()).encode())
         else:
             place = secrets.token_bytes(NBYTES)
-        told = [Told.unpacked(s) for s in _told(group, [place + name + key for key in keys])]
+        wished = _wish().encode()[:NBYTES].ljust(NBYTES, b"\0")
+        about = _digest(own_host()) + wished
+        told = [Told.unpacked(s) for s in _told(group, [place + name + k + about for k in keys])]
+        wishes = [one.wish for one in told]
+        _check_wishes(wishes)
+        if Wish.BACKEND in wishes:
+            return Meeting(tuple((one,) for one in range(world)), partners=None)
         circles = circles_of([one.place for one in told])
         circle = Routes(circles, rank).own
         desk = NearDesk(rank, told, keys, set(circle) - {rank}, memory)
@@ -74,11 +126,24 @@ def meet(group: dist.ProcessGroup) -> Meeting:
         flags = _told(group, [bytes([desk.meet_all(listening)])] * world)
         has_met = {c: all(flags[member] == b"\1" for member in c) for c in circles}
         circles = circles_of([c if has_met[c] else r for r, c in _by_rank(circles)])
+        if Wish.SHARED in wishes:
+            _check_shared(circles, [one.host for one in told])
         met = desk.taken() if has_met[circle] else {}
     order = [r for r in (*range(rank + 1, world), *range(rank)) if r in met]
     neighbours = {r: Met(met[r].connection, LentMemory(met[r].fd)) for r in order}
     partners = _partners(group, Routes(circles, rank)) if len(circles) > 1 else {}
     return Meeting(circles, memory if neighbours else None, neighbours, partners)
+
+
+def _check_shared(circles: tuple[tuple[int, ...], ...], hosts: Sequence[bytes]) -> None:
+    """Raise if ranks of one host do not share memory."""
+    for apart in circles_of(hosts):
+        if apart not in circles:
+            raise ConfigError(
+                f"{TRANSPORT}={Wish.SHARED}: {named_ranks(apart)} of the process group are on one "
+                f"host, but cannot share memory: they run as several users, {SWITCH} is 0 on one, "
+                f"or the system refuses it. {TRANSPORT}={Wish.AUTO} goes on without"
+            )
 
 
 def _partners(group: dist.ProcessGroup, routes: Routes) -> dict[int, socket.socket] | None:
@@ -91,7 +156,7 @@ def _partners(group: dist.ProcessGroup, routes: Routes) -> dict[int, socket.sock
             listening, address = listener()
             opened.callback(listening.close)
             port = listening.getsockname()[1]
-        said = [address + port.to_bytes(NBYTES) + key for key in keys]
+        said = [address + port.to_bytes(NBYTES) + key + bytes(2 * NBYTES) for key in keys]
         told = [Told.unpacked(one) for one in _told(group, said)]
         desk = Desk(rank, told, keys, set(routes.partners))
         opened.callback(desk.close)

@@ -102,7 +102,7 @@ def _mapped_read_only(fd: int, size: int) -> Tensor:
     if address in (None, _FAILED):
         raise ProtocolError(
             f"cannot map {size} bytes of another rank's memory: {os.strerror(ctypes.get_errno())}; "
-            "raise the limit (ulimit -v), or set FULLSHARD_SHARED_MEMORY=0 on all ranks"
+            "raise the limit (ulimit -v), or set FULLSHARD_TRANSPORT=backend"
         )
     own = (ctypes.c_ubyte * size).from_address(address)
     # Once no tensor refers to it any more. Not at exit: tensors may outlive the interpreter.

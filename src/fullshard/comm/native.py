@@ -1,25 +1,29 @@
-"""Gathers and means by a backend's own collectives."""
+"""Gathers and means by a backend's own collectives, such as those of NCCL or gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.labels import Compared
-from fullshard.comm.means import Divided, begun
+from fullshard.comm.means import Divided, begun, put_mean, wide_dtype
 from fullshard.comm.protocol import Done, Pending, Splits
 
 
 class Native:
     """The backend's own collectives of one process group."""
 
-    adds_wide = False
+    def __init__(self, device_type: str, *, averages: bool, adds_wide: bool = False) -> None:
+        """Make means with the backend's own mean if ``averages``, otherwise from sums.
 
-    def __init__(self, device_type: str, *, averages: bool) -> None:
-        """Make means with the backend's own mean if ``averages``, otherwise from sums."""
+        With ``adds_wide``, numbers of fewer than 32 bits are exchanged as they are and added up in
+        fp32 here; a backend adds them in their own dtype.
+        """
+        self.adds_wide = adds_wide
         self._averages = averages
         self._in_order = device_type != "cpu"
         self._compared = Compared(device_type)
@@ -41,6 +45,10 @@ class Native:
     ) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
         self._compared.compare(group, label)
+        if self.adds_wide and source.dtype.itemsize < 4:
+            arrived, sent = torch.empty_like(source), source.view(torch.uint8)
+            pending = _torch.all_to_all(group, arrived.view(torch.uint8), sent)
+            return _Added(pending or Done(), output, arrived.view(group.size(), -1), source)
         result = output if output.dtype == source.dtype else source.new_empty(output.shape)
         op, divisor = begun(source, group.size(), averages=self._averages)
         work = _torch.reduce_scatter(group, result, source, op, in_order=self._in_order)
@@ -49,6 +57,11 @@ class Native:
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
         self._compared.compare(group, label)
+        if self.adds_wide and values.dtype.itemsize < 4:
+            wide = values.to(wide_dtype(values.dtype))
+            op, divisor = begun(wide, group.size(), averages=self._averages)
+            pending = _divided(_torch.all_reduce(group, wide, op), wide, divisor)
+            return _Put(pending, values, wide, wide)
         op, divisor = begun(values, group.size(), averages=self._averages)
         work = _torch.all_reduce(group, values, op, in_order=self._in_order)
         return _divided(work, values, divisor)
@@ -95,3 +108,18 @@ class _Put:
         self._pending.wait()
         if self._result is not self._output:
             self._output.copy_(self._result)
+
+
+class _Added:
+    """Rows that arrive from all ranks, of which ``wait`` writes the mean."""
+
+    def __init__(self, pending: Pending, output: Tensor, rows: Tensor, source: Tensor) -> None:
+        self._pending = pending
+        self._output = output
+        self._rows = rows
+        self._source = source  # kept alive until everything is sent
+
+    def wait(self) -> None:
+        self._pending.wait()
+        first, *others = self._rows.unbind()
+        put_mean(self._output, first, others)

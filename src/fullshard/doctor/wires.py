@@ -13,7 +13,7 @@ from fullshard import _torch
 from fullshard.comm import Collectives
 from fullshard.comm.c10d import default_choice, ways_of
 from fullshard.comm.levels import Levels
-from fullshard.comm.meeting import SWITCH
+from fullshard.comm.meeting import SWITCH, TRANSPORT, Wish
 from fullshard.comm.native import Native
 from fullshard.comm.shared import Shared
 from fullshard.doctor.facts import Facts, by_host, counted, named_ranks
@@ -41,7 +41,6 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return Wire(ranks, "none", "none", True)
-    # Reading ``adds_wide`` connects the ranks first, if nothing has done so before.
     kind, adds_wide = mesh.device_type, wire.adds_wide
     ways = ways_of(group, default_choice(group, kind))
     backend = _torch.backend_name(group, kind)
@@ -61,6 +60,9 @@ def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:
     if wire.gathers != MESSAGES and "gloo" not in wire.gathers:
         return f"its ranks use GPUs on {hosts}"
     if wire.gathers != MESSAGES:
+        asking = [one for one in ranks if one.variables.get(TRANSPORT) == Wish.BACKEND]
+        if asking:
+            return f"{TRANSPORT} is {Wish.BACKEND} on {named_ranks(asking)}"
         return f"its ranks are on {hosts}, and only gloo could connect them"
     if num_hosts > 1:
         return f"its ranks are on {hosts}, and each shard is sent once to each other host"
