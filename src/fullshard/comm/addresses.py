@@ -22,8 +22,8 @@ _PLAIN = {"", "TCP", "UV"}
 def listener() -> tuple[socket.socket, bytes]:
     """Return a socket that listens at our address, and the address, an IPv6 one or mapped to one.
 
-    The address is that of the interface GLOO_SOCKET_IFNAME (of the first one if there are several),
-    else one of those that the host's name stands for.
+    The address is that of the first interface in GLOO_SOCKET_IFNAME; without that variable, the
+    first address of the host's name that works.
 
     Raises:
         OSError: if there is no such address.

@@ -74,10 +74,10 @@ def all_to_all(
     """Send bytes to each rank of ``group``; return what each sent to this one, in rank order.
 
     Args:
-        sent: flat bytes: what goes to the first rank, then to the second, and so on. They may be on
-            a device that the group does not serve, as those of offloaded parameters.
-        lengths: how many of them go to each rank.
-        sizes: how many bytes each rank sends to this one.
+        sent: flat bytes for the first rank, then for the second, and so on. The group need not
+            serve their device: bytes of offloaded parameters are on the CPU.
+        lengths: the number of bytes for each rank.
+        sizes: the number of bytes from each rank.
         group: the ranks.
 
     Raises:
@@ -100,11 +100,11 @@ def all_to_all_bytes(
     """Send bytes to each rank of the default group; return what each sent to this one.
 
     Args:
-        sent: flat bytes on the CPU: what goes to the first rank, then to the second, and so on.
-        lengths: how many of them go to each rank.
-        into: overwritten with what comes, in the same order, on the CPU; may be ``sent`` if there
-            is one rank.
-        sizes: how many bytes each rank sends to this one.
+        sent: flat bytes on the CPU for the first rank, then for the second, and so on.
+        lengths: the number of bytes for each rank.
+        into: receives the bytes from the ranks, in the same order, on the CPU; may be ``sent`` if
+            there is one rank.
+        sizes: the number of bytes from each rank.
 
     Returns:
         Views of ``into``, one for each rank.
@@ -202,8 +202,8 @@ def gather_uneven(piece: Tensor, lengths: Sequence[int], wire: Collectives) -> T
 
     ``piece`` is 1-D; ``lengths[r]`` is the number of elements of rank r's piece.
 
-    This is one all-gather of padded pieces. If padding would more than double the traffic, as for
-    a tensor that one of many ranks holds, it is one broadcast for each rank that holds elements.
+    The pieces are padded and gathered at once. If padding would more than double the traffic, as
+    for a tensor that one of many ranks holds, each rank that holds elements broadcasts them.
     """
     total, longest = sum(lengths), max(lengths)
     if piece.dtype is torch.bool:  # gloo does not carry bool

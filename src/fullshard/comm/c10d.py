@@ -77,7 +77,7 @@ class _Ways(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is asked of the ways of a group."""
+    """A request for the ways of a group."""
 
     transport: Transport
     device_type: str = "cpu"

@@ -45,7 +45,7 @@ class Codec(Protocol):
         """
 
     def decode(self, sent: Tensor, outputs: Sequence[Tensor], exact: int = 0) -> None:
-        """Write what ``sent`` stands for into ``outputs``, ``[rows, n]`` each."""
+        """Decode ``sent`` into ``outputs``, ``[rows, n]`` each."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Blocks:
 
         quotients, whole blocks | scales | up to 15 bytes | exact elements in fp32
 
-    Where an element is not finite, no element of its block arrives finite. An element is off by at
-    most half a step: with int8 the 254th part of the block's largest; with int4 the 14th, times
-    1 + 2^-8, as scales are in bf16; with fp8 (e4m3) the 16th part of its own, or 2^-10 / 448 of the
-    block's largest if that is more.
+    If an element is not finite, no element of its block arrives finite. The error of an element is
+    at most half a step. A step of int8 is 1/127 of the block's largest element. A step of int4 is
+    1/7 of it, times 1 + 2^-8, because scales are in bf16. A step of fp8 (e4m3) is 1/8 of the
+    element itself, or 2^-9 / 448 of the block's largest element if that is more.
     """
 
     kind: torch.dtype

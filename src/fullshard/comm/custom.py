@@ -21,8 +21,8 @@ class Comm(ABC):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory to send from or receive into.
 
-        It may be the same again once the collective before has ended; a reduction holds two at a
-        time, what it sends and what it receives.
+        An implementation may return the same memory again once the previous collective has ended.
+        A reduction holds two tensors at a time: its input and its output.
         """
 
 

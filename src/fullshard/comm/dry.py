@@ -129,7 +129,7 @@ def is_dry() -> bool:
 
 
 def played_by(device_type: str) -> str:
-    """Return what a device of ``device_type`` stands for: in a dry world, that of its hardware."""
+    """Return ``device_type``; in a dry world, the device type of its hardware."""
     return _device_type.get() or device_type
 
 
@@ -148,11 +148,17 @@ def dry_world(
     adds_wide: bool = True,
     device_type: str = "cpu",
 ) -> Iterator[None]:
-    """Be rank ``rank`` of ``size`` ranks in the block, whose collectives ``carry`` is told of.
+    """Make this process rank ``rank`` of ``size`` ranks in the block, without any other process.
 
-    Process groups that exist are back afterwards; no other thread may use ``torch.distributed``
-    meanwhile, unless it holds ``world_lock``. ``adds_wide`` is what the wires say of themselves;
-    the meshes of this world have CPUs, which stand for devices of ``device_type``.
+    The existing process groups are restored afterwards. No other thread may use
+    ``torch.distributed`` in the meantime, unless it holds ``world_lock``.
+
+    Args:
+        size: the number of ranks.
+        rank: the rank of this process.
+        carry: called with each collective, instead of running it.
+        adds_wide: the ``adds_wide`` of the collectives.
+        device_type: the device type that the CPUs in the meshes of this world stand for.
     """
 
     def wire(group: dist.ProcessGroup, device_type: str) -> DryWire:

@@ -17,15 +17,15 @@ from fullshard.comm.protocol import Around, Collectives, Pending, put
 class Encoded(Around):
     """The collectives of ``inner``, a group of two or more ranks, with data encoded by ``codec``.
 
-    Gathers decode this rank's own part as well, so that all ranks have the same bits. A mean is a
-    hop of encoded slices to the ranks that keep them, which add up in fp32; a mean of everything on
-    all ranks is such a hop and a second one, which gathers the encoded means. What has another
-    dtype than those of ``ENCODED`` travels as it is.
+    Gathers decode this rank's own part as well, so that all ranks have the same bits. In a mean,
+    encoded slices go to the ranks that keep them, which add up in fp32. A mean of whole values on
+    all ranks gathers the encoded means after that. Data of a dtype that is not in ``ENCODED`` is
+    sent as it is.
     """
 
     codec: Codec
     exact: int = 0
-    """The number of elements at the end of what is reduced, for each rank, that are not encoded."""
+    """The number of elements at the end of each rank's slice of a reduction that are sent as is."""
     watch: Callable[[Codec, Tensor], object] | None = None
     """Called with all values that are encoded, 2-D, before that."""
 
@@ -61,7 +61,7 @@ class Encoded(Around):
         return _Arriving(pending, sent, partial(self._put_mean, output, arrived, rows))
 
     def _put_mean(self, output: Tensor, arrived: Tensor, rows: Tensor) -> None:
-        """Write the mean of what ``arrived`` into ``output``; ``rows`` may be overwritten."""
+        """Write the mean of the rows ``arrived`` into ``output``; ``rows`` may be overwritten."""
         if self.codec.dtype is None:
             is_wide = rows.dtype is torch.float32
             wide = rows if is_wide else torch.empty_like(rows, dtype=torch.float32)

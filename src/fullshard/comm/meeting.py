@@ -50,7 +50,7 @@ class Wish(enum.StrEnum):
 
 
 def _wish() -> str:
-    """Return the transport that this rank asks for, or whatever else its variable says."""
+    """Return the value of the variable TRANSPORT of this rank, which may be none of ``Wish``."""
     if os.environ.get(SWITCH) == "0" and SWITCH not in _warned_of:
         _warned_of.add(SWITCH)
         log.warning(
