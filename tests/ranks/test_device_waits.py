@@ -118,7 +118,7 @@ def test_a_rank_that_fails_while_only_devices_wait_is_named_and_the_groups_end(
     told, once, again = first
     assert told.startswith("rank 1 failed: tests.ranks.test_autograd_failures.Trouble: no")
     assert re.search(
-        r"rank 0 has waited [\d.]+ s for the gather of unit b \(collective 2 of", told
+        r"rank 0 has waited [\d.]+ s for the gather of unit b \(collective 1 of", told
     ), told
     assert once == f"PeerError: {told}"
     assert again.startswith(f"ProtocolError: {told}. This fault has aborted the process groups")
