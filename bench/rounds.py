@@ -34,6 +34,7 @@ from fullshard.watch.status import Group, Issued, StatusReport
 __all__ = ["figures", "report"]
 
 WORLDS = (8, 64, 1024)
+LATE_S = 2.0
 BOUND = 20
 """Requests that a rank may make for a save, or for a diagnosis."""
 
@@ -62,8 +63,10 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def _save(decisions: int) -> None:
+def _save(decisions: int, late_s: float = 0.0) -> None:
     """Decide where to write, and that all have written; then what several machines decide."""
+    if _here.rank == 1:
+        time.sleep(late_s)
     one = Council("save", "save", "a checkpoint")
     key = one.share(json.dumps(["a list of tensors"] * 10))
     digests = one.share(json.dumps(["digests of tensors"] * 10))
@@ -138,6 +141,10 @@ def figures() -> dict[str, dict[str, float]]:
         for world in WORLDS:
             with _ranks(world) as on_all:
                 found[f"save, {world} ranks"] = on_all(partial(_save, 2))
+            with _ranks(world) as on_all:
+                found[f"save, one rank {LATE_S:g} s late, {world} ranks"] = on_all(
+                    partial(_save, 2, LATE_S)
+                )
             with _ranks(world) as on_all:
                 found[f"save on machines, {world} ranks"] = on_all(partial(_save, 5))
             with _ranks(world) as on_all:
