@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import fullshard
 from bench.machine import table
 from bench.models import GPT, SHAPES
-from fullshard.comm import Around, Done, Pending, collectives_of, wrapped
+from fullshard.comm import Done, Pending, Wrapper, collectives_of, wrapped
 from fullshard.comm.means import put_mean
 from fullshard.comm.protocol import put
 
@@ -79,7 +79,7 @@ def _nbytes(value: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Messages(Around):
+class Messages(Wrapper):
     """What we use over gloo between hosts, with nobody there; over NCCL we use native collectives.
 
     It copies what messages make us copy.

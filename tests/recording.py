@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard.comm.protocol import Around, Pending
+from fullshard.comm.protocol import Pending, Wrapper
 
 
 class CollectiveCall(NamedTuple):
@@ -21,7 +21,7 @@ class CollectiveCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recording(Around):
+class Recording(Wrapper):
     """A wrapper that appends each collective to ``calls`` and forwards it to ``inner``."""
 
     calls: list[CollectiveCall] = field(default_factory=list)

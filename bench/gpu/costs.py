@@ -21,7 +21,7 @@ from bench.contenders import FSDP2, PER_PARAMETER, RAGGED
 from bench.gpu.machine import WORLD, Failed, Kernel, Machine, Verdict, seconds
 from bench.gpu.model import LARGE, SMALL, Llama, made, made_from_meta, sizes_for, tokens_of, train
 from bench.gpu.races import Acting
-from fullshard.comm import Around, Done, Pending, wrapped
+from fullshard.comm import Done, Pending, Wrapper, wrapped
 
 __all__ = ["kernels", "memory", "offload", "speed", "syncs", "wire"]
 
@@ -32,7 +32,7 @@ LENGTHS = {"compute-bound": 4096, "host-bound": 128}
 
 
 @dataclass(frozen=True)
-class _Brief(Around):
+class _Brief(Wrapper):
     """Collectives that launch one small kernel each and then ``occupy`` the current stream."""
 
     occupy: Callable[[int], None] = field(default=lambda nbytes: None)

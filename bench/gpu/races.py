@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from bench.gpu.machine import WORLD, Failed, Machine, Verdict, same
 from bench.gpu.model import SMALL, Llama, sizes_for, tokens_of
-from fullshard.comm import Around, Done, Pending, wrapped
+from fullshard.comm import Done, Pending, Wrapper, wrapped
 from fullshard.device import Buffer, Lane, wires
 from fullshard.device.streams import CpuLanes, Lanes, StreamLanes
 from fullshard.engine import Engine, executor
@@ -37,7 +37,7 @@ LONGEST_US = 2000.0
 
 
 @dataclass(frozen=True)
-class Acting(Around):
+class Acting(Wrapper):
     """Plays the other ranks, whose values are made of ours, at a leisurely pace."""
 
     machine: Machine
@@ -273,14 +273,14 @@ def _without_join(waiter: Lane, awaited: Lane) -> AbstractContextManager[Any]:
 
 
 def _without_ready() -> AbstractContextManager[Any]:
-    def issue(self: wires.Beside, start: Callable[[], Pending]) -> Pending:
+    def issue(self: wires.OnStream, start: Callable[[], Pending]) -> Pending:
         with self.accelerator.stream(self.stream):
             pending = start()
         done = self.accelerator.Event()
         done.record(self.stream)
         return wires._Issued(pending, done, self)
 
-    return patch.object(wires.Beside, "_issue", issue)
+    return patch.object(wires.OnStream, "_issue", issue)
 
 
 CONTROLS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

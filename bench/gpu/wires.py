@@ -8,7 +8,7 @@ import torch.distributed as dist
 from bench.gpu.machine import Failed, Kernel, Machine, Verdict
 from fullshard import _torch
 from fullshard.comm.native import Native
-from fullshard.device.wires import Beside
+from fullshard.device.wires import OnStream
 
 __all__ = ["collectives", "streams"]
 
@@ -85,7 +85,7 @@ def streams(machine: Machine) -> Verdict:
             run(in_order=in_order)  # what happens once
         ordered = machine.traced(lambda: run(in_order=True))
         beside = machine.traced(lambda: run(in_order=False))
-        wire = Beside(_Raw(group), machine.accelerator, machine.device, mine)  # type: ignore[arg-type]
+        wire = OnStream(_Raw(group), machine.accelerator, machine.device, mine)  # type: ignore[arg-type]
         wired = machine.traced(lambda: wire.all_gather([output], [source]).wait())
     figures = {
         "streams, in order": len(_streams(ordered)),

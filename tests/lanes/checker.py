@@ -23,7 +23,7 @@ from torch import Tensor
 from fullshard import comm
 from fullshard.device import Lane, Lanes
 from fullshard.device.streams import StreamLanes
-from fullshard.device.wires import Beside
+from fullshard.device.wires import OnStream
 from fullshard.engine import executor, offload, shard
 from fullshard.optim import host_state
 from tests.lanes.booking import Booking, is_plain
@@ -51,7 +51,7 @@ class _Lanes(StreamLanes):
         if isinstance(comm, TracedWire):
             comm = replace(comm, in_order=True)
         wire = super().wire(lane, comm)
-        if isinstance(wire, Beside):
+        if isinstance(wire, OnStream):
             wire.stream.timeline.name = f"wire of {lane.value}"
         return wire
 

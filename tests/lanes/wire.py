@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fullshard.comm import Pending
-from fullshard.comm.protocol import Around
+from fullshard.comm.protocol import Wrapper
 from tests.lanes.clocks import Flight, Timeline
 from tests.lanes.places import here
 
@@ -20,7 +20,7 @@ __all__ = ["TracedWire"]
 
 
 @dataclass(frozen=True)
-class TracedWire(Around):
+class TracedWire(Wrapper):
     """``inner``, as NCCL runs it: on a stream of its own, which waits for the lane that issues.
 
     The stream is the process group's, so collectives of one group come one after another. With

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fullshard.comm import Alone, Done, Label, Pending
+from fullshard.comm import Done, Label, Pending, SingleRank
 from fullshard.comm.native import Native
 from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter, make_lanes
 from fullshard.device.streams import StreamLanes
@@ -358,7 +358,7 @@ def test_a_group_has_one_stream_on_a_lane_and_one_of_one_rank_has_none(
     lanes, wire = lanes_of(cuda), FakeWire(cuda)
     ours: Any = [lanes.wire(Lane.GATHER, wire) for _ in range(2)]  # type: ignore[arg-type]
     assert ours[0].stream is ours[1].stream
-    alone = Alone()
+    alone = SingleRank()
     assert lanes.wire(Lane.GATHER, alone) is alone
 
 

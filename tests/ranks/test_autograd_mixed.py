@@ -209,7 +209,7 @@ class First(Gate):
         return self.last(x) if end else super().forward(x)
 
 
-class Around(Tower):
+class Wrapper(Tower):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
         for block in list(self.blocks)[1:]:
@@ -221,7 +221,7 @@ class AParameterIsUnusedInOneUseOnOneRank(AMemberIsUnusedOnOneRank):
     """The uses themselves have a backward everywhere, as gradients of their input are asked for."""
 
     def model(self) -> nn.Module:
-        return Around(First(), Block(), Block())
+        return Wrapper(First(), Block(), Block())
 
     def units(self, model: Any) -> list[Any]:
         return [*model.blocks, model]

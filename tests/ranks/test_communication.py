@@ -298,7 +298,7 @@ def test_wires_change_between_steps_only(pool: RankPool) -> None:
 
 def test_the_custom_wire_without_a_group_is_not_asked() -> None:
     gather = Gather(asynchronous=True)
-    custom = comm.Custom(comm.Alone(), gather=gather)
+    custom = comm.Custom(comm.SingleRank(), gather=gather)
     source = torch.ones(3)
     output = torch.zeros(3)
     custom.all_gather([output], [source]).wait()

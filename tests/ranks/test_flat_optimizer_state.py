@@ -17,7 +17,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.test_flat_state import originals, step
 
 
-class Beside(nn.Module):
+class OnStream(nn.Module):
     """Two wrapped modules, and perhaps a parameter between them that no wrapper manages."""
 
     def __init__(self, *, original: bool | None, extra: bool = False) -> None:
@@ -37,14 +37,14 @@ class Beside(nn.Module):
 
 def adds_what_is_missing(original: bool) -> None:
     """As in PyTorch, older calls name no parameter that the state dict does not have."""
-    small = Beside(original=original)
+    small = OnStream(original=original)
     its = torch.optim.Adam(small.parameters(), lr=1e-2)
     step(small, its)
     full = FSDP.full_optim_state_dict(small, its, rank0_only=False)
     sharded = FSDP.sharded_optim_state_dict(small, its)
     is_first = torch.distributed.get_rank() == 0
     for call in ("shard", "scatter", "flatten", "now"):
-        model = Beside(original=original, extra=True)
+        model = OnStream(original=original, extra=True)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
         if call == "shard":
             state = FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
@@ -84,7 +84,7 @@ def test_parameters_that_no_wrapper_manages_are_for_the_program_to_add(
 def empty(original: bool) -> None:
     """Optimizers that never stepped, and groups without parameters."""
     names = {"first.weight", "first.bias", "last.weight", "last.bias"}
-    model, plain = Beside(original=original), Beside(original=None)
+    model, plain = OnStream(original=original), OnStream(original=None)
 
     def groups_of(one: nn.Module, rate: float) -> torch.optim.Optimizer:
         groups = [{"params": list(one.parameters())}, {"params": [], "lr": rate}]
@@ -138,7 +138,7 @@ def unknown(original: bool) -> None:
     from torch.distributed.checkpoint import state_dict as reader
 
     for wraps_root in (False, True):
-        inner: Any = Beside(original=original)
+        inner: Any = OnStream(original=original)
         model: Any = FSDP(inner, use_orig_params=original) if wraps_root else inner
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         before = [param.detach().clone() for param in model.parameters()]

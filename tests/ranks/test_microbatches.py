@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard import FullyShardedDataParallel, Microbatches, PerParameter, Ragged, fully_shard
-from fullshard.comm import Around, Pending
+from fullshard.comm import Pending, Wrapper
 from fullshard.comm.ledger import end_era, ledger_of, now
 from fullshard.comm.mesh import wrapped
 from fullshard.errors import ConfigError, LostRankError, PeerError
@@ -186,7 +186,7 @@ def test_a_rank_may_have_fewer_rows_than_parts(pool: RankPool) -> None:
 
 
 @dataclass(frozen=True)
-class Short(Around):
+class Short(Wrapper):
     """Collectives for whose number ``at`` this rank has no memory, once."""
 
     count: list[int]

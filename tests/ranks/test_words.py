@@ -195,7 +195,7 @@ class Tied(nn.Module):
         return y
 
 
-class Around(nn.Module):
+class Wrapper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.it: Any = Tied()
@@ -211,43 +211,43 @@ def wrapped(module: nn.Module, **options: Any) -> Any:
     )
 
 
-def parts(model: Around) -> None:
+def parts(model: Wrapper) -> None:
     fully_shard(model.it.embed)
     fully_shard(model.it.head)
 
 
-def part_and_whole(model: Around) -> None:
+def part_and_whole(model: Wrapper) -> None:
     fully_shard(model.it.embed)
     fully_shard(model)
 
 
-def lists(model: Around) -> None:
+def lists(model: Wrapper) -> None:
     fully_shard([model.it.body[0], model.it.embed])
     fully_shard([model.it.head, model.it.body[1]])
 
 
-def wrappers(model: Around) -> None:
+def wrappers(model: Wrapper) -> None:
     model.it.embed = wrapped(model.it.embed)
     wrapped(model)
 
 
-def policy(model: Around) -> None:
+def policy(model: Wrapper) -> None:
     wrapped(model, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}))
 
 
-def blocks(model: Around) -> None:
+def blocks(model: Wrapper) -> None:
     shard_blocks(model, policy=ModuleWrapPolicy({nn.Embedding}))
 
 
-def tied(shards: Callable[[Around], None]) -> str:
+def tied(shards: Callable[[Wrapper], None]) -> str:
     with pytest.raises(ConfigError, match="tied") as caught:
-        shards(Around())
+        shards(Wrapper())
     return str(caught.value)
 
 
 @pytest.mark.parametrize("shards", [parts, part_and_whole, lists, wrappers, policy, blocks])
 def test_ties_between_units_name_both_places(
-    pool: RankPool, shards: Callable[[Around], None]
+    pool: RankPool, shards: Callable[[Wrapper], None]
 ) -> None:
     """By their names in the whole model, also where a call was given only a part of it."""
     for message in pool.run(2, tied, shards):

@@ -42,5 +42,5 @@ from fullshard.comm.mesh import (
     served_by,
     wrapped,
 )
-from fullshard.comm.protocol import Alone, Around, Collectives, Done, Label, Pending
+from fullshard.comm.protocol import Collectives, Done, Label, Pending, SingleRank, Wrapper
 from fullshard.comm.public import Public

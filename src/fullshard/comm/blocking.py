@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.comm.c10d import default_choice, issued, transferred, ways_of
 from fullshard.comm.mesh import collectives_of, collectives_of_group, served_by
-from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, Together
+from fullshard.comm.protocol import Collectives, Done, Label, Pending, Splits, WorkGroup
 
 _BROADCAST_NBYTES = 256 << 20  # approximate; the concatenated tensors take that much memory
 _FEW = 1024
@@ -228,5 +228,5 @@ def broadcast_pieces(piece: Tensor, lengths: Sequence[int], wire: Collectives) -
     parts = whole.split(list(lengths))
     parts[wire.rank].copy_(piece)
     started = [wire.broadcast(part, rank) for rank, part in enumerate(parts) if len(part)]
-    Together(started).wait()
+    WorkGroup(started).wait()
     return whole

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.protocol import Around, Done, Pending
+from fullshard.comm.protocol import Done, Pending, Wrapper
 
 
 class Comm(ABC):
@@ -56,7 +56,7 @@ class ReduceScatter(Comm):
 
 
 @dataclass(frozen=True)
-class Custom(Around):
+class Custom(Wrapper):
     """The collectives of ``inner``, with the gather, the reduction or both replaced by the user's.
 
     The user's objects allocate gather outputs and reduction inputs and outputs, so all are copied.

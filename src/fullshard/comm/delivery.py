@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard.comm.c10d import issued
 from fullshard.comm.ledger import TRANSFER
 from fullshard.comm.mesh import collectives_of_group, served_by
-from fullshard.comm.protocol import Pending, Together
+from fullshard.comm.protocol import Pending, WorkGroup
 
 _PADDED = 1.02
 _TAG = 7201  # of point-to-point messages, which programs may send as well
@@ -99,7 +99,7 @@ class Delivery:
         for other, message in enumerate(self._messages):
             if other != self._rank and len(message):
                 calls.append(dist.P2POp(dist.irecv, message, other, tag=_TAG))
-        return Together(dist.batch_isend_irecv(calls) if calls else [])
+        return WorkGroup(dist.batch_isend_irecv(calls) if calls else [])
 
     def wait(self) -> list[Tensor]:
         """Wait for the end; return the messages in rank order, none if this rank gets none."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fullshard.comm.codecs import ENCODED, Codec
-from fullshard.comm.protocol import Around, Collectives, Pending, put
+from fullshard.comm.protocol import Collectives, Pending, Wrapper, put
 
 
 @dataclass(frozen=True)
-class Encoded(Around):
+class Encoded(Wrapper):
     """The collectives of ``inner``, a group of two or more ranks, with data encoded by ``codec``.
 
     Gathers decode this rank's own part as well, so that all ranks have the same bits. In a mean,

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fullshard.comm.protocol import Around, Done, Pending
+from fullshard.comm.protocol import Done, Pending, Wrapper
 
 
 @dataclass(frozen=True)
-class HookedShards(Around):
+class HookedShards(Wrapper):
     """The collectives of ``inner``, but ``hook(state, all_slices, own_slice)`` reduces gradients.
 
     The ``numel`` elements of each slice are followed by presence flags. The hook does not see the
@@ -66,7 +66,7 @@ class HookedCopies(HookedShards):
 
 
 @dataclass(frozen=True)
-class Settled(Around):
+class Settled(Wrapper):
     """A reduction over replicas that does nothing, because a hook has already reduced over them."""
 
     def all_reduce_mean(self, values: Tensor) -> Pending:

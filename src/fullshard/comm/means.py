@@ -56,7 +56,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Divided:
+class ScaledSum:
     """A pending sum that ``wait`` turns into a mean."""
 
     def __init__(self, pending: Pending, values: Tensor, divisor: float) -> None:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard import _torch
 from fullshard.comm.c10d import C10d, transferred
 from fullshard.comm.protocol import (
-    Alone,
     Collectives,
+    SingleRank,
 )
 from fullshard.errors import ConfigError
 
@@ -91,7 +91,7 @@ def collectives_of_group(group: dist.ProcessGroup, device_type: str) -> Collecti
     collectives = kinds.get(_wire)
     if collectives is None:
         alone = group.size() == 1
-        collectives = kinds[_wire] = Alone() if alone else _wire(group, device_type)
+        collectives = kinds[_wire] = SingleRank() if alone else _wire(group, device_type)
     wrapper = _wrapper.get()
     return collectives if wrapper is None else wrapper(collectives)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.labels import Compared
-from fullshard.comm.means import Divided, begun, put_mean, wide_dtype
+from fullshard.comm.means import ScaledSum, begun, put_mean, wide_dtype
 from fullshard.comm.protocol import Done, Pending, Splits
 
 
@@ -83,7 +83,7 @@ class Native:
 
 def _divided(work: dist.Work | None, values: Tensor, divisor: float) -> Pending:
     pending = work or Done()
-    return pending if divisor == 1 else Divided(pending, values, divisor)
+    return pending if divisor == 1 else ScaledSum(pending, values, divisor)
 
 
 class _Kept:

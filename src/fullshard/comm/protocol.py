@@ -29,7 +29,7 @@ class Done:
         """Return at once."""
 
 
-class Together:
+class WorkGroup:
     """Several collectives that complete together."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
@@ -107,7 +107,7 @@ class Collectives(Protocol):
 
 
 @dataclass(frozen=True)
-class Around:
+class Wrapper:
     """A wrapper that forwards everything to ``inner``; subclasses override what they change."""
 
     inner: Collectives
@@ -165,7 +165,7 @@ class Around:
         return self.inner.broadcast(values, source)
 
 
-class Alone:
+class SingleRank:
     """The collectives of a group of one rank."""
 
     rank = 0

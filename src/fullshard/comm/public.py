@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.c10d import C10d, Transport
 from fullshard.comm.means import begun
-from fullshard.comm.protocol import Done, Pending, Together
+from fullshard.comm.protocol import Done, Pending, WorkGroup
 
 _AVERAGED = (torch.float32, torch.bfloat16)
 """Dtypes that every backend can average and whose sums do not overflow."""
@@ -36,7 +36,7 @@ class Public(C10d):
             gather(output, source, group=group, async_op=self._is_async)
             for output, source in zip(outputs, sources, strict=True)
         ]
-        return Together([work for work in works if work is not None])
+        return WorkGroup([work for work in works if work is not None])
 
     def _reduce_scatter_mean(
         self, group: dist.ProcessGroup, output: Tensor, source: Tensor

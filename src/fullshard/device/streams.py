@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm import Collectives, Encoded, Pending
-from fullshard.device.wires import Beside
+from fullshard.device.wires import OnStream
 
 
 class Lane(enum.StrEnum):
@@ -265,7 +265,7 @@ class StreamLanes:
         streams = self._wires.setdefault(comm.group, {})
         if lane not in streams:
             streams[lane] = self._new_stream()
-        return Beside(comm, self._accelerator, self._device, streams[lane])
+        return OnStream(comm, self._accelerator, self._device, streams[lane])
 
     def wait(self, pending: Pending) -> None:
         """Make the current stream wait, without blocking the host."""

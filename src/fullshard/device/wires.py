@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.comm import Around, Pending
+from fullshard.comm import Pending, Wrapper
 
 
 @dataclass(frozen=True)
-class Beside(Around):
+class OnStream(Wrapper):
     """The collectives of ``inner``, issued on ``stream``.
 
     A collective waits for the work issued so far on the current stream, and not for later work.
@@ -64,7 +64,7 @@ class Beside(Around):
 class _Issued:
     pending: Pending
     done: Any
-    wire: Beside
+    wire: OnStream
 
     def wait(self) -> None:
         """Make the current stream wait for the collective, then let ``inner`` finish its part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fullshard.comm import Alone, HookedCopies, HookedShards, Settled
+from fullshard.comm import HookedCopies, HookedShards, Settled, SingleRank
 from fullshard.engine import Bucket, Unit
 from fullshard.errors import AssertedConfigError, AssertedProtocolError, ConfigError
 from fullshard.frontend.hooks import engine_of
@@ -56,7 +56,7 @@ def _wires(bucket: Bucket, state: Any, hook: Callable[..., object]) -> dict[str,
         }
     replicas = spec.replicas
     return {
-        "reducer": HookedCopies(replicas or Alone(), state, hook, numel),
+        "reducer": HookedCopies(replicas or SingleRank(), state, hook, numel),
         "clean_padding": True,
         "replicas": None if replicas is None else Settled(replicas),
     }

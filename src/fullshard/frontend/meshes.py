@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.comm import (
-    Alone,
     Collectives,
+    SingleRank,
     collectives_of,
     collectives_of_part,
     default_mesh,
@@ -88,7 +88,7 @@ class DataMesh:
     @property
     def shards(self) -> Collectives:
         """The collectives of the ranks that share one copy."""
-        return Alone() if self.shard_dim is None else collectives_of(self.mesh, self.shard_dim)
+        return SingleRank() if self.shard_dim is None else collectives_of(self.mesh, self.shard_dim)
 
     @property
     def replicas(self) -> Collectives | None:

@@ -48,7 +48,7 @@ def other(stream: Any) -> AbstractContextManager[Any]:
     return accelerator.stream(stream)
 
 
-class Around(nn.Module):
+class Wrapper(nn.Module):
     """So that the module with both branches is no root: it is reduced while backward goes on."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Around(nn.Module):
 
 
 def run(*, accumulates: bool = False, **options: Any) -> float:
-    plain = fill(Around().double())
+    plain = fill(Wrapper().double())
     model: Any = copy.deepcopy(plain)
     both = model.both
     for unit in (*both.aside, *both.along, both.before, both, model.first, model):
