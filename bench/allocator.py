@@ -1,8 +1,8 @@
 """A model of PyTorch's caching allocator of CUDA memory, with its default settings.
 
 It has the rules of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.13) that decide how much is
-reserved: memory comes in segments, which belong to one stream and stay; blocks are cut from them,
-and joined with free neighbours again.
+reserved: memory is reserved in segments, each for one stream, and never returned. Blocks are cut
+from segments and joined with free neighbours again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["CachingAllocator"]
 MB = 1 << 20
 GRANULE = 512
 SMALL = MB
-"""The largest request that goes to the small segments, and the largest rest that stays whole."""
+"""The largest request served from small segments; large blocks are split if more remains."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class _Given(NamedTuple):
 
 
 class CachingAllocator:
-    """Bytes that are reserved on each stream for what was allocated on it."""
+    """The bytes reserved on each stream for its allocations."""
 
     def __init__(self) -> None:
         self.reserved: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class CachingAllocator:
         self._given: dict[int, _Given] = {}
 
     def allocate(self, address: int, nbytes: int, stream: str) -> None:
-        """Give ``nbytes`` to ``stream``, which are at ``address`` until they are freed."""
+        """Allocate ``nbytes`` on ``stream``; ``address`` names them until they are freed."""
         nbytes = max(GRANULE, _up(nbytes, GRANULE))
         is_small = nbytes <= SMALL
         pool = self._pools[stream, is_small]
@@ -72,7 +72,7 @@ class CachingAllocator:
             _join(block.before, block, pool)
 
     def holds(self, address: int) -> bool:
-        """Whether something is at ``address``."""
+        """Return whether an allocation is at ``address``."""
         return address in self._given
 
 

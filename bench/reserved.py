@@ -1,10 +1,10 @@
-"""Reserved memory of a GPU by stream, without one.
+"""The memory that a GPU would reserve on each stream, without a GPU.
 
 A process plays one rank of eight on the CPU. Streams there are names: FSDP2 and our lanes switch
 them as on a GPU, and PyTorch's profiler notes each allocation, which goes to a model of the caching
 allocator (``allocator``) on the stream that is current. The model has 12 blocks of 51 million
-parameters, computed in bf16 and reduced in fp32 (``gpu.model.LARGE``). Its dims are a quarter, so
-that bytes of parameters, and of 1,024 tokens' activations, are a sixteenth, and are multiplied.
+parameters, computed in bf16 and reduced in fp32 (``gpu.model.LARGE``). Its dims and its 1,024
+tokens are divided by four, so bytes are a sixteenth; the replay multiplies them by 16.
 
 Two ways to begin: with the whole model on the device, which is then sharded there, and with a model
 on the meta device, of which only the shards get memory. On an H200 the first way reserved
@@ -39,7 +39,7 @@ from fullshard.engine import executor
 __all__ = ["figures", "report", "reserved"]
 
 PART = 4
-"""What dims are divided by."""
+"""The divisor of dims and tokens."""
 SIZES = replace(
     LARGE,
     dim=LARGE.dim // PART,
@@ -58,10 +58,10 @@ class _Stream:
         self.name = name
 
     def wait_event(self, event: Any) -> None:
-        """It is over."""
+        """Do nothing: the event has passed."""
 
     def wait_stream(self, other: Any) -> None:
-        """What was issued there is done."""
+        """Do nothing: the work there is done."""
 
     def record_event(self, event: Any = None) -> _Event:
         return _Event()
@@ -93,7 +93,7 @@ class _NamedStreams:
 
     @contextmanager
     def stream(self, stream: _Stream) -> Iterator[None]:
-        """Be on ``stream``."""
+        """Make ``stream`` the current stream."""
         self._current.append(stream)
         with record_function(_STREAM + stream.name):
             yield
@@ -105,7 +105,7 @@ class _NamedStreams:
 
 @contextmanager
 def _on_streams() -> Iterator[None]:
-    """Let FSDP2 and ours use streams on the CPU."""
+    """Make FSDP2 and fullshard use named streams on the CPU."""
     accelerator: Any = _NamedStreams()
     with ExitStack() as stack:
         for name in ("param_group", "collectives", "state", "param"):
@@ -121,7 +121,7 @@ def _on_streams() -> Iterator[None]:
 
 
 def reserved(name: str, start: str) -> dict[str, list[float]]:
-    """Megabytes that are reserved on each stream after each of three steps."""
+    """Return the megabytes reserved on each stream after each of three steps."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     machine = Machine(torch.device("cpu"))
@@ -170,7 +170,7 @@ def _by_stream(events: list[Any]) -> dict[str, list[float]]:
 
 
 def figures() -> dict[str, dict[str, dict[str, list[float]]]]:
-    """By start and contender: megabytes on each stream, the most last, after each step."""
+    """Return the megabytes reserved on each stream after each step, by start and contender."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {WHOLE: {}, META: {}}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for start, row in found.items():
@@ -180,7 +180,7 @@ def figures() -> dict[str, dict[str, dict[str, list[float]]]]:
 
 
 def report(found: dict[str, dict[str, dict[str, list[float]]]]) -> int:
-    """Print the table; how many of ours reserve more than FSDP2 for a model from meta."""
+    """Print the table; return how many of ours reserve more than FSDP2 from the meta device."""
     print("MB that the allocator reserves: after each step, and by stream after the last\n")
     rows = []
     for start, row in found.items():
@@ -196,7 +196,7 @@ def report(found: dict[str, dict[str, dict[str, list[float]]]]) -> int:
 
 
 def _totals(streams: dict[str, list[float]]) -> list[float]:
-    """Of all streams, after each step; a stream that came later had nothing before."""
+    """Return the sum over streams after each step; a stream counts from its first use."""
     return [
         sum(steps[number - STEPS] for steps in streams.values() if len(steps) >= STEPS - number)
         for number in range(STEPS)

@@ -2,8 +2,8 @@
 
 Ranks are threads, each with connections of its own to one real ``TCPStore``. A save is the two
 decisions and the two shared texts of ``checkpoint.saving`` in one file system, without files; one
-on several machines takes three decisions more. A diagnosis is one poll round of the watch. Every
-request of ``OwnStore`` is counted, those that block among them.
+on several machines makes three more. A diagnosis is one poll round of the watch. Every operation of
+``OwnStore`` counts as one request, blocking ones too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["figures", "report"]
 WORLDS = (8, 64, 1024)
 LATE_S = 2.0
 BOUND = 20
-"""Requests that a rank may make for a save, or for a diagnosis."""
+"""Requests that any rank but the first may make for a save, or for a diagnosis."""
 
 
 class _Counting(OwnStore):
@@ -64,7 +64,7 @@ _here = _Here()
 
 
 def _save(decisions: int, late_s: float = 0.0) -> None:
-    """Decide where to write, and that all have written; then what several machines decide."""
+    """Make the two decisions of a save, then the further ones of several machines."""
     if _here.rank == 1:
         time.sleep(late_s)
     one = Council("save", "save", "a checkpoint")
@@ -93,7 +93,7 @@ def _diagnosis(world: int) -> Callable[[], None]:
 
 @contextmanager
 def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, float]]]:
-    """Let ``world`` threads be ranks of one store; yield what runs a function on all of them."""
+    """Run ``world`` threads as ranks of one store; yield a function that calls one on all."""
     server = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=120))
     barrier, began_s = threading.Barrier(world), list[float]()
 
@@ -109,7 +109,7 @@ def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, floa
         if not rank:
             began_s.append(time.monotonic())
         run()
-        barrier.wait()  # nobody leaves with its connection before
+        barrier.wait()  # every rank keeps its connection until all are done
 
     def on_all(run: Callable[[], None]) -> dict[str, float]:
         _asked.clear()
@@ -132,7 +132,7 @@ def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, floa
 
 
 def figures() -> dict[str, dict[str, float]]:
-    """By operation and ranks: requests, and the time with all ranks on this machine."""
+    """Return requests and seconds, by operation and world size, all ranks on this machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     threading.stack_size(1 << 20)
@@ -156,7 +156,7 @@ def figures() -> dict[str, dict[str, float]]:
 
 
 def report(found: dict[str, dict[str, float]]) -> int:
-    """Print the table; how many operations take more requests than ``BOUND``."""
+    """Print the table; return how many operations exceed ``BOUND``."""
     names = list(next(iter(found.values())))
     rows = [[where, *(f"{one[name]:.1f}" for name in names)] for where, one in found.items()]
     print(table(["", *names], rows))

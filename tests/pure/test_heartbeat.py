@@ -154,7 +154,7 @@ def test_a_process_that_lives_is_never_lost_for_its_silence(
     assert absence() == ("has no heartbeat, though its process is alive", False)
     process.send_signal(signal.SIGSTOP)
     until(lambda: sign.is_stopped)
-    assert absence() == (f"{STOPPED}, for 0 s", True)
+    assert absence() == (f"{STOPPED}; silent for 0 s", True)
     process.kill()
     until(lambda: sign.has_ended)
     assert absence() == (DEAD, True)

@@ -111,7 +111,7 @@ def test_without_the_device_it_is_refused_before_anything_is_planned() -> None:
     def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         raise AssertionError("planned")
 
-    with pytest.raises(ConfigError, match="no cuda device is at hand"):
+    with pytest.raises(ConfigError, match="no cuda device is available"):
         plan(Tokens(), batch=torch.ones(1), world_size=2, shard=shard, measure=True)
 
 

@@ -317,7 +317,7 @@ def without_a_rank(path: Path) -> str:
 def test_a_rank_whose_disk_hangs_is_named(pool: RankPool, tmp_path: Path) -> None:
     first, absent, last = pool.run(3, without_a_rank, tmp_path, timeout_s=PATIENCE_S)
     assert first == last and absent == ""
-    assert "rank 1 did not come to this within 2 s, though alive" in first
+    assert "rank 1 is alive but did not take part within 2 s" in first
 
 
 def disagrees(path: Path) -> str:

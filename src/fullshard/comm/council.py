@@ -6,9 +6,9 @@ failed and why.
 
 Every process has a heartbeat from its first council on. A rank whose process ends is named at once
 if it runs on this host, else after six times ``FULLSHARD_PATIENCE_S``. A live process on this host
-is waited for up to the time-out, even without a heartbeat. Councils have a ledger, so the watch
-sees that this rank waits for another one, and that the other may wait for this one, for example in
-a step of training; the watch then ends both waits. Without a watch, a live rank that does not come
+is waited for up to the time-out, even without a heartbeat. Councils are recorded in a ledger of
+issued operations. So if two ranks wait for each other, one in a council and one in a training step
+for example, the watch sees it and ends both waits. Without a watch, a live rank that does not come
 is named after the time-out of the store, which is that of ``init_process_group``.
 """
 
@@ -133,7 +133,7 @@ class Council:
     ) -> dict[str, Any]:
         self._decisions += 1
         if self.rank and self._decisions == 1:
-            while self._round(1).is_decided:  # without this rank, which did something else
+            while self._round(1).is_decided:  # without this rank
                 self._enter()
         now = self._round(self._decisions)
         now.publish(self.rank, json.dumps(said))
@@ -148,7 +148,7 @@ class Council:
         if "error" in verdict and undo is not None:
             undo()
         now.decide_once(json.dumps(verdict))
-        # No other rank reads these texts; and all have read the decision before this one.
+        # Only this rank reads these texts, and every rank has read the previous decision.
         now.forget(range(self.world))
         if self._last is not None:
             self._last.forget(decision=True)
@@ -197,7 +197,7 @@ class Council:
         """Show that this rank waits in the block; yield a ``Look`` that finds lost ranks."""
         shown = self._ledger is not None and not self._is_beside
         with self._ledger.awaiting(self._entry) if shown else nullcontext():  # type: ignore[union-attr]
-            # The first rank waits for the others, and these wait for its decision after that.
+            # The first rank waits for the others, which then wait for its decision: twice.
             limit_s = self.limit_s * (2 if self.rank else 1)
             began_s = looked_s = time.monotonic()
 
@@ -210,8 +210,9 @@ class Council:
                     self._look_for_life(missing())
                 if now_s - began_s > limit_s:
                     raise LostRankError(
-                        f"{named_ranks(missing())} did not come to this within {limit_s:g} s, "
-                        "though alive: a process hangs, or does something else"
+                        f"{named_ranks(late := missing())} {'is' if len(late) == 1 else 'are'} "
+                        f"alive but did not take part within {limit_s:g} s: the process hangs or "
+                        "runs other code"
                     )
                 return ()
 
@@ -230,8 +231,8 @@ class Council:
                 raise self._explained(LostRankError(f"the process of rank {rank} ended"))
         if lost:
             raise LostRankError(
-                f"{named_ranks(list(lost))} had no heartbeat for {silence_s():g} s: the process "
-                f"ended or was stopped. The limit is 6 times {PATIENCE}"
+                f"{named_ranks(list(lost))} had no heartbeat for {silence_s():g} s (6 times "
+                f"{PATIENCE}): the process ended, was stopped, or cannot reach the store"
             )
 
     @contextmanager
@@ -243,12 +244,12 @@ class Council:
         except RuntimeError as error:  # torch's DistError
             raise LostRankError(
                 f"{self._what}: the store of the process group does not answer ({error}); the "
-                "process that keeps it, rank 0's in general, is gone"
+                "process that keeps it, usually that of rank 0, has ended or is out of reach"
             ) from error
 
 
 def _of_all(failed: Mapping[tuple[str, str], list[int]]) -> dict[str, Any]:
-    """Return the error of all ranks for the errors of some."""
+    """Join the errors of some ranks into the one error that all ranks raise."""
     texts = [f"{named_ranks(ranks)}: {text}" for (text, _), ranks in failed.items()]
     kinds = {kind for _, kind in failed}
     kind = kinds.pop() if len(kinds) == 1 else FailedRankError.__name__
@@ -276,7 +277,7 @@ class _Members:
             return
         # Ranks may have used this store before, in another process group: take new keys.
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
-        names = all_gather_bytes(name, "what saves and loads need")
+        names = all_gather_bytes(name, "the key prefix of councils")
         start = f"fullshard/{bytes(names[0].tolist()).hex()}"
         self.numbers = (f"{start}/{number}" for number in itertools.count())
         self.store = own_store()

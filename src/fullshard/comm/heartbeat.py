@@ -26,7 +26,7 @@ BEAT_S = 1.0
 
 _DEFAULT_PATIENCE_S = 5.0
 _LEAST_STALL_S = 10.0
-_LONGEST_S = (2**31 - 1) // 1000  # they count milliseconds in 32 bits
+_LONGEST_S = (2**31 - 1) // 1000  # polls and sockets count milliseconds in 32 bits
 _SILENT = 6  # times the patience; threads may be held up, by a compiler or a large pickle
 
 
@@ -36,7 +36,7 @@ def patience_s() -> float:
 
 
 def silence_s() -> float:
-    """Return how many seconds a process may be silent before it counts as ended."""
+    """Return after how many silent seconds a rank is lost, if its process is not seen to run."""
     return _SILENT * patience_s()
 
 
@@ -77,7 +77,7 @@ class Beat(NamedTuple):
         return self._state() not in (None, "", "Z", "X", "T", "t")
 
     def _state(self) -> str | None:
-        """Return Linux's letter for the state of the process: "" if it ended, None if unknown."""
+        """Return Linux's letter for the state of the process: "" if it ended, else None."""
         if self.host != _own_host():
             return None
         try:
@@ -122,7 +122,7 @@ class Heartbeat:
         if os.getpid() != self._pid:
             return
         self._ended.set()
-        if threading.current_thread() is not self._thread:  # a finalizer may run in any
+        if threading.current_thread() is not self._thread:  # finalizers may run in any thread
             self._thread.join(2 * BEAT_S)
 
     def _run(self) -> None:
@@ -142,7 +142,7 @@ def _key(rank: int) -> str:
 
 
 def _start() -> str:
-    """Return the beginning of every heartbeat of this process."""
+    """Return the text that every heartbeat of this process begins with."""
     try:
         pid, _, began = _process("self")
         return f"{_own_host()} {pid} {began}"

@@ -1,4 +1,4 @@
-"""Which ranks do not answer, and why: exit reasons, heartbeats, and the processes of this host."""
+"""Evidence about ranks that do not answer: exit reasons, heartbeats, processes of this host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Absence(NamedTuple):
 
 
 class Liveness:
-    """The ranks of a job and their heartbeats, as far as they were looked for."""
+    """The last known heartbeats of the ranks of a job."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -52,7 +52,7 @@ class Liveness:
                 self._seen[rank] = (number, now_s)
 
     def silent_since(self) -> dict[int, float]:
-        """Return the ranks without a heartbeat since this object first looked, and when that was.
+        """Return the ranks whose recorded heartbeat is still their last, and when it was seen.
 
         Times are by ``time.monotonic``.
         """
@@ -61,7 +61,7 @@ class Liveness:
         return {rank: at_s for rank, (number, at_s) in seen.items() if numbers[rank] == number}
 
     def take_over(self, silent_since: Mapping[int, float]) -> None:
-        """Count silences from their beginning, which a ``Liveness`` of the same processes found."""
+        """Start silences at these times, from another ``Liveness`` of the same processes."""
         for rank, number in self.beats(silent_since).items():
             self._seen[rank] = (number, silent_since[rank])
 
@@ -121,7 +121,7 @@ class Liveness:
         self.note(self.beats([rank]))
         silent_s = time.monotonic() - self._seen[rank][1]
         is_final = silent_s > silence_s()
-        return Absence(f"{why}, for {silent_s:.0f} s" if is_final else why, is_final)
+        return Absence(f"{why}; silent for {silent_s:.0f} s" if is_final else why, is_final)
 
 
 def exit_reason_key(rank: int) -> str:

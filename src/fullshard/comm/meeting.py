@@ -42,7 +42,7 @@ class Wish(enum.StrEnum):
     """The transport that a rank asks for."""
 
     AUTO = "auto"
-    """Shared memory within a host, where it works."""
+    """Shared memory within a host where it works, messages between hosts."""
     SHARED = "shared"
     """As ``AUTO``, but ranks of one host that cannot share memory are an error."""
     BACKEND = "backend"
@@ -54,8 +54,8 @@ def _wish() -> str:
     if os.environ.get(SWITCH) == "0" and SWITCH not in _warned_of:
         _warned_of.add(SWITCH)
         log.warning(
-            "%s=0: this rank shares memory with no other; %s=%s, on any rank, takes the process "
-            "group's own collectives instead", SWITCH, TRANSPORT, Wish.BACKEND,
+            "%s=0: this rank does not share memory with other ranks. To use the process group's "
+            "own collectives, set %s=%s on any rank", SWITCH, TRANSPORT, Wish.BACKEND,
         )  # fmt: skip
     return os.environ.get(TRANSPORT, Wish.AUTO)
 
@@ -90,7 +90,7 @@ class Meeting(NamedTuple):
     neighbours: Mapping[int, Met] = MappingProxyType({})
     """The other ranks of this rank's circle, beginning with the next higher rank."""
     partners: Mapping[int, socket.socket] | None = MappingProxyType({})
-    """Connections to the ``Routes.partners``; None on all ranks if any could not be made."""
+    """Connections to the ``Routes.partners``; None on all ranks if one failed or for BACKEND."""
 
 
 def meet(group: dist.ProcessGroup) -> Meeting:
@@ -141,8 +141,8 @@ def _check_shared(circles: tuple[tuple[int, ...], ...], hosts: Sequence[bytes]) 
         if apart not in circles:
             raise ConfigError(
                 f"{TRANSPORT}={Wish.SHARED}: {named_ranks(apart)} of the process group are on one "
-                f"host, but cannot share memory: they run as several users, {SWITCH} is 0 on one, "
-                f"or the system refuses it. {TRANSPORT}={Wish.AUTO} goes on without"
+                f"host, but cannot share memory: their users differ, {SWITCH}=0 is set on a rank, "
+                f"or the system refuses. Set {TRANSPORT}={Wish.AUTO} to run without shared memory"
             )
 
 

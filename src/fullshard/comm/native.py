@@ -20,8 +20,9 @@ class Native:
     def __init__(self, device_type: str, *, averages: bool, adds_wide: bool = False) -> None:
         """Make means with the backend's own mean if ``averages``, otherwise from sums.
 
-        With ``adds_wide``, numbers of fewer than 32 bits are exchanged as they are and added up in
-        fp32 here; a backend adds them in their own dtype.
+        With ``adds_wide``, sums of numbers below 32 bits are in fp32; a backend's would be in their
+        own dtype. ``reduce_scatter_mean`` sends the numbers as they are and adds them up here;
+        ``all_reduce_mean`` casts them first.
         """
         self.adds_wide = adds_wide
         self._averages = averages

@@ -36,16 +36,16 @@ class OwnStore(dist.Store):
         self._store = _connected_anew(store)
         self._lock = threading.Lock()  # guards what follows, and is held while we connect
         self._broken = ""  # how the connection broke; empty while it holds
-        self._next_s = 0.0  # no attempt to connect is made before
+        self._next_s = 0.0  # time of the next attempt to connect, at the earliest
         self._warnings = {"lost and made anew", "lost"}  # each is given once
-        self._waiters: list[OwnStore] = []  # more connections, at rest
+        self._waiters: list[OwnStore] = []  # idle connections for waits
 
     def set(self, key: str, value: str) -> None:
-        """See PyTorch; returns once the store has it."""
+        """See PyTorch; returns once the store has the value."""
 
         def work(store: dist.Store) -> None:
             store.set(key, value)
-            store.check([key])  # has an answer: a connection that broke takes a value with it
+            store.check([key])  # ``set`` gets no reply; ``check`` does
 
         self._done(work)
 
@@ -174,9 +174,9 @@ _own_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnStore] = weakref.We
 def own_store() -> OwnStore:
     """Return the default store through connections of our own, the same object at each call.
 
-    Calls of all threads go through one connection, one after the other; users may wait for keys in
-    the default one. A second connection is for waits. To connect takes long where PyTorch waits for
-    a name server.
+    All threads share one connection, one call at a time. It is not the connection of the default
+    store, because user code may block in a wait on that. Each wait that runs at the same time as
+    others has one more connection. Connecting takes long where PyTorch waits for a name server.
     """
     group = dist.group.WORLD
     assert group is not None

@@ -1,7 +1,7 @@
 """One round of ranks through a store: each publishes a text, and one decision is made for all.
 
 A rank that waits blocks in the store; it does not ask again and again. The first decision that
-reaches the store counts for all ranks. A rank that comes later with another one reads the first.
+reaches the store counts for all ranks. A rank that proposes another decision later gets the first.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Missing = Callable[[], list[int]]
 """Asks the store which ranks have not published yet."""
 
 Look = Callable[[Missing], Collection[int]]
-"""Returns the ranks that are not to be waited for any longer, or raises."""
+"""Returns the ranks to give up waiting for, or raises."""
 
 _LOOK_S = 0.05
 """Seconds between two calls of a ``Look``."""
 _BLOCK_S = 60.0
-"""Seconds that one request may block; PyTorch logs each that ends in vain."""
+"""Seconds that one request may block; PyTorch logs each time-out."""
 _PIECE_NBYTES = 4 << 20
 """Bytes of one message: stores refuse more than 8 MiB."""
 
 
 class StoreRound:
-    """The keys of one round, which begin with its name; a name is used once."""
+    """One round; its keys in the store begin with ``name``, which no other round may use."""
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class StoreRound:
         return self._store.check([self._key(rank)])
 
     def published(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the texts that are in the store, by rank; two requests if none is missing."""
+        """Return the texts in the store, by rank; two requests if all are there and short."""
         if not self._store.check(list(map(self._key, ranks))):
             ranks = [rank for rank in ranks if self.has_published(rank)]
         return self._texts(ranks)
@@ -89,7 +89,10 @@ class StoreRound:
         return self._joined(self._decision_key, self._store.get(self._decision_key).decode())
 
     def forget(self, ranks: Iterable[int] = (), *, decision: bool = False) -> None:
-        """Delete what this object has read or written: texts of ``ranks``, and the decision."""
+        """Delete the texts of ``ranks``, and the decision if asked for.
+
+        Further pieces of a long text are deleted if this object has read or written it.
+        """
         for key in [*map(self._key, ranks), *[self._decision_key] * decision]:
             for stored in (*self._pieces_of.pop(key, ()), key):
                 self._store.delete_key(stored)
@@ -130,7 +133,7 @@ def _pieces(head: str) -> list[str]:
 
 
 def multi_get(store: Any, keys: list[str]) -> list[str]:
-    """Return the values of ``keys``, which are there, in one request where a store can."""
+    """Return the values of existing ``keys``, in one request if the store supports that."""
     if not keys:
         return []
     is_one = store.has_extended_api()

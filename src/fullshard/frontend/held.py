@@ -25,9 +25,10 @@ class Held(NamedTuple):
         return self.bucket.sharded_params[self.number]
 
     def as_dtensor(self, piece: Tensor | None = None) -> Tensor:
-        """Return the parameter, or ``piece``, which has its local layout, as a DTensor.
+        """Return the parameter, or ``piece``, a tensor of its local layout, as a DTensor.
 
-        This is the parameter itself if that is a DTensor; else a new DTensor of the same memory.
+        Without ``piece``, a parameter that is a DTensor is returned itself. Otherwise the DTensor
+        is new, and shares the memory of the parameter or of ``piece``.
         """
         if piece is None and isinstance(self.param, DTensor):
             return self.param

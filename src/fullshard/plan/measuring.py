@@ -1,4 +1,4 @@
-"""``plan(measure=True)``: the step of a plan with real tensors, on the device that is at hand."""
+"""``plan(measure=True)``: the step of a plan with real tensors, on the current device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STD = 0.02
 
 
 def measure(job: Job, device: torch.device) -> Measured:
-    """Train a few steps of ``job`` as one rank whose collectives send nothing; return the figures.
+    """Train a few steps of ``job`` as one rank whose collectives send nothing; measure them.
 
     Weights and buffers are random. Tensors of the batch that are on the meta device are random,
     too: floating-point numbers, or tokens that every embedding of the model has.
@@ -135,8 +135,8 @@ def device_at_hand(device_type: str) -> torch.device:
     module: Any = getattr(torch, device_type, None)
     if module is None or not module.is_available():
         raise ConfigError(
-            f"plan(measure=True): no {device_type} device is at hand; run it where one is, or "
-            "measure on this CPU with hardware='cpu'"
+            f"plan(measure=True): no {device_type} device is available: run on a machine with one, "
+            "or measure on this CPU with hardware='cpu'"
         )
     module.init()
     return torch.device(device_type, module.current_device())

@@ -2,8 +2,8 @@
 
 They use a store that outlives every rank. Each rank publishes how its attempt ended. The first rank
 that sees the votes of all live ranks writes the decision; compare-and-set keeps later writers from
-replacing it, and all ranks follow it. A rank may die at any moment: a rank that dies after the
-decision is missed in the next attempt, and at its end.
+replacing it, and all ranks follow it. A rank may die at any moment: if it dies after the decision,
+the other ranks notice in the next attempt, at the latest in its vote.
 
 A *member* is a rank by its original number, that of the first attempt.
 """
@@ -68,7 +68,7 @@ class Decision(NamedTuple):
     lost: Mapping[int, str]
     """The members that were lost, and why."""
     why: str
-    """The failure, as the first member that failed describes it."""
+    """The failure: of the first member that a fault ended, else of the first that has a text."""
     steps: tuple[int | None, ...] = ()
     """The steps whose state members keep, each once; None if a member keeps none."""
 
@@ -156,7 +156,7 @@ class Membership:
                 lost.update((one, why.why) for one, why in found.items() if why.is_final)
             if now_s - warned_s > _WARN_S:
                 warned_s = now_s
-                log.warning("waiting for %s, still alive", named_ranks(awaited))
+                log.warning("resilient: still waiting for the vote of %s", named_ranks(awaited))
             if now_s - began_s > self._limit_s and self._has_failed(now, members):
                 why = f"is alive, but did not vote within {self._limit_s:g} s"
                 lost.update((one, why) for one in awaited if one not in lost)
@@ -210,8 +210,8 @@ def _store_answers() -> Iterator[None]:
         raise
     except RuntimeError as error:  # torch's DistError
         raise LostRankError(
-            f"resilient: the store of the process group does not answer ({error}), so the ranks "
-            "that are left cannot meet. It has to outlive every rank: let the launcher keep it, as "
-            "torchrun does, or give init_process_group a TCPStore(is_master=False) of another "
-            "process"
+            f"resilient: the store of the process group does not answer ({error}), so the "
+            "remaining ranks cannot agree. The store must outlive every rank: let the launcher "
+            "keep it, as torchrun does, or pass init_process_group a TCPStore(is_master=False) "
+            "whose server runs in another process"
         ) from error

@@ -27,7 +27,7 @@ def explain(error: Exception, of: Ledger, entry: Entry) -> Exception:
     watching = watcher()
     if of.era.error is None and watching is not None:
         watching.last = UNDECIDED
-        # The connections of a process close a moment before it ends.
+        # A lost connection may be seen just before its process ends: ask until the fault is known.
         is_lost = isinstance(error, LostRankError)
         _ask_until(
             watching,  # the round that finds the fault may be followed by another

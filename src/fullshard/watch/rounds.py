@@ -3,7 +3,8 @@
 A rank triggers a round by setting a key that every watcher checks a few times a second. All ranks
 then report their status. The last rank to report diagnoses; after ``ANSWER_S`` any rank may. The
 first diagnosis in the store is the verdict of all ranks. Reports and verdicts carry the number of
-their round, so those of earlier rounds and jobs are told apart. A report replaces the last one.
+their round, so a rank can tell them from those of earlier rounds and jobs. A rank's report replaces
+its previous one.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ class Rounds:
         self._last = number - 1
 
     def report(self, number: int, own: StatusReport) -> None:
-        """Publish the status of this rank; diagnose if all other ranks have reported."""
+        """Publish the status of this rank; diagnose if the others have reported or are dead."""
         # One key for all rounds: a slow rank may still read the reports of an earlier one.
         self._store.set(_report_key(self._rank), f"{number} {own.encoded()}")
         missing = self._world - self._store.add(f"fullshard/reported/{number}", 1)
-        # Many ranks must not look for many dead ones; in that case ``ANSWER_S`` ends the round.
+        # With more than ``_FEW`` missing, none is looked up: ``ANSWER_S`` ends the round.
         if missing == 0 or (missing <= _FEW and missing <= len(self._dead(number))):
             self._diagnose(number, 0)
 
@@ -106,7 +107,7 @@ class Rounds:
         self._store.set(exit_reason_key(self._rank), reason)
 
     def _dead(self, number: int) -> list[int]:
-        """Return the ranks without a report in this round that ended, as far as this host knows."""
+        """Return the ranks without a report in this round that exited, or ended on this host."""
         reports = self._reports(number, range(self._world))
         silent = (rank for rank in range(self._world) if rank not in reports)
         return [rank for rank in silent if self._liveness.is_dead(rank)]
@@ -126,11 +127,11 @@ class Rounds:
     def _diagnose(self, number: int, attempt: int) -> None:
         """Diagnose round ``number`` by its reports, unless another rank does.
 
-        A rank may end before its diagnosis is published. There is another ``attempt`` then.
+        A rank may end before it publishes its diagnosis; another makes the next ``attempt``.
         """
         now = self._round(number)
         if self.is_over or now.is_decided:
-            return  # the other ranks did not wait for this one
+            return  # another rank has decided without this one
         if self._store.add(f"fullshard/diagnosing/{number}/{attempt}", 1) > 1:
             return
         reports = self._reports(number, range(self._world))
