@@ -145,6 +145,26 @@ def test_a_store_that_goes_away_ends_a_wait() -> None:
         now.decision(look)
 
 
+def test_a_process_that_can_start_no_thread_asks_the_store(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = StoreRound(OwnStore(server), "no threads")
+    looks = []
+
+    def look(*_: Any) -> list[int]:
+        looks.append(len(looks))
+        if len(looks) == 2:
+            now.publish(1, "late")
+        return []
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert now.collect([1], look) == {1: "late"}
+    assert looks == [0, 1]
+
+
 class Counting(OwnStore):
     """A connection that counts its requests."""
 

@@ -88,7 +88,8 @@ class OwnStore(dist.Store):
             with contextlib.suppress(RuntimeError):  # the store may be gone again
                 self._waiters.append(self._waiter())
 
-        threading.Thread(target=connect, name="fullshard store", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # the process may have no more threads
+            threading.Thread(target=connect, name="fullshard store", daemon=True).start()
 
     def _waiter(self) -> OwnStore:
         waiter = OwnStore(self._connected())
