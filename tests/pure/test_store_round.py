@@ -81,6 +81,18 @@ def test_long_texts_go_in_pieces_and_leave_nothing(
     assert server.num_keys() == before
 
 
+def test_a_rank_does_not_read_back_the_long_text_that_it_wrote(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_round, "_PIECE_NBYTES", 10)
+    monkeypatch.setattr(store_round, "multi_get", None)
+    before, now = server.num_keys(), StoreRound(server, "written")
+    now.publish(0, "a" * 25)
+    assert now.decide_once("b" * 35) == "b" * 35
+    now.forget([0], decision=True)
+    assert server.num_keys() == before
+
+
 def test_a_long_decision_that_comes_second_does_not_mix_with_the_first(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,7 @@ class Council:
         """Show that this rank waits in the block; yield a ``Look`` that finds lost ranks."""
         shown = self._ledger is not None and not self._is_beside
         with self._ledger.awaiting(self._entry) if shown else nullcontext():  # type: ignore[union-attr]
-            # The first rank waits for the others, which then wait for its decision: twice.
+            # The others wait for the first rank, which waits for all of them before: twice as long.
             limit_s = self.limit_s * (2 if self.rank else 1)
             began_s = looked_s = time.monotonic()
 

@@ -116,13 +116,15 @@ class StoreRound:
         head = f"{len(parts[1:])},{pieces}\n{parts[0] if parts else ''}"
         for piece, part in zip(_pieces(head), parts[1:], strict=True):
             self._store.set(piece, part)
-        return self._joined(key, self._store.compare_set(key, "", head).decode())
+        found = self._store.compare_set(key, "", head).decode()
+        if found != head:
+            return self._joined(key, found)
+        self._pieces_of[key] = _pieces(head)
+        return text
 
     def _joined(self, key: str, head: str) -> str:
         """Return the text at ``key``, whose value is ``head``, with all its pieces."""
-        pieces = _pieces(head)
-        if pieces:
-            self._pieces_of[key] = pieces
+        self._pieces_of[key] = pieces = _pieces(head)
         return "".join([head.partition("\n")[2], *multi_get(self._store, pieces)])
 
 
