@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,7 @@ from fullshard.comm.ledger import Entry, Era, Ledger
 from fullshard.errors import LostRankError
 from fullshard.watch import reporting
 from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis
+from fullshard.watch.status import StatusReport
 from fullshard.watch.step import Failure, Step
 from fullshard.watch.watcher import Watcher
 
@@ -95,4 +98,92 @@ def test_a_step_that_begins_forgets_failures_that_were_not_told() -> None:
     assert torn.failure is not None
     next_one.end(failed=False)
     torn.failure = None
+    ledger.unsettled = False
+
+
+class Seen(Step):
+    """A step that notes what another thread could see of it."""
+
+    __slots__ = ("states",)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if hasattr(self, "states"):
+            self.states.append((self.is_open, self.failure is not None))
+
+
+def test_a_failing_step_is_never_seen_as_one_that_ended_well() -> None:
+    """The watch looks from its own thread, at any time."""
+    step = Seen()
+    step.begin()
+    step.states: list[tuple[bool, bool]] = []
+    step.end(ValueError("no"), failed=True)
+    assert (False, False) not in step.states and step.states[-1] == (False, True)
+    step.failure = None
+    ledger.unsettled = False
+
+
+def test_a_trained_step_is_never_seen_closed_before_it_counts_as_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else another rank's failure would make this rank drop a step that it has ended."""
+    step, was_open = Step(), []
+    monkeypatch.setattr(ledger, "end_step", lambda: was_open.append(step.is_open))
+    step.begin()
+    step.end(failed=False, trained=True)
+    assert was_open == [True] and not step.is_open
+
+
+class PlayedRounds:
+    """Rounds of one rank whose verdict is that nothing is wrong."""
+
+    def __init__(self) -> None:
+        self.reports: list[StatusReport] = []
+
+    def report(self, number: int, own: StatusReport) -> None:
+        self.reports.append(own)
+
+    def verdict(self, number: int) -> Diagnosis:
+        return NOTHING
+
+
+def take_part() -> StatusReport:
+    """Take part in one round; return what was reported."""
+    watch: Any = object.__new__(Watcher)
+    watch.rank, watch.failure, watch.last, watch.fault = 0, None, NOTHING, ""
+    watch._rounds = PlayedRounds()
+    watch._take_part(1)
+    report: StatusReport = watch._rounds.reports[0]
+    return report
+
+
+def test_a_failure_during_a_round_is_told_or_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it were told and kept, the next round would name this rank for what all ranks raised."""
+    step = Step()
+    for moment in range(1, 5):
+        looks = itertools.count(1)
+        step.begin()
+
+        def fails(moment: int = moment, looks: Iterator[int] = looks) -> list[Step]:
+            if next(looks) == moment:
+                step.end(ValueError("no"), failed=True)
+            return [step]
+
+        monkeypatch.setattr(sys.modules[Watcher.__module__], "steps", fails)
+        is_told = bool(take_part().failure)
+        has_failed = not step.is_open
+        assert is_told == (has_failed and step.failure is None)
+        if not has_failed:
+            step.end(failed=False)
+    ledger.unsettled = False
+
+
+def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
+    """This rank failed just before it learned that another rank's fault had ended the step."""
+    step = Step()
+    step.begin()
+    step.end(ValueError("no"), failed=True)
+    step.era = Era()
+    step.era.end(lambda: LostRankError("rank 1 ended"))
+    assert not take_part().failure and step.failure is None
     ledger.unsettled = False

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import FullyShardedDataParallel, Microbatches, PerParameter, Ragged, fully_shard
+from fullshard import (
+    FullyShardedDataParallel,
+    Microbatches,
+    PerParameter,
+    Ragged,
+    fully_shard,
+    watch,
+)
 from fullshard.comm import Pending, Wrapper
 from fullshard.comm.ledger import end_era, ledger_of, now
 from fullshard.comm.mesh import wrapped
@@ -428,3 +435,25 @@ def late_for_its_forward() -> tuple[int, int]:
 
 def test_a_rank_that_comes_late_to_its_forward_begins_again_too(pool: RankPool) -> None:
     assert pool.run(3, late_for_its_forward) == [(2, 1)] * 3
+
+
+def slow_to_report() -> tuple[int, int]:
+    """On rank 1 all ranks know of the failure before ``Microbatches`` has come to it."""
+    model = tower("rows")
+    microbatches: Any = Microbatches(model)
+    inside(model).at, inside(model).limit = "forward", 2
+    report = microbatches._report
+
+    def reports_late(*args: Any) -> None:
+        while any(step.failure for step in watch.steps()):
+            time.sleep(0.01)
+        report(*args)
+
+    if dist.get_rank() == 1:
+        microbatches._report = reports_late
+    microbatches.backward(lambda part: loss_of(model, part), batch_of(0, dist.get_rank(), [4]))
+    return microbatches.parts, microbatches.repeated
+
+
+def test_what_all_ranks_know_is_not_told_again(pool: RankPool) -> None:
+    assert pool.run(2, slow_to_report, timeout_s=60) == [(2, 1)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -177,7 +178,7 @@ class Microbatches:
 
     def _try(self, compute: Callable[[Any], Tensor], batch: Any) -> _Try:
         """Compute all parts; return an exception, to be raised once all ranks know the outcome."""
-        rows = 0
+        rows, begun_s = 0, time.monotonic()
         try:
             self._step.begin()
             rows = _num_rows(batch)
@@ -192,7 +193,7 @@ class Microbatches:
         except PeerError as error:
             return _Try(rows, _Outcome.DROPPED, None, error)
         except Exception as error:
-            self._report(error)
+            self._report(error, begun_s)
             outcome = _Outcome.NO_MEMORY if _is_out_of_memory(error) else _Outcome.FAILED
             return _Try(rows, outcome, None, error)
 
@@ -216,9 +217,12 @@ class Microbatches:
             return self.model.no_sync()
         return nullcontext()
 
-    def _report(self, error: Exception) -> None:
-        """Report ``error`` to the waiting ranks, unless the engine has reported it."""
-        if not any(step.failure for step in watch.steps()):
+    def _report(self, error: Exception, begun_s: float) -> None:
+        """Report ``error`` to the waiting ranks, unless an engine has, in the try begun then.
+
+        The other ranks may know it by now: told again, it would be a second failure.
+        """
+        if all(step.failed_at_s < begun_s for step in watch.steps()):
             self._step.left("outside of forward and backward")
             self._step.end(error, failed=True)
 

@@ -54,6 +54,8 @@ class Step:
     """True from the start of a forward to the end of its backward."""
     failure: Failure | None = None
     """The exception that ended the last step, until all ranks know it or the next step begins."""
+    failed_at_s: float = 0.0
+    """The time of the last exception that ended a step, by ``time.monotonic``; 0 before one did."""
     place: str = ""
     """The place where an exception left the last step, such as "in the forward of unit blocks.3".
 
@@ -141,17 +143,19 @@ class Step:
             failed: True if an exception ended the step.
             trained: True if the step ended without an error and has computed gradients.
         """
-        was_open, self.is_open = self.is_open, False
+        was_open = self.is_open
+        if failed and not self.was_dropped:
+            what = "an exception" if error is None else described(error)
+            self.failed_at_s = time.monotonic()
+            self.failure = Failure(f"{what}, {self.place}", self.failed_at_s)
+            with _lock:
+                _failed.add(self)
+            ledger.unsettled = True
         if was_open and not failed:
             self.place = ""
         if trained and was_open:
             self._end_for_all()
-        if failed and not self.was_dropped:
-            what = "an exception" if error is None else described(error)
-            self.failure = Failure(f"{what}, {self.place}", time.monotonic())
-            with _lock:
-                _failed.add(self)
-            ledger.unsettled = True
+        self.is_open = False  # last: the watch may look at any time
 
     def _end_for_all(self) -> None:
         """Record in the ledgers that a training step ended, after the last of its engines.
@@ -160,7 +164,7 @@ class Step:
         forward was discarded. Ranks collect such garbage at different times, and their ledgers
         must be alike.
         """
-        others = frozenset(step.number for step in steps() if step.is_open)
+        others = frozenset(one.number for one in steps() if one.is_open and one is not self)
         if others <= self.beside:
             ledger.end_step()
         self.beside = others

@@ -29,7 +29,7 @@ from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolE
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
 from fullshard.watch.rounds import ANSWER_S, DIAGNOSE_S, Rounds
 from fullshard.watch.status import Group, Issued, StatusReport
-from fullshard.watch.step import Failure, forget_failures, steps, verdict_pending
+from fullshard.watch.step import Failure, Step, forget_failures, steps, verdict_pending
 
 log = logging.getLogger("fullshard")
 
@@ -161,10 +161,10 @@ class Watcher:
 
     def _take_part(self, number: int) -> None:
         """Take part in round ``number``; every rank takes part in all rounds, in order."""
-        failures = [(step, step.failure) for step in steps()]
         with verdict_pending:
+            status, failures = self._status()
             try:
-                self._rounds.report(number, self._status())
+                self._rounds.report(number, status)
                 found = self._rounds.verdict(number)
             except RuntimeError:  # the store failed
                 self._rounds.repeat(number)
@@ -173,7 +173,7 @@ class Watcher:
         self.last = found  # after the era has ended, on which readers rely
         for step, failure in failures:
             if found.kind is not Kind.UNDECIDED and step.failure is failure:
-                step.failure = None  # all ranks know it
+                step.failure = None  # all ranks know it, and no failure that came later
 
     def _note(self, found: Diagnosis) -> None:
         """Log the diagnosis; after a fault end the era."""
@@ -184,20 +184,31 @@ class Watcher:
             self.fault = found.text
             end_era(lambda: error_of(found), is_behind=self.rank in found.behind)
 
-    def _status(self) -> StatusReport:
-        failures = (self.failure, *(step.failure for step in steps()))
-        known = [one for one in failures if one is not None]
-        failure = max(known, key=lambda one: one.is_half_stepped, default=Failure("", 0.0))
-        return StatusReport(
+    def _status(self) -> tuple[StatusReport, list[tuple[Step, Failure]]]:
+        """Return the status of this rank, and the failed steps that need not be told again.
+
+        The main thread runs meanwhile. A step that fails has its failure before it is closed, so
+        it is asked first for being open.
+        """
+        own = steps()
+        is_open = any(step.is_open and not step.was_dropped for step in own)
+        failed = [(step, one) for step in own if (one := step.failure) is not None]
+        # All ranks dropped the step of an ended era, even if this rank failed in it as well.
+        news = [one for step, one in failed if one.is_half_stepped or not step.was_dropped]
+        if self.failure is not None:
+            news.insert(0, self.failure)
+        failure = max(news, key=lambda one: one.is_half_stepped, default=Failure("", 0.0))
+        report = StatusReport(
             self.rank,
             tuple(_group(ledger) for ledger in ledgers()),
-            any(step.is_open and not step.was_dropped for step in steps()),
+            is_open,
             failure.text,
             time.monotonic() - failure.at_s,
             self._stack(),
             failure.is_half_stepped,
             failure is self.failure,
         )
+        return report, failed
 
     def _stack(self) -> str:
         """Return the innermost frames of the main thread outside of PyTorch and fullshard."""
