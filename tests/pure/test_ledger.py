@@ -14,17 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard import _torch
-from fullshard.comm import ledger as ledger_room
-from fullshard.comm.ledger import (
-    KEPT,
-    Ledger,
-    Wait,
-    check_ended,
-    end_era,
-    ledger_of,
-    ledgers,
-    now,
-)
+from fullshard.comm.fault_domain import fault_domain
+from fullshard.comm.ledger import KEPT, Ledger, Wait, ledger_of, ledgers
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
 from fullshard.watch import Step
@@ -101,19 +92,19 @@ def test_who_goes_on_alone_or_in_another_job_is_not_refused() -> None:
     with job() as group:
         ledger = ledger_of(group)
         ledger.aborts = lambda: None
-        end_era(failed)
+        fault_domain().end_era(failed)
         for kind in (PeerError, ProtocolError):
             with pytest.raises(kind, match="rank 1 failed"):
                 ledger.issue("gather", "", 8, Done)
         with pytest.raises(PeerError, match="rank 1 failed"):
-            check_ended()
-    check_ended()
+            fault_domain().check_aborted()
+    fault_domain().check_aborted()
     with job() as group:
-        check_ended()
+        fault_domain().check_aborted()
         ledger = ledger_of(group)
         ledger.aborts = lambda: None
         ledger.issue("gather", "", 8, Done)
-        end_era(failed)
+        fault_domain().end_era(failed)
         with pytest.raises(PeerError, match="rank 1 failed"):
             ledger.issue("gather", "", 8, Done)
 
@@ -134,12 +125,12 @@ def test_what_a_dropped_step_still_issues_is_not_counted_in_the_next_era(
 ) -> None:
     with job() as group:
         ledger = ledger_of(group)
-        monkeypatch.setattr(ledger_room.within, "era", now())
+        monkeypatch.setattr(fault_domain().inside, "era", fault_domain().era)
         ledger.issue("gather", "", 8, Done).wait()
-        end_era(failed)
+        fault_domain().end_era(failed)
         with pytest.raises(PeerError, match="rank 1 failed"):
             ledger.issue("gather", "", 8, Done)
-        monkeypatch.setattr(ledger_room.within, "era", None)
+        monkeypatch.setattr(fault_domain().inside, "era", None)
         ledger.issue("gather", "", 8, Done).wait()
         assert [entry[0] for entry in ledger.entries] == [0]
 
@@ -158,7 +149,7 @@ def test_ranks_that_are_threads_leave_no_step_behind() -> None:
                 barrier.wait(9.0)
         if first:
             barrier.wait(9.0)
-        left.append(ledger_room.within.era)
+        left.append(fault_domain().inside.era)
 
     threads = [threading.Thread(target=run, kwargs={"first": first}) for first in (True, False)]
     for thread in threads:
@@ -166,13 +157,13 @@ def test_ranks_that_are_threads_leave_no_step_behind() -> None:
     for thread in threads:
         thread.join()
     assert left == [None, None]
-    assert ledger_room.within.era is None
+    assert fault_domain().inside.era is None
 
 
 def test_who_is_behind_is_told_once_by_whatever_it_does_next() -> None:
     with job() as group:
         ledger = ledger_of(group)
-        end_era(failed, is_behind=True)
+        fault_domain().end_era(failed, is_behind=True)
         with pytest.raises(PeerError, match="rank 1 failed"):
             ledger.issue("sum", "", 8, Done)
         ledger.issue("gather", "", 8, Done).wait()
@@ -202,7 +193,7 @@ def test_a_fault_that_comes_before_the_wait_ends_it() -> None:
     with job() as group:
         ledger = ledger_of(group)
         pending = ledger.issue("gather", "", 8, Never)
-        end_era(failed)
+        fault_domain().end_era(failed)
         with pytest.raises(PeerError, match="rank 1 failed"):
             pending.wait()
         assert ledger.waiting is None
@@ -214,12 +205,10 @@ class Never:
 
 
 @pytest.mark.parametrize("at", ["start", "wait"])
-def test_any_exception_of_a_collective_is_explained(
-    monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    monkeypatch.setattr(ledger_room, "explain", lambda error, ledger, entry: failed())
+def test_any_exception_of_a_collective_is_explained(at: str) -> None:
     with job() as group, pytest.raises(PeerError) as raised:
         ledger = ledger_of(group)
+        ledger.domain.explain = lambda error, ledger, entry: failed()
         if at == "start":
             ledger.issue("gather", "", 8, lambda: Fails().wait() or Done())
         ledger.issue("gather", "", 8, Fails).wait()

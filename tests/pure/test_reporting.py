@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from fullshard.comm import ledger
-from fullshard.comm.ledger import Entry, Era, Ledger
+from fullshard.comm.fault_domain import Era, fault_domain
+from fullshard.comm.ledger import Entry, Ledger
 from fullshard.errors import LostRankError
 from fullshard.watch import reporting
 from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis
@@ -98,7 +98,7 @@ def test_a_step_that_begins_forgets_failures_that_were_not_told() -> None:
     assert torn.failure is not None
     next_one.end(failed=False)
     torn.failure = None
-    ledger.unsettled = False
+    fault_domain().is_unsettled = False
 
 
 class Seen(Step):
@@ -120,7 +120,7 @@ def test_a_failing_step_is_never_seen_as_one_that_ended_well() -> None:
     step.end(ValueError("no"), failed=True)
     assert (False, False) not in step.states and step.states[-1] == (False, True)
     step.failure = None
-    ledger.unsettled = False
+    fault_domain().is_unsettled = False
 
 
 def test_a_trained_step_is_never_seen_closed_before_it_counts_as_ended(
@@ -128,7 +128,7 @@ def test_a_trained_step_is_never_seen_closed_before_it_counts_as_ended(
 ) -> None:
     """Else another rank's failure would make this rank drop a step that it has ended."""
     step, was_open = Step(), []
-    monkeypatch.setattr(ledger, "end_step", lambda: was_open.append(step.is_open))
+    monkeypatch.setattr("fullshard.watch.step.end_step", lambda: was_open.append(step.is_open))
     step.begin()
     step.end(failed=False, trained=True)
     assert was_open == [True] and not step.is_open
@@ -175,7 +175,7 @@ def test_a_failure_during_a_round_is_told_or_kept(monkeypatch: pytest.MonkeyPatc
         assert is_told == (has_failed and step.failure is None)
         if not has_failed:
             step.end(failed=False)
-    ledger.unsettled = False
+    fault_domain().is_unsettled = False
 
 
 def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
@@ -186,4 +186,4 @@ def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
     step.era = Era()
     step.era.end(lambda: LostRankError("rank 1 ended"))
     assert not take_part().failure and step.failure is None
-    ledger.unsettled = False
+    fault_domain().is_unsettled = False

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import fully_shard, watch
-from fullshard.comm import ledger as ledger_room
 from fullshard.comm.ledger import Ledger, ledger_of
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
@@ -55,7 +54,7 @@ def on_device() -> Iterator[tuple[Ledger, threading.Event, Heard]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_PATIENCE_S", str(PATIENCE_S))
         patch.setattr(ledger, "aborts", aborted.set)
-        patch.setattr(ledger_room, "_ended", None)  # and not after the test
+        patch.setattr(ledger.domain, "aborted_by", None)  # and not after the test
         watch.begin()
         dist.barrier()
         try:

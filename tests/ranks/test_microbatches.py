@@ -26,7 +26,8 @@ from fullshard import (
     watch,
 )
 from fullshard.comm import Pending, Wrapper
-from fullshard.comm.ledger import end_era, ledger_of, now
+from fullshard.comm.fault_domain import fault_domain
+from fullshard.comm.ledger import ledger_of
 from fullshard.comm.mesh import wrapped
 from fullshard.errors import ConfigError, LostRankError, PeerError
 from fullshard.tensors.names import clean_name
@@ -348,21 +349,21 @@ def loses(comes: bool) -> None:
     microbatches, batch = Microbatches(model), batch_of(0, dist.get_rank(), [4])
     microbatches.backward(lambda part: loss_of(model, part), batch)
     assert group is not None
-    ledger, era = ledger_of(group), now()
+    ledger, era = ledger_of(group), fault_domain().era
     lost = partial(LostRankError, "rank 1 ended")
 
     def end() -> None:
         while ledger.waiting is None:
             time.sleep(0.01)
-        end_era(lost)
+        fault_domain().end_era(lost)
 
     def compute(part: Batch) -> Tensor:
         if not comes:
-            end_era(lost)  # as it is found out meanwhile, by the others
+            fault_domain().end_era(lost)  # as it is found out meanwhile, by the others
         return torch.zeros((), requires_grad=True) * part.scale
 
     if dist.get_rank() == 1:
-        end_era(lost)
+        fault_domain().end_era(lost)
         return
     if comes:
         threading.Thread(target=end).start()
@@ -418,7 +419,7 @@ def late_for_its_forward() -> tuple[int, int]:
         microbatches = Microbatches(model)
         for number in range(3):
             model.limit, model.at = (2, "before") if dist.get_rank() == 1 and number else (100, "")
-            waits = [now()] if dist.get_rank() == 0 and number == 1 else []
+            waits = [fault_domain().era] if dist.get_rank() == 0 and number == 1 else []
 
             def loss_when_others_know(part: Batch, waits: list[Any] = waits) -> Tensor:
                 while waits and waits[0].error is None:

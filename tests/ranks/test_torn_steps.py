@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import checkpoint, fully_shard
-from fullshard.comm.ledger import now
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.engine import steps
 from fullshard.errors import FullshardError, TornStepError
 from fullshard.optim import Muon, OwnedOptimizer, ShardedOptimizer
@@ -102,7 +102,7 @@ def half_stepped(
         said = []
         for number in (2, 3, 4):
             if number == 3 and dist.get_rank() == late:
-                wait_for_the_end_of(now())
+                wait_for_the_end_of(fault_domain().era)
             try:
                 compute(model, optimizer, number)
                 if number == 2 and dist.get_rank() in victims:

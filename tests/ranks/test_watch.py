@@ -34,8 +34,9 @@ from fullshard import (
 )
 from fullshard.comm import C10d
 from fullshard.comm.blocking import all_to_all
+from fullshard.comm.fault_domain import Era, fault_domain
 from fullshard.comm.heartbeat import last_beat
-from fullshard.comm.ledger import Era, end_era, ledger_of, now
+from fullshard.comm.ledger import ledger_of
 from fullshard.comm.liveness import exit_reason_key
 from fullshard.comm.mesh import collectives_of_group, collectives_of_twin
 from fullshard.engine.copies import copy_all
@@ -149,7 +150,7 @@ def half_stepped(path: Path, layout: str, wire: str, clips: bool, late: int = -1
         said = []
 
         def one(number: int, *, fails: bool = False) -> None:
-            era = now()
+            era = fault_domain().era
             optimizer.zero_grad()
             x = noise(3, 6, seed=10 * number + dist.get_rank()).requires_grad_()
             if fails:
@@ -269,7 +270,7 @@ def late_for_a_fault(late: list[int], leaves: bool) -> list[str]:
             is_hit = number in (2, 4)
             model.fault = "forward" if is_hit and dist.get_rank() == 1 else ""
             if is_hit and dist.get_rank() in late:
-                wait_for_the_end_of(now())
+                wait_for_the_end_of(fault_domain().era)
             try:
                 step(model, optimizer, number)
             except (PeerError, Trouble) as error:
@@ -306,7 +307,7 @@ def fault_while_a_shard_is_cast() -> None:
     model(x).sum().backward()
 
     def ends_and_copies(*args: Any) -> None:
-        end_era(lambda: PeerError("rank 1 failed"))
+        fault_domain().end_era(lambda: PeerError("rank 1 failed"))
         copy_all(*args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -315,7 +316,7 @@ def fault_while_a_shard_is_cast() -> None:
             model(x)
     assert dist.group.WORLD is not None
     ledger = ledger_of(dist.group.WORLD)
-    assert ledger.era is not now() or ledger.num_issued == 0
+    assert ledger.era is not fault_domain().era or ledger.num_issued == 0
     dist.destroy_process_group()
 
 
@@ -357,7 +358,7 @@ def meet_who_is_lost_later() -> str:
             store.set("is over", b"")
         else:
             store.wait(["meets"])
-            end_era(lambda: PeerError("rank 1 failed"))
+            fault_domain().end_era(lambda: PeerError("rank 1 failed"))
             watching.report_exit("has left the job")
             store.wait(["is over"])
     dist.destroy_process_group()
@@ -367,7 +368,7 @@ def meet_who_is_lost_later() -> str:
 def fail_as_ranks_meet(group: dist.ProcessGroup, store: dist.Store) -> None:
     while ledger_of(group).waiting is None:
         time.sleep(0.01)
-    end_era(lambda: PeerError("rank 1 failed"))
+    fault_domain().end_era(lambda: PeerError("rank 1 failed"))
     store.set("meets", b"")
 
 
@@ -430,7 +431,7 @@ class Ends:
 
     def record(self, event: Event) -> None:
         if isinstance(event.trigger, TaskEnd):
-            end_era(lambda: PeerError("rank 7 failed"))
+            fault_domain().end_era(lambda: PeerError("rank 7 failed"))
 
 
 def a_fault_is_known_when_backward_ends() -> None:

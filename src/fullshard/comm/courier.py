@@ -16,7 +16,7 @@ from queue import Empty
 from torch import Tensor
 
 from fullshard.comm.crossing import Crossing
-from fullshard.comm.ledger import now
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.links import Trouble
 from fullshard.comm.office import Office
 from fullshard.errors import LostRankError, ProtocolError
@@ -37,7 +37,7 @@ class Courier:
     def __init__(self, office: Office, timeout_s: float) -> None:
         self._office = office
         self._timeout_s = timeout_s
-        self._era = now()
+        self._era = fault_domain().era
         self._seat = threading.Lock()  # held by the thread that carries exchanges on
         self._failure: Exception | None = None  # what left the office in the middle of a step
         self._waiting: set[object] = set()  # one for each thread that waits for an exchange

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fullshard.comm.ledger import Era
+from fullshard.comm.fault_domain import Era
 from fullshard.comm.memory import LentMemory
 from fullshard.errors import LostRankError
 

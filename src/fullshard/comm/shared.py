@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.ledger import now
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
 from fullshard.comm.neighbours import Neighbour, Notice, wait_for
@@ -152,7 +152,7 @@ class _Exchange:
         neighbours: Mapping[int, Neighbour],
         over: list[int],
     ) -> None:
-        self._era = now()
+        self._era = fault_domain().era
         self._notice = notice
         self._subject = subject
         self.laid = laid

@@ -11,7 +11,6 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from fullshard import _torch, watch
-from fullshard.comm import ledger
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.acts import (
     BY_ITSELF,
@@ -182,13 +181,14 @@ class Actor(ABC):
             self._carry_out(op, unit)
             return
         self._step.check()
-        before = ledger.within.era
+        inside = self._step.domain.inside
+        before = inside.era
         if before is None and self._step.is_open:
-            ledger.within.era = self._step.era
+            inside.era = self._step.era
         try:
             self._carry_out(op, unit)
         finally:
-            ledger.within.era = before
+            inside.era = before
 
     def _carry_out(self, op: Op, unit: Unit) -> None:
         if op is Op.UNSHARD:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard import _torch, watch
-from fullshard.comm.ledger import Era
+from fullshard.comm.fault_domain import Era
 from fullshard.device import Lanes, make_lanes
 from fullshard.engine.actor import Actor
 from fullshard.engine.autograd import Backward, Use

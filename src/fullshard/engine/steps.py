@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from fullshard import _torch
-from fullshard.comm.ledger import Era, check_ended, now
+from fullshard.comm.fault_domain import Era, fault_domain
 
 
 class Listener(Protocol):
@@ -94,11 +94,11 @@ def refused(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     if optimizer in _begun:  # left, and tried again, or inside of its own step
         find_left(optimizer)
-    check_ended()  # gradients may be what devices made of collectives that were ended
+    fault_domain().check_aborted()  # gradients may be the results of aborted collectives
     with _lock:
         outer = _begun.get(optimizer)
         _begun[optimizer] = (
-            _Begun(now(), 1) if outer is None else _Begun(outer.era, outer.depth + 1)
+            _Begun(fault_domain().era, 1) if outer is None else _Begun(outer.era, outer.depth + 1)
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fullshard import watch
 from fullshard.comm import collectives_of_group, served_by
-from fullshard.comm.ledger import now
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.protocol import Label
 from fullshard.comm.text import counted, named_ranks
 from fullshard.device import empty_cache
@@ -233,7 +233,7 @@ class Microbatches:
             Exception: a rank failed and would fail again.
         """
         found = self._found(done)
-        now().clear_deferred()
+        fault_domain().era.clear_deferred()
         worst, most = max(one for one, _ in found), max(rows for _, rows in found)
         if worst is _Outcome.DONE:
             return False

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard import watch
-from fullshard.comm import ledger
 from fullshard.comm.blocking import all_gather_bytes
-from fullshard.comm.ledger import now
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.text import counted
 from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
 from fullshard.recover.life import Life, Restart
@@ -122,11 +121,13 @@ class _Job(Generic[Result]):
 
     def _run_attempt(self) -> tuple[tuple[Result] | None, Exception | None, Vote]:
         """Call the training once; leave the process groups if it failed."""
-        era, rank = now(), self._attempt.rank
-        ranks = self._original_ranks
+        domain, rank = fault_domain(), self._attempt.rank
+        ranks, era = self._original_ranks, domain.era
         try:
             if self._attempt.number and not dist.is_initialized():
                 join(self._origin, f"{self._name}/{self._attempt.number}", rank, len(ranks))
+                domain = fault_domain()
+                era = domain.era
             if self._has_state_to_save:
                 self._transfer.save(ranks)
             result = self._train(self._attempt)
@@ -140,7 +141,7 @@ class _Job(Generic[Result]):
         is_known = isinstance(failure, PeerError) or era.error is not None
         frame = traceback.extract_tb(failure.__traceback__)[-1]
         # After an abort, devices may have stepped weights with results of aborted collectives.
-        is_whole = not isinstance(failure, TornStepError) and ledger.ended_by() is None
+        is_whole = not isinstance(failure, TornStepError) and domain.aborted_by is None
         step = self._transfer.capture(ranks, rank, is_whole=is_whole)
         watching = watch.watcher()
         if watching is not None:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from fullshard.comm import ledger
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import patience_s
-from fullshard.comm.ledger import Entry, Ledger, now
+from fullshard.comm.ledger import Entry, Ledger
 from fullshard.errors import LostRankError, PeerError, TornStepError
 from fullshard.watch.diagnosis import UNDECIDED, Kind
 from fullshard.watch.step import Failure, Step, described, steps
@@ -50,10 +50,10 @@ def settle() -> None:
 
     Either all ranks failed at the same place, or the other ranks learn of it and drop the step.
     """
-    watching = watcher()
-    if not ledger.unsettled or watching is None:
+    watching, domain = watcher(), fault_domain()
+    if not domain.is_unsettled or watching is None:
         return
-    ledger.unsettled = False
+    domain.is_unsettled = False
     _ask_until(watching, lambda: not any(step.failure for step in steps()))
 
 
@@ -69,7 +69,7 @@ def report_half_step(step: Step) -> Exception | None:
     failure = step.failure
     settle()
     step.failure = None
-    now().clear_deferred()
+    fault_domain().era.clear_deferred()
     if era.error is not None:
         return era.error()
     text = "an exception" if failure is None else failure.text  # the watch is over
@@ -92,8 +92,8 @@ def report_failure(error: Exception) -> None:
     places = [step.place for step in steps() if step.place]
     text = ", ".join([described(error), *places[:1]])
     watching.failure = Failure(text, time.monotonic())
-    watching.last, era = UNDECIDED, now()
-    _ask_until(watching, lambda: now() is not era or watching.last.kind is not Kind.UNDECIDED)
+    watching.last, era = UNDECIDED, fault_domain().era
+    _ask_until(watching, lambda: era.error is not None or watching.last.kind is not Kind.UNDECIDED)
 
 
 def _excepthook(
@@ -119,9 +119,8 @@ _previous_hook = sys.excepthook
 
 @functools.cache
 def _install_hooks() -> None:
-    """Install the hooks for failed collectives and for the exit of the program, once."""
+    """Install the hooks for the exit of the program, once."""
     global _previous_hook
-    ledger.explain, ledger.settle = explain, settle
     _previous_hook, sys.excepthook = sys.excepthook, _excepthook
     atexit.register(_report_exit)
 
@@ -129,4 +128,6 @@ def _install_hooks() -> None:
 def begin() -> None:
     """Watch the job from now on, until its default process group is destroyed."""
     if begin_watching():
+        domain = fault_domain()
+        domain.explain, domain.settle = explain, settle
         _install_hooks()

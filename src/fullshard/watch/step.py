@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fullshard.comm import ledger
-from fullshard.comm.ledger import Era, now
+from fullshard.comm.fault_domain import Era, FaultDomain, fault_domain
+from fullshard.comm.ledger import end_step
 
 __all__ = [
     "Failure",
@@ -61,7 +61,9 @@ class Step:
 
     Empty once this step ends without an error or any step begins: the exception was caught then.
     """
-    era: Era = field(default_factory=now)
+    domain: FaultDomain = field(default_factory=fault_domain)
+    """The fault domain of the job in which the step began."""
+    era: Era = field(default_factory=lambda: fault_domain().era)
     """The era in which the step began."""
     half_step: HalfStep | None = None
     """The optimizer's step that an exception left, until all ranks know it or load weights."""
@@ -86,24 +88,26 @@ class Step:
         if self.is_open:
             return
         with _no_verdict_pending():
-            inside = ledger.within.era
+            self.domain = fault_domain()
+            inside = self.domain.inside.era
             if inside is not None:
                 inside.check()
             for step in steps():  # the other ranks know of these, or cannot be told
                 if step.failure is not None and not step.failure.is_half_stepped:
                     step.failure = None
-            self.era, self.failure = now(), None
+            self.era, self.failure = self.domain.era, None
             self.era.raise_deferred()
             self.is_open, self.number = True, next(_numbers)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Treat collectives and steps in the block as part of this step: dropped with it."""
-        before, ledger.within.era = ledger.within.era, self.era
+        inside = self.domain.inside
+        before, inside.era = inside.era, self.era
         try:
             yield
         finally:
-            ledger.within.era = before
+            inside.era = before
 
     def report_half_step(self) -> Era | None:
         """Set the failure that reports half-stepped weights, if an exception left any.
@@ -121,8 +125,9 @@ class Step:
             self.failure = Failure(
                 f"an exception, {half_step.place}", time.monotonic(), is_half_stepped=True
             )
-            ledger.unsettled = True
-            return now()
+            domain = fault_domain()
+            domain.is_unsettled = True
+            return domain.era
 
     def check(self) -> None:
         """Raise the error of the fault, in an open step whose era a fault has ended."""
@@ -150,7 +155,7 @@ class Step:
             self.failure = Failure(f"{what}, {self.place}", self.failed_at_s)
             with _lock:
                 _failed.add(self)
-            ledger.unsettled = True
+            fault_domain().is_unsettled = True
         if was_open and not failed:
             self.place = ""
         if trained and was_open:
@@ -166,7 +171,7 @@ class Step:
         """
         others = frozenset(one.number for one in steps() if one.is_open and one is not self)
         if others <= self.beside:
-            ledger.end_step()
+            end_step()
         self.beside = others
 
     @property
@@ -215,6 +220,5 @@ def steps() -> list[Step]:
 
 def forget_failures() -> None:
     """Forget the failures of an earlier job in this process."""
-    now().clear_deferred()
     for step in steps():
         step.failure = None

@@ -23,8 +23,9 @@ import torch.distributed as dist
 import fullshard.errors
 from fullshard import _torch
 from fullshard.comm.dry import world_lock
+from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import patience_s, start_heartbeat
-from fullshard.comm.ledger import Ledger, end_era, ledgers, now
+from fullshard.comm.ledger import Ledger, ledgers
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
 from fullshard.watch.rounds import ANSWER_S, DIAGNOSE_S, Rounds
@@ -45,6 +46,7 @@ class Watcher:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = group.rank(), group.size()
         self._group = weakref.ref(group)
+        self._domain = fault_domain()
         self.failure: Failure | None = None
         """The exception that ends this program; None if there is none."""
         self.last = NOTHING
@@ -182,7 +184,7 @@ class Watcher:
         log.error("%s", found.text)
         if found.is_fault:
             self.fault = found.text
-            end_era(lambda: error_of(found), is_behind=self.rank in found.behind)
+            self._domain.end_era(lambda: error_of(found), is_behind=self.rank in found.behind)
 
     def _status(self) -> tuple[StatusReport, list[tuple[Step, Failure]]]:
         """Return the status of this rank, and the failed steps that need not be told again.
@@ -232,7 +234,7 @@ _INNER = tuple(
 
 
 def _group(ledger: Ledger) -> Group:
-    current = ledger.era is now()
+    current = ledger.era is ledger.domain.era
     # Most faults do not end a meeting; one of an earlier era precedes all collectives of this era.
     wait = ledger.wait() if current or ledger.is_meeting else None
     number = wait.entry[0] if wait is not None and current else 0

@@ -1,0 +1,213 @@
+"""The fault domain of a job: what its faults ended, and the collectives and steps they end.
+
+An *era* lasts from one fault to the next. All ranks of a job number the collectives of an era
+alike. After a fault every rank ends its era: pending waits in that era raise the error of the
+fault. In the next era numbers start from 0, and ranks connect to each other again.
+
+Collectives on devices cannot be ended one by one, and their groups cannot connect again. So a fault
+aborts the backend's communicators in all process groups that have such collectives, and no device
+or host hangs in them. Results that devices compute from aborted collectives are useless.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from fullshard.comm.underway import Entry
+from fullshard.errors import ProtocolError, TornStepError
+
+__all__ = ["Era", "FaultDomain", "Interruptible", "fault_domain"]
+
+
+class Era:
+    """The time between two faults."""
+
+    def __init__(self) -> None:
+        self.error: Callable[[], Exception] | None = None
+        """Factory of the error of the fault that ended the era; None while the era lasts."""
+        self.deferred_error: Callable[[], Exception] | None = None
+        """Factory of the error to raise at the next step, which the other ranks have already
+        dropped; None: no error is deferred."""
+        self._lock = threading.Lock()
+        self._pipe: tuple[int, int] | None = None  # made when needed: processes may fork before
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable once the era has ended."""
+        with self._lock:
+            if self._pipe is None:
+                self._pipe = os.pipe()
+                weakref.finalize(self, _close, self._pipe)
+                self._wake()
+            return self._pipe[0]
+
+    def check(self) -> None:
+        """Raise the error of the fault, if the era has ended."""
+        if self.error is not None:
+            raise self.error()
+
+    @property
+    def is_half_stepped(self) -> bool:
+        """True if the fault that ended the era left the weights half-stepped."""
+        return self.error is not None and isinstance(self.error(), TornStepError)
+
+    def raise_deferred(self) -> None:
+        """Raise the deferred error, once, if there is one."""
+        error, self.deferred_error = self.deferred_error, None
+        if error is not None:
+            raise error()
+
+    def clear_deferred(self) -> None:
+        """Clear the deferred error: ranks agreed on the next step, or a new job began."""
+        self.deferred_error = None
+
+    def end(self, error: Callable[[], Exception]) -> None:
+        """End the era and wake the threads that wait in it; call this once, from any thread."""
+        with self._lock:
+            self.error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._pipe is not None and self.error is not None:
+            os.write(self._pipe[1], b".")  # never read, so it wakes every thread that polls
+
+
+def _close(fds: tuple[int, int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class Interruptible(Protocol):
+    """The collectives of one process group, as far as a fault ends them: a ``Ledger``."""
+
+    waiting: Entry | None
+    """The collective that the host waits for; None if it does not wait."""
+    breaks: Callable[[Entry, Exception], None] | None
+    """Function of the awaited entry and the fault's error, for waits that do not poll the era.
+
+    If the error leaves the wait without an end, the function makes the wait raise a
+    ``RuntimeError``, at the cost of the transport."""
+    aborts: Callable[[], None] | None
+    """Function that aborts all device collectives, and so the group; None: there are none."""
+
+
+class _Inside(threading.local):
+    era: Era | None = None
+
+
+class FaultDomain:
+    """The era of a job, and what its last fault ended; shared by the ledgers, watch and engines.
+
+    Attributes:
+        era: the current era.
+        is_unsettled: True if an exception ended a step of this process, in which other ranks may
+            wait.
+        explain: function that finds out why a collective failed and returns the error to raise; set
+            by the watch. None: there is no watch.
+        settle: function that finds out whether other ranks wait, and ends the era if they do; set
+            by the watch. None: there is no watch.
+        inside: ``inside.era`` is the era of the step that runs in this thread; None outside of
+            steps. If a fault has ended that era, collectives and steps must not start in the next
+            one. The engine sets it. It is thread-local, because ranks may be threads of one
+            process.
+        aborted_by: factory of the error of the fault that aborted the groups of devices; None if
+            none did.
+    """
+
+    def __init__(self) -> None:
+        self.era = Era()
+        self.is_unsettled = False
+        self.explain: Callable[[Exception, Any, Entry], Exception] | None = None
+        self.settle: Callable[[], None] | None = None
+        self.inside = _Inside()
+        self.aborted_by: Callable[[], Exception] | None = None
+        self._is_raised = False  # whether a collective was refused with that error
+        self._members: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, member: Interruptible) -> None:
+        """Let faults end the collectives of ``member`` from now on, for as long as it lives."""
+        with self._lock:
+            self._members.add(member)
+
+    def enter(self) -> Era:
+        """Return the era of a collective that is issued now, in this thread.
+
+        Raises:
+            FullshardError: a fault has ended the step that runs in this thread.
+        """
+        if self.is_unsettled and self.settle is not None:
+            self.settle()
+        era, inside = self.era, self.inside.era
+        if inside is not None and inside is not era:
+            inside.check()
+        return era
+
+    def end_era(self, error: Callable[[], Exception], *, is_behind: bool = False) -> None:
+        """End the era by a fault, and begin the next one.
+
+        Args:
+            error: the factory of the fault's error.
+            is_behind: True if other ranks drop a step that this rank has not begun.
+        """
+        last, new = self.era, Era()
+        new.deferred_error = error if is_behind else None
+        self.era = new
+        with self._lock:
+            members = list(self._members)
+        aborts = [one.aborts for one in members if one.aborts is not None]
+        if aborts and self.aborted_by is None:
+            self.aborted_by = error  # before any wait ends
+        last.end(error)
+        for member in members:
+            waiting = member.waiting
+            # Waits of an earlier era, too: only a lost rank ends a meeting.
+            if waiting is not None and member.breaks is not None:
+                member.breaks(waiting, error())
+        for abort in aborts:
+            abort()
+
+    def check_aborted(self) -> None:
+        """Raise the error of the fault, if a fault has aborted groups of this job."""
+        if self.aborted_by is not None:
+            raise self.aborted_by()
+
+    def refuse_aborted(self) -> None:
+        """Refuse a collective on a group that a fault has aborted.
+
+        Raises:
+            FullshardError: the error of the fault, at the first call.
+            ProtocolError: at later calls.
+        """
+        error = self.aborted_by
+        if error is None:
+            return
+        was_raised, self._is_raised = self._is_raised, True
+        if not was_raised:
+            raise error()
+        raise ProtocolError(
+            f"{error()}. This fault has aborted the process groups of devices, so that no rank "
+            "hangs; continue in new process groups, as fullshard.resilient does, or end the program"
+        ) from error()
+
+
+_domains: weakref.WeakKeyDictionary[dist.ProcessGroup, FaultDomain] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_of_no_job = FaultDomain()
+
+
+def fault_domain() -> FaultDomain:
+    """Return the fault domain of this job: that of its default process group, or of no group."""
+    group = dist.group.WORLD
+    if group is None:
+        return _of_no_job
+    found = _domains.get(group)
+    if found is None:
+        with _lock:
+            found = _domains.setdefault(group, FaultDomain())
+    return found
