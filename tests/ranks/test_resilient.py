@@ -13,7 +13,7 @@ from torch import nn
 from fullshard import Life, _torch, fully_shard, resilient
 from fullshard.errors import LostRankError, PeerError
 from fullshard.recover import transfer, world
-from fullshard.recover.vote import Membership, Outcome, Vote
+from fullshard.recover.membership import Membership, Outcome, Vote
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble
 

@@ -1,21 +1,212 @@
-"""``Life``: what the user's training learns about the job, and reports to it, in one attempt."""
+"""``Life``: what the user's training learns about the job, and reports to it, in one attempt.
+
+It takes up the state in the tensors of the surviving ranks, if that is whole (``StateTransfer``).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpointer, CheckpointInfo, load_newest
+from fullshard.checkpoint.collecting import Collected, collected
+from fullshard.checkpoint.saving import save_collected
+from fullshard.checkpoint.values import decode, encode
 from fullshard.comm.text import counted, named_ranks
-from fullshard.recover.transfer import StateTransfer
+from fullshard.errors import (
+    CheckpointError,
+    ConfigError,
+    FullshardError,
+    LostRankError,
+    UnsupportedError,
+)
 
 log = logging.getLogger("fullshard")
+
+_MEMORY = Path("/dev/shm")
+
+
+class _Snapshot(NamedTuple):
+    """The state that one rank contributes: tensors and values, without the model and optimizer.
+
+    Attributes:
+        part: this rank's part of the state, with ranks numbered as in its attempt.
+        original_ranks: the original ranks of all ranks of that attempt, by rank.
+        step, extra: the arguments of ``Life.reached``; ``extra`` in JSON.
+    """
+
+    part: Collected
+    original_ranks: Sequence[int]
+    step: int
+    extra: str
+
+    def left_to(self, survivors: Sequence[int]) -> Collected:
+        """Return the part that this rank writes if only ``survivors``, original ranks, remain."""
+        return self.part.left_to(
+            {self.original_ranks.index(one): rank for rank, one in enumerate(survivors)}
+        )
+
+
+class _Source:
+    """A model and its optimizer, and the number of the step whose state they have."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._step: int | None = None
+        self._extra = ""
+        try:
+            optimizer.register_step_pre_hook(self._will_step)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"Life.load: {type(optimizer).__name__} does not support step hooks ({error}), "
+                "which show whether a step is complete; pass the optimizer that it wraps"
+            ) from error
+
+    def _will_step(self, *_: object) -> None:
+        self._step = None  # until ``reached`` is called for the new step
+
+    def reached(self, step: int, extra: Any) -> None:
+        self._step, self._extra = step, json.dumps(encode(extra, "extra"), allow_nan=False)
+
+    def snapshot(self, original_ranks: Sequence[int], rank: int) -> _Snapshot | None:
+        """Return the state of this rank, ``rank``; None in the middle of a step."""
+        if self._step is None:
+            return None
+        try:
+            part = collected(rank, len(original_ranks), self._model, self._optimizer)
+        except FullshardError as error:
+            log.warning("the state of step %d cannot be captured: %s", self._step, error)
+            return None
+        return _Snapshot(part.bare(), original_ranks, self._step, self._extra)
+
+
+class StateTransfer:
+    """The state of one attempt of a job, on its way to the next attempt.
+
+    Between two attempts each rank has a snapshot: tensors only, no model and no process group. Once
+    the surviving ranks have a new process group, they write the snapshots as one checkpoint to the
+    memory of their machines, and load that checkpoint.
+
+    Args:
+        job: a name that no other job has.
+    """
+
+    def __init__(self, job: str) -> None:
+        memory = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._folder = memory / f"fullshard-{job}"
+        self._source: _Source | None = None
+        self._snapshot: _Snapshot | None = None
+
+    def track(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Set the model and the optimizer whose state ``capture`` captures."""
+        self._source = _Source(model, optimizer)
+
+    def reached(self, step: int, extra: Any) -> None:
+        """Record that the model and the optimizer have the state of ``step``."""
+        if self._source is not None:
+            self._source.reached(step, extra)
+
+    def capture(
+        self, original_ranks: Sequence[int], rank: int, *, is_whole: bool = True
+    ) -> int | None:
+        """Capture the state of the tracked model and optimizer, and stop tracking them.
+
+        Args:
+            original_ranks: the original ranks of all ranks of this attempt, by rank.
+            rank: the rank of this process.
+            is_whole: False if weights may differ among ranks, whatever step was reached.
+
+        Returns:
+            The step whose state was captured; None if there is none.
+        """
+        source, self._source = self._source, None
+        if source is not None and is_whole:
+            self._snapshot = source.snapshot(original_ranks, rank)
+        return None if self._snapshot is None else self._snapshot.step
+
+    def save(self, survivors: Sequence[int]) -> None:
+        """Write the snapshots of the ``survivors``, original ranks, in their new process group.
+
+        If some part of the state is on none of them, nothing is written, and a warning says so.
+
+        Raises:
+            LostRankError: another rank was lost meanwhile.
+        """
+        snapshot = self._snapshot
+        assert snapshot is not None
+        try:
+            save_collected(
+                self._folder / "step-0",
+                lambda: snapshot.left_to(survivors),
+                decode(json.loads(snapshot.extra)),
+                step=snapshot.step,
+            )
+        except LostRankError:
+            raise  # the next attempt tries again
+        except FullshardError as error:
+            self._warn(error)
+        self._snapshot = None
+
+    def can_save(self, steps: Sequence[int | None], *, warns: bool) -> bool:
+        """Return whether to ``save`` the snapshots; drop this rank's if not.
+
+        Args:
+            steps: the different results of ``capture`` on the surviving ranks.
+            warns: True if this rank logs the reason against it.
+        """
+        if len(steps) == 1 and steps[0] is not None:
+            return True
+        if warns and len(steps) > 1:
+            found = ", ".join("in the middle of one" if one is None else str(one) for one in steps)
+            log.warning(
+                "the state of the surviving ranks cannot be transferred: they are at different "
+                "steps (%s); falling back to the newest checkpoint",
+                found,
+            )
+        self._snapshot = None
+        return False
+
+    def load(
+        self,
+        checkpointers: Sequence[Checkpointer],
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        strict: bool,
+    ) -> CheckpointInfo | None:
+        """Load the transferred state, or else the newest checkpoint; return its description."""
+        loaded = None
+        try:
+            here = Checkpointer(self._folder, copies=1)
+            loaded = load_newest([here], model, optimizer, strict=strict)
+        except (CheckpointError, ConfigError) as error:  # e.g. no rank of a pipeline stage survived
+            self._warn(error)
+        self.discard()
+        if loaded is None and checkpointers:
+            loaded = load_newest(checkpointers, model, optimizer, strict=strict)
+        return loaded
+
+    def discard(self) -> None:
+        """Remove the files that ``save`` wrote."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @staticmethod
+    def _warn(error: FullshardError) -> None:
+        log.warning(
+            "the state of the surviving ranks cannot be transferred: %s; falling back to the "
+            "newest checkpoint",
+            error,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,39 @@
-"""``resilient``: repeats a training after a fault, on the surviving ranks."""
+"""``resilient``: repeats a training after a fault, on the surviving ranks, in new groups."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import os
 import secrets
 import time
 import traceback
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fullshard import watch
+from fullshard import _torch, watch
+from fullshard.checkpoint.pending import settle
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.comm.fault_domain import fault_domain
+from fullshard.comm.heartbeat import stall_s
+from fullshard.comm.own_store import own_store
 from fullshard.comm.text import counted
-from fullshard.errors import ConfigError, LostRankError, PeerError, TornStepError
-from fullshard.recover.life import Life, Restart
-from fullshard.recover.transfer import StateTransfer
-from fullshard.recover.vote import Decision, Membership, Next, Outcome, Vote
-from fullshard.recover.world import Origin, join, leave
+from fullshard.errors import (
+    ConfigError,
+    FullshardError,
+    LostRankError,
+    PeerError,
+    TornStepError,
+)
+from fullshard.recover.life import Life, Restart, StateTransfer
+from fullshard.recover.membership import Decision, Membership, Next, Outcome, Vote
 
 log = logging.getLogger("fullshard")
 
@@ -73,7 +85,7 @@ class _Job(Generic[Result]):
 
     def __init__(self, train: Callable[[Life], Result], max_restarts: int, min_world: int) -> None:
         self._train, self._max_restarts, self._min_world = train, max_restarts, min_world
-        self._origin = Origin.found()
+        self._origin = _Origin.found()
         self._original_rank = dist.get_rank()
         self._original_ranks = tuple(range(dist.get_world_size()))  # of the present ranks, in order
         # An earlier job may have used this store: draw a new name for the keys.
@@ -109,7 +121,7 @@ class _Job(Generic[Result]):
                     raise error
                 if error is None:
                     result = None
-                    leave(None)
+                    _leave(None)
                 self._prepare_attempt(decision, error)
                 error = None
                 gc.collect()  # a traceback keeps closures, which may keep the model
@@ -125,7 +137,7 @@ class _Job(Generic[Result]):
         ranks, era = self._original_ranks, domain.era
         try:
             if self._attempt.number and not dist.is_initialized():
-                join(self._origin, f"{self._name}/{self._attempt.number}", rank, len(ranks))
+                _join(self._origin, f"{self._name}/{self._attempt.number}", rank, len(ranks))
                 domain = fault_domain()
                 era = domain.era
             if self._has_state_to_save:
@@ -147,7 +159,7 @@ class _Job(Generic[Result]):
         if watching is not None:
             silent = watching.silent_since()
             self._membership.take_over({ranks[one]: at_s for one, at_s in silent.items()})
-        leave(failure)
+        _leave(failure)
         kind = type(failure).__name__
         place = f"{kind} {frame.filename}:{frame.lineno}"
         end = Outcome.FAULT if is_known else Outcome.RAISED
@@ -192,3 +204,105 @@ class _Job(Generic[Result]):
                 f"only {counted(num_left, 'rank')} {verb}, fewer than min_world={self._min_world}"
             )
         return None
+
+
+class _Origin(NamedTuple):
+    """The arguments that the default process group was made with, to make others like it."""
+
+    store: dist.Store
+    backend: str
+    timeout: timedelta
+    options: Any
+    device: torch.device | None
+
+    @classmethod
+    def found(cls) -> _Origin:
+        """Return the arguments of the present default process group."""
+        group = dist.group.WORLD
+        assert group is not None
+        device_type = next(iter(_torch.device_types(group)))
+        return cls(
+            _torch.default_store(),
+            dist.get_backend_config(group),
+            _torch.timeout_of(group, device_type),
+            _torch.group_options(group),
+            group.bound_device_id,
+        )
+
+
+def _join(origin: _Origin, name: str, rank: int, world: int) -> None:
+    """Make a default process group of ``world`` ranks; all of them call this with one ``name``.
+
+    Raises:
+        RuntimeError: PyTorch's, if a rank did not call this within ``stall_s``. Some NCCL groups
+            connect later, in the first collective.
+    """
+    dist.init_process_group(
+        origin.backend,
+        store=dist.PrefixStore(name, origin.store),
+        rank=rank,
+        world_size=world,
+        timeout=min(origin.timeout, timedelta(seconds=stall_s())),
+        pg_options=_torch.options_like(origin.options),  # a new object for each group
+        device_id=origin.device,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    _torch.set_timeout(group, origin.timeout)
+    own_store().set_timeout(origin.timeout)
+    for variable, value in (("RANK", rank), ("WORLD_SIZE", world)):
+        if variable in os.environ:  # programs read the variables of their launcher
+            os.environ[variable] = str(value)
+    watch.begin()
+
+
+def _leave(error: BaseException | None) -> None:
+    """Leave all process groups, which wakes ranks that wait for this one in PyTorch's collectives.
+
+    A frame may hold a model, and the model its groups. So the local variables of the frames in the
+    traceback of ``error`` are cleared.
+    """
+    try:
+        settle()  # ends a background save; on other ranks it runs until theirs ends, too
+    except FullshardError as failure:
+        log.warning("a checkpoint was not completed: %s", failure)
+    _clear_frames(error)
+    group = dist.group.WORLD
+    old = None if group is None else weakref.ref(group)
+    del group
+    watching = watch.watcher()
+    if watching is not None:
+        watching.report_exit("has left its process groups")
+    del watching
+    gc.collect()  # models are reference cycles
+    _torch.drop_groups()
+    gc.collect()
+    if old is not None and _is_held(old()):
+        log.warning(
+            "an object still holds the previous process group, and perhaps a model, so their "
+            "memory and threads are not freed. Keep no model, mesh or process group of train "
+            "outside it"
+        )
+
+
+def _is_held(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a Python object other than a frame holds ``group``."""
+    return group is not None and any(
+        not isinstance(one, FrameType) for one in gc.get_referrers(group)
+    )
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the local variables in the tracebacks of ``error`` and of the errors that led to it."""
+    seen: set[int] = set()
+    errors = [error]
+    while errors:
+        one = errors.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        with contextlib.suppress(RuntimeError):
+            traceback.clear_frames(one.__traceback__)
+        errors += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            errors += one.exceptions
