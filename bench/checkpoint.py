@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 import fullshard
 from bench.machine import idle, table
 from bench.models import GPT, Shape
-from fullshard.checkpoint.entry import Entry, Grid
+from fullshard.checkpoint.entry import Grid, TensorEntry
 from fullshard.checkpoint.manifest import (
     Contents,
     FileInfo,
@@ -240,7 +240,7 @@ def planning() -> dict[str, float]:
         shape = (PLANNED, PLANNED) if name == "rows" else (sum(n for _, n in placement.lengths),)
         start = time.perf_counter()
         entries = {
-            f"model/layers.{at}.weight": Entry("float32", shape, grid, (placement,), 0)
+            f"model/layers.{at}.weight": TensorEntry("float32", shape, grid, (placement,), 0)
             for at in range(PLANNED)
         }
         for entry in entries.values():

@@ -29,7 +29,7 @@ from fullshard.comm.council import Council
 from fullshard.comm.own_store import OwnStore
 from fullshard.watch import rounds
 from fullshard.watch.rounds import Rounds
-from fullshard.watch.status import Group, Issued, StatusReport
+from fullshard.watch.status import GroupStatus, Issued, StatusReport
 
 __all__ = ["figures", "report"]
 
@@ -82,7 +82,7 @@ def _diagnosis(world: int) -> Callable[[], None]:
         late = rank == 1
         issued = () if late else (Issued(0, "gather", "blocks.0", 8),)
         waits = None if late else 0
-        group = Group("0", tuple(range(world)), len(issued), issued, waits, 6.0)
+        group = GroupStatus("0", tuple(range(world)), len(issued), issued, waits, 6.0)
         mine = Rounds(rank, world)
         _asked[rank] = 0
         mine.report(1, StatusReport(rank, (group,), True, "", 0.0, ""))

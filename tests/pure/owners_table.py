@@ -11,8 +11,8 @@ from functools import cache
 from typing import NamedTuple
 
 from fullshard.optim.owners import (
-    Block,
     Matrix,
+    OwnedBlock,
     Shape,
     blocks_of,
     newton_schulz_flops,
@@ -87,7 +87,7 @@ class Row(NamedTuple):
     grouped_balance: float
 
 
-def rows_of(block: Block, shape: tuple[int, ...]) -> tuple[int, int]:
+def rows_of(block: OwnedBlock, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the first row of a block, and the one after its last."""
     inner = math.prod(shape[1:])
     return block.start // inner, (block.start + block.numel) // inner

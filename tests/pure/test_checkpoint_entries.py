@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fullshard.checkpoint.entry import Entry, Grid, problem_of
+from fullshard.checkpoint.entry import Grid, TensorEntry, problem_of
 from fullshard.checkpoint.manifest import Contents, FileInfo, Manifest
 from fullshard.layout.region import Region
 from fullshard.tensors import RaggedShard
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> Entry:
+def entries(draw: st.DrawFn) -> TensorEntry:
     """Tensors on meshes of one to three dims, cut along some, ragged along one at most."""
     sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=2)))
@@ -41,7 +41,9 @@ def entries(draw: st.DrawFn) -> Entry:
             placements[where] = RaggedShard([(1, b - a) for a, b in itertools.pairwise(ends)])
     elif draw(st.booleans()):
         placements = None
-    entry = Entry("float32", shape, Grid(sizes, tuple(ranks)), placements and tuple(placements), 0)
+    entry = TensorEntry(
+        "float32", shape, Grid(sizes, tuple(ranks)), placements and tuple(placements), 0
+    )
     return entry._replace(writer=draw(st.integers(0, entry.num_copies - 1)))
 
 
@@ -57,7 +59,7 @@ def elements(shape: tuple[int, ...], region: Region) -> list[int]:
 
 @given(entries(), st.data())
 def test_those_who_are_left_have_each_element_once_or_lack_some(
-    entry: Entry, data: st.DataObject
+    entry: TensorEntry, data: st.DataObject
 ) -> None:
     ranks = sorted(entry.grid.ranks)
     left = data.draw(st.lists(st.sampled_from(ranks), unique=True, min_size=1))
@@ -83,7 +85,7 @@ def test_those_who_are_left_have_each_element_once_or_lack_some(
 
 def test_writers_are_divided_among_those_who_are_left() -> None:
     """Of four replicas one is lost: the others write a third of all tensors each."""
-    entry = Entry("float32", (4,), Grid((4, 2), tuple(range(8))), (Replicate(), Shard(0)), 0)
+    entry = TensorEntry("float32", (4,), Grid((4, 2), tuple(range(8))), (Replicate(), Shard(0)), 0)
     left = {rank: number for number, rank in enumerate([0, 1, 2, 3, 4, 6, 7])}
     found = [entry._replace(writer=one).left_to(left) for one in range(12 - 8)]
     assert all(one is not None for one in found)

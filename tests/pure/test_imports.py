@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 from tests.pure.import_rules import (
@@ -159,3 +163,15 @@ def test_only_extras_are_imported_inside_functions(files: list[Source]) -> None:
     assert misplaced_imports([source("train/a.py", inside.format("pyarrow.parquet"))]) == []
     assert len(misplaced_imports([source("train/a.py", "import matplotlib.pyplot as plt")])) == 1
     assert misplaced_imports(files) == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Private ones may; ``compat`` has classes that stand for PyTorch's."""
+    names = Counter(
+        node.name
+        for path in (Path(__file__).parents[2] / "src").rglob("*.py")
+        if path.parent.name != "compat"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []

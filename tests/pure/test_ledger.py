@@ -19,7 +19,7 @@ from fullshard.comm.ledger import KEPT, Ledger, Wait, ledger_of, ledgers
 from fullshard.comm.protocol import Done
 from fullshard.errors import PeerError, ProtocolError
 from fullshard.watch import Step
-from fullshard.watch.status import Group
+from fullshard.watch.status import GroupStatus
 from fullshard.watch.watcher import _group
 
 
@@ -279,7 +279,7 @@ def test_a_host_that_waits_for_an_old_collective_names_it() -> None:
 class Shows:
     """A collective that takes note of what is said of the ledger while it is waited for."""
 
-    said: Group
+    said: GroupStatus
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

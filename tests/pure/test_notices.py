@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from fullshard.comm import neighbours
-from fullshard.comm.links import Link
+from fullshard.comm.links import HostLink
 from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.neighbours import Line, Notice
 from fullshard.errors import LostRankError
@@ -104,7 +104,7 @@ def test_children_do_not_keep_the_connections_of_a_host(
 
 def test_children_do_not_keep_the_connections_to_other_hosts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        link = Link(1, socket.create_connection(listening.getsockname()))
+        link = HostLink(1, socket.create_connection(listening.getsockname()))
         other, _ = listening.accept()
     other.settimeout(10)
     with other, forked():

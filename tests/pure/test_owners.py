@@ -14,8 +14,8 @@ from fullshard.layout.region import Interval
 from fullshard.optim.grain import LARGE, padded_numel
 from fullshard.optim.owners import (
     SLACK,
-    Block,
     Matrix,
+    OwnedBlock,
     blocks_of,
     newton_schulz_flops,
     owners_of,
@@ -84,8 +84,8 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_blocks_are_rows() -> None:
-    assert blocks_of(3, "w", (4, 5), None) == [Block(3, (4, 5))]
-    assert blocks_of(3, "w", (), None) == [Block(3, ())]
+    assert blocks_of(3, "w", (4, 5), None) == [OwnedBlock(3, (4, 5))]
+    assert blocks_of(3, "w", (), None) == [OwnedBlock(3, ())]
     parts = blocks_of(0, "qkv", (6, 2), lambda *_: (3, 1, 2))
     assert [(block.shape, block.start) for block in parts] == [
         ((3, 2), 0),
@@ -135,7 +135,7 @@ def test_pieces_begin_at_blocks_and_stay_near(lengths: list[int], grain: int) ->
 def test_pieces_need_ranks_in_order() -> None:
     assert pieces_of(0, (8,), [(0, Interval(4, 4)), (1, Interval(0, 4))], 4) is None
     assert pieces_of(0, (8,), [(0, Interval(0, 4))], 4) is None
-    assert pieces_of(0, (4, 2), [(3, Interval(0, 8))], 4) == ([Block(0, (4, 2))], [3])
+    assert pieces_of(0, (4, 2), [(3, Interval(0, 8))], 4) == ([OwnedBlock(0, (4, 2))], [3])
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**5))

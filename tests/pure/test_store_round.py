@@ -112,7 +112,8 @@ def test_ranks_that_are_given_up_are_left_out(server: dist.TCPStore) -> None:
         return [] if len(looks) < 3 else [1, 7]
 
     def late() -> None:
-        time.sleep(0.6)
+        while len(looks) < 4:
+            time.sleep(0.01)
         StoreRound(server, "given up").publish(2, "late")
 
     thread = threading.Thread(target=late)

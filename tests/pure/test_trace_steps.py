@@ -16,7 +16,17 @@ from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import Follows
 from fullshard.trace import steps as kept
 from fullshard.trace.reading import held_when_it_failed, read
-from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, NO_UNIT, Clock, History, Missed, Segment
+from fullshard.trace.steps import (
+    ACTED,
+    ACTS,
+    HEARD,
+    HELD,
+    NO_UNIT,
+    Clock,
+    History,
+    Missed,
+    TapeSegment,
+)
 from fullshard.trace.steps import SegmentKind as Kinds
 from fullshard.trace.tape import Tap, Tape
 
@@ -28,8 +38,8 @@ def acted(op: Op, unit: int, start_s: float, took_s: float, *stamps: Any) -> lis
     return [(ACTS, start_s, Action(op, unit), 0, begun), (ACTED, start_s + took_s, ended)]
 
 
-def segment(*parts: list[tuple[Any, ...]], start_s: float = 0.0, end_s: float = 1.0) -> Segment:
-    return Segment(Kinds.STEP, start_s, end_s, [entry for part in parts for entry in part], {})
+def segment(*parts: list[tuple[Any, ...]], start_s: float = 0.0, end_s: float = 1.0) -> TapeSegment:
+    return TapeSegment(Kinds.STEP, start_s, end_s, [entry for part in parts for entry in part], {})
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 5)), max_size=60), st.integers(1, 8))

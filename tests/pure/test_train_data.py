@@ -9,7 +9,7 @@ import pytest
 
 from fullshard.train.data import (
     END,
-    Order,
+    RowOrder,
     load_text,
     train_tokenizer,
 )
@@ -96,7 +96,7 @@ def test_windows_overlap_by_the_one_token_that_is_only_a_target() -> None:
 
 
 def test_the_order_reads_every_window_once_an_epoch() -> None:
-    order = Order(num_rows=24, seed=3, batch=2, accumulate=3, num_workers=2)
+    order = RowOrder(num_rows=24, seed=3, batch=2, accumulate=3, num_workers=2)
     per_epoch = [
         order.rows(step=step, microbatch=microbatch, rank=rank)
         for step in range(1, 5)
@@ -111,8 +111,8 @@ def test_the_order_reads_every_window_once_an_epoch() -> None:
 
 
 def test_the_order_needs_the_step_alone_and_depends_on_the_seed() -> None:
-    def order(seed: int) -> Order:
-        return Order(num_rows=1000, seed=seed, batch=4, accumulate=1, num_workers=2)
+    def order(seed: int) -> RowOrder:
+        return RowOrder(num_rows=1000, seed=seed, batch=4, accumulate=1, num_workers=2)
 
     late = order(0).rows(step=170, microbatch=0, rank=1)
     walked = [order(0).rows(step=step, microbatch=0, rank=1) for step in range(1, 171)]
@@ -122,7 +122,7 @@ def test_the_order_needs_the_step_alone_and_depends_on_the_seed() -> None:
 
 def test_more_workers_with_smaller_batches_read_the_same_step() -> None:
     def step(batch: int, num_workers: int) -> list[int]:
-        order = Order(100, 0, batch=batch, accumulate=1, num_workers=num_workers)
+        order = RowOrder(100, 0, batch=batch, accumulate=1, num_workers=num_workers)
         ranks = range(num_workers)
         return [i for r in ranks for i in order.rows(step=9, microbatch=0, rank=r).tolist()]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fullshard.comm.liveness import DEAD, STOPPED, Absence, Liveness
 from fullshard.watch.diagnosis import Diagnosis, Kind, diagnose
 from fullshard.watch.rounds import Rounds
-from fullshard.watch.status import Group, Issued, StatusReport
+from fullshard.watch.status import GroupStatus, Issued, StatusReport
 
 PATIENCE_S = 5.0
 ORDER = ("a", "b", "c", "b", "a")
@@ -40,14 +40,14 @@ def report(
     """A rank that issued a gather of each of ``units`` and may wait for the last one."""
     recent = tuple(issued(number, unit) for number, unit in enumerate(units))
     waiting = None if waits_s is None else len(units) - 1
-    group = Group("0", tuple(range(world)), len(units), recent, waiting, waits_s or 0.0)
+    group = GroupStatus("0", tuple(range(world)), len(units), recent, waiting, waits_s or 0.0)
     return StatusReport(rank, (group,), is_open, failure, failed_s, stack)
 
 
-def saving(waited_s: float, *, world: int = 3) -> Group:
+def saving(waited_s: float, *, world: int = 3) -> GroupStatus:
     """The ledger of councils on a rank that waits for the others to save."""
     save = Issued(2, "save", "a checkpoint", 0)
-    return Group("councils", tuple(range(world)), 3, (save,), 2, waited_s)
+    return GroupStatus("councils", tuple(range(world)), 3, (save,), 2, waited_s)
 
 
 def found(*said: StatusReport, absent: Mapping[int, Absence] | None = None) -> Diagnosis:
@@ -213,9 +213,9 @@ def test_whom_nobody_needs_may_end() -> None:
 
 def test_ranks_that_wait_for_each_other_in_different_groups() -> None:
     def one(rank: int, first: str, second: str) -> StatusReport:
-        waits = Group(first, (0, 1), 1, (issued(0, "a"),), 0, 6.0)
+        waits = GroupStatus(first, (0, 1), 1, (issued(0, "a"),), 0, 6.0)
         return StatusReport(
-            rank, (waits, Group(second, (0, 1), 0, (), None, 0.0)), True, "", 0.0, ""
+            rank, (waits, GroupStatus(second, (0, 1), 0, (), None, 0.0)), True, "", 0.0, ""
         )
 
     what = found(one(0, "x", "y"), one(1, "y", "x"))
@@ -239,15 +239,15 @@ def test_who_has_not_begun_the_step_that_is_dropped_is_known() -> None:
 
 def test_who_has_not_begun_the_step_may_be_of_another_replica() -> None:
     def one(rank: int, count: int, *, is_open: bool, failure: str = "") -> StatusReport:
-        shards = Group("s", (rank // 2 * 2, rank // 2 * 2 + 1), count, (), None, 0.0)
-        replicas = Group("r", (rank % 2, rank % 2 + 2), 0, (), None, 0.0)
+        shards = GroupStatus("s", (rank // 2 * 2, rank // 2 * 2 + 1), count, (), None, 0.0)
+        replicas = GroupStatus("r", (rank % 2, rank % 2 + 2), 0, (), None, 0.0)
         return StatusReport(rank, (shards, replicas), is_open, failure, 9.0, "")
 
     said = one(0, 2, is_open=True), one(1, 1, is_open=False, failure="E")
     assert found(*said, one(2, 0, is_open=False), one(3, 0, is_open=False)).behind == (2, 3)
     assert found(*said, one(2, 1, is_open=True), one(3, 0, is_open=False)).behind == (3,)
     pair = [one._replace(groups=one.groups[:1]) for one in said]  # the others run other models
-    alone = StatusReport(2, (Group("t", (2, 3), 0, (), None, 0.0),), False, "", 0.0, "")
+    alone = StatusReport(2, (GroupStatus("t", (2, 3), 0, (), None, 0.0),), False, "", 0.0, "")
     assert found(*pair, alone, alone._replace(rank=3)).behind == ()
 
 
@@ -264,8 +264,8 @@ def messages() -> list[str]:
         StatusReport(
             rank,
             (
-                Group(str(rank), (0, 1), 1, (issued(0, "blocks.0"),), 0, 6.0),
-                Group(str(1 - rank), (0, 1), 0, (), None, 0.0),
+                GroupStatus(str(rank), (0, 1), 1, (issued(0, "blocks.0"),), 0, 6.0),
+                GroupStatus(str(1 - rank), (0, 1), 0, (), None, 0.0),
             ),
             *(True, "", 0.0, ""),
         )
@@ -354,7 +354,9 @@ def test_ranks_that_all_meet_wait_for_nobody() -> None:
     """Connecting may take longer than the patience, where it cannot be done."""
     meeting = Issued(0, "meeting", "", 0)
     said = {
-        rank: StatusReport(rank, (Group("0", (0, 1), 1, (meeting,), 0, 9.0),), True, "", 0.0, "")
+        rank: StatusReport(
+            rank, (GroupStatus("0", (0, 1), 1, (meeting,), 0, 9.0),), True, "", 0.0, ""
+        )
         for rank in (0, 1)
     }
     assert diagnose(said, {}, patience_s=PATIENCE_S).kind is Kind.NOTHING

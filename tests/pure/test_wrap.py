@@ -19,7 +19,7 @@ import fullshard
 from fullshard import wrap as ours
 from fullshard.errors import AssertedConfigError, ConfigError, FullshardError, UnsupportedError
 from fullshard.wrap.replace import replace_children
-from fullshard.wrap.units import Ignored, Wanted, units_of
+from fullshard.wrap.units import Ignored, WantedUnit, units_of
 from fullshard.wrap.unity import check_frozen_apart, check_tied_together
 
 
@@ -434,7 +434,7 @@ def test_a_failure_half_way_puts_everything_back(after: int) -> None:
     units = units_of(model, ours.always_wrap_policy)
     calls = iter(range(1000))
 
-    def make(unit: Wanted) -> nn.Module:
+    def make(unit: WantedUnit) -> nn.Module:
         if next(calls) == after:
             raise Trouble
         return Wrapped(unit.module)
@@ -450,7 +450,7 @@ def test_children_are_wrapped_before_their_parents_see_them() -> None:
     units = units_of(model, ours.ModuleWrapPolicy({Outer, Inner}))
     seen = {}
 
-    def make(unit: Wanted) -> nn.Module:
+    def make(unit: WantedUnit) -> nn.Module:
         seen[unit.name] = sum(isinstance(m, Wrapped) for m in unit.module.modules())
         return Wrapped(unit.module)
 

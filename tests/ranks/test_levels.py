@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, Ragged
 from fullshard.comm import C10d, crossing, links, meeting
-from fullshard.comm.c10d import Choice, Transport, ways_of
+from fullshard.comm.c10d import Transport, TransportRequest, ways_of
 from fullshard.comm.levels import Levels
 from fullshard.errors import LostRankError, PeerError, ProtocolError
 from tests.ranks import test_shared
@@ -54,7 +54,7 @@ def wire_on(hosts: str, timeout_s: float = 30) -> C10d:
 
 
 def levels_of(group: dist.ProcessGroup) -> Levels:
-    way = ways_of(group, Choice(Transport.SHARED)).gathers
+    way = ways_of(group, TransportRequest(Transport.SHARED)).gathers
     assert isinstance(way, Levels)
     return way
 
@@ -195,10 +195,10 @@ def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
     """Bytes that this rank sends to other hosts for a gather, a reduction and a mean."""
     wire, numel = wire_on(hosts), 1200
     sent: list[int] = []
-    post = links.Link.post
+    post = links.HostLink.post
 
     def counted(
-        link: links.Link, number: int, subject: str, tensors: Sequence[Tensor], then: Any
+        link: links.HostLink, number: int, subject: str, tensors: Sequence[Tensor], then: Any
     ) -> None:
         sent.append(sum(tensor.nbytes for tensor in tensors))
         post(link, number, subject, tensors, then)
@@ -213,7 +213,7 @@ def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
     )
     counts = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(links.Link, "post", counted)
+        patched.setattr(links.HostLink, "post", counted)
         for start in starts:
             start().wait()
             dist.barrier()  # all have what they need, so all was sent

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import fully_shard
 from fullshard.comm import C10d, desks, meeting
-from fullshard.comm.c10d import Choice, Transport, ways_of
+from fullshard.comm.c10d import Transport, TransportRequest, ways_of
 from fullshard.comm.desks import Desk, NearDesk, Told, address, listen
 from fullshard.comm.levels import Levels
 from fullshard.comm.memory import Memory
@@ -54,7 +54,7 @@ def reach(how: str) -> tuple[str, list[tuple[int, ...]]]:
             patched.setenv(meeting.HOST, "x")
             patched.setenv("GLOO_SOCKET_IFNAME", "nowhere")
         assert gather(C10d(group, "cpu"))()
-    way = ways_of(group, Choice(Transport.SHARED)).gathers
+    way = ways_of(group, TransportRequest(Transport.SHARED)).gathers
     return type(way).__name__, list(way._routes.circles) if isinstance(way, Levels) else []
 
 
@@ -86,7 +86,7 @@ def first_step_unconnected() -> str:
         mesh = DeviceMesh("cpu", range(dist.get_world_size()))
         model = fully_shard(nn.Linear(6, 6), mesh=mesh)
         model(torch.ones(2, 6)).sum().backward()
-        return type(ways_of(mesh.get_group(), Choice(Transport.SHARED)).gathers).__name__
+        return type(ways_of(mesh.get_group(), TransportRequest(Transport.SHARED)).gathers).__name__
 
 
 def test_a_first_step_outlasts_vain_attempts_to_connect(pool: RankPool) -> None:
@@ -115,7 +115,7 @@ def wished(own: str, numel: int) -> tuple[str, float]:
     wanted = exact.view(group.size(), -1)[group.rank()]
     rounded = exact.bfloat16().double()
     off = (reduced.double() - wanted).abs().max() + (whole.double() - rounded).abs().max()
-    return type(ways_of(group, Choice(Transport.SHARED)).gathers).__name__, off.item()
+    return type(ways_of(group, TransportRequest(Transport.SHARED)).gathers).__name__, off.item()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def meet_often(count: int) -> list[str]:
     for _ in range(count):
         group = dist.new_group()
         assert gather(C10d(group, "cpu"))()
-        found.append(type(ways_of(group, Choice(Transport.SHARED)).gathers).__name__)
+        found.append(type(ways_of(group, TransportRequest(Transport.SHARED)).gathers).__name__)
         dist.destroy_process_group(group)
     return found
 

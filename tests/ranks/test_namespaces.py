@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from bench.hosts import NoHosts, enter, hosts, sent_nbytes
 from fullshard.checkpoint import Checkpointer
-from fullshard.comm.c10d import Choice, Transport, ways_of
+from fullshard.comm.c10d import Transport, TransportRequest, ways_of
 from fullshard.comm.levels import Levels
 from tests.ranks.net import apart, batch, make, shard
 
@@ -45,7 +45,7 @@ def train(process: int, names: Sequence[str], folder: str) -> None:
     dist.barrier()
     sent = sent_nbytes() - before
     assert dist.group.WORLD is not None
-    way = ways_of(dist.group.WORLD, Choice(Transport.SHARED)).gathers
+    way = ways_of(dist.group.WORLD, TransportRequest(Transport.SHARED)).gathers
     assert isinstance(way, Levels)
     memory = Path(folder, f"memory-{process // PER_HOST}")
     checkpointer = Checkpointer(memory, copies=2)

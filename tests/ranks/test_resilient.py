@@ -12,8 +12,9 @@ from torch import nn
 
 from fullshard import Life, _torch, fully_shard, resilient
 from fullshard.errors import LostRankError, PeerError
-from fullshard.recover import transfer, world
+from fullshard.recover import life
 from fullshard.recover.membership import Membership, Outcome, Vote
+from fullshard.recover.resilient import leave
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Trouble
 
@@ -45,7 +46,7 @@ def transferred(folder: Path, error: type[Exception] | None) -> tuple[int, int]:
         raise PeerError("rank 1 failed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_MEMORY", memory)
+        patch.setattr(life, "_MEMORY", memory)
         try:
             resilient(train, max_restarts=1)
         except (Trouble, PeerError) as raised:
@@ -98,7 +99,7 @@ def wait_for_who_leaves() -> bool:
     """Rank 1 leaves the job, but something of its user's holds the group."""
     held, store = dist.group.WORLD, dist.PrefixStore("leaves", _torch.default_store())
     if dist.get_rank() == 1:
-        world.leave(None)
+        leave(None)
         store.wait(["is awake"])
         return held is not None
     with pytest.raises(RuntimeError):

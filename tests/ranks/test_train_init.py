@@ -19,7 +19,7 @@ from fullshard.optim import clip_grad_norm_
 from fullshard.tensors import find_tensors
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, TrainConfig
-from fullshard.train.data import Order
+from fullshard.train.data import RowOrder
 from fullshard.train.loop import Trainer
 from fullshard.train.optimizer import build_optimizer, learning_rate
 from fullshard.train.prepare import prepare
@@ -122,7 +122,7 @@ def expected_losses(config: TrainConfig, num_workers: int) -> list[float]:
     text = load_text_for(choose_architecture(config), config)
     optimizer = build_optimizer(model, config)
     rows = text.train.rows(config.seq)
-    order = Order(len(rows), config.seed, config.batch, config.accumulate, num_workers)
+    order = RowOrder(len(rows), config.seed, config.batch, config.accumulate, num_workers)
     found = []
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:

@@ -22,7 +22,7 @@ from fullshard.tensors import local_part
 from fullshard.train import loop
 from fullshard.train.architecture import choose_architecture, load_text_for
 from fullshard.train.config import Dtype, LayoutName, Quantize, TrainConfig
-from fullshard.train.data import Order, TokenizedText
+from fullshard.train.data import RowOrder, TokenizedText
 from fullshard.train.export import export
 from fullshard.train.loop import Trainer, build_sharded_model
 from fullshard.train.optimizer import build_optimizer, learning_rate
@@ -138,7 +138,7 @@ def expected_losses(config: TrainConfig, model: nn.Module, num_workers: int) -> 
     """The same steps in one process, which reads every sample alone."""
     rows = text_of(config).train.rows(config.seq)
     optimizer = build_optimizer(model, config)
-    order = Order(len(rows), config.seed, config.batch, config.accumulate, num_workers)
+    order = RowOrder(len(rows), config.seed, config.batch, config.accumulate, num_workers)
     found = []
     for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:

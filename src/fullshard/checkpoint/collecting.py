@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fullshard import _torch
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.alike import Item, singles_of
-from fullshard.checkpoint.entry import Entry, Grid
+from fullshard.checkpoint.entry import Grid, TensorEntry
 from fullshard.checkpoint.optimizer import sharded_optim_state_dict
 from fullshard.checkpoint.tree import Tree, sharded, some
 from fullshard.checkpoint.values import encode
@@ -46,7 +46,7 @@ class Collected:
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
-        self.tensors: dict[str, Entry] = {}
+        self.tensors: dict[str, TensorEntry] = {}
         self.held: dict[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         self.replicas: dict[str, Tensor] = {}
@@ -134,7 +134,7 @@ class Collected:
             kind = "on meta" if local.is_meta else f"a {type(local.detach()).__name__}"
             raise UnsupportedError(f"{name} is {kind}; only plain dense tensors can be saved")
         dtype = datafile.name_of(local.dtype, name)
-        entry = Entry(dtype, tuple(value.shape), grid, placements, 0)
+        entry = TensorEntry(dtype, tuple(value.shape), grid, placements, 0)
         if placements is not None:  # ranks that hold copies take turns
             entry = entry._replace(writer=zlib.crc32(name.encode()) % entry.num_copies)
             held = entry.region(self._rank).numel
@@ -145,7 +145,7 @@ class Collected:
                 )
         self._put(name, entry, local.detach(), is_replica=is_replica and placements is None)
 
-    def _put(self, name: str, entry: Entry, local: Tensor, *, is_replica: bool) -> None:
+    def _put(self, name: str, entry: TensorEntry, local: Tensor, *, is_replica: bool) -> None:
         self.tensors[name], self.held[name] = entry, local
         if is_replica and local.numel() and entry.num_copies > 1:
             self.replicas[name] = local

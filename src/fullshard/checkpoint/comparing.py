@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard.checkpoint.datafile import bytes_of, dtype_of
 from fullshard.checkpoint.folders import in_folder, read_manifest
 from fullshard.checkpoint.manifest import Manifest
-from fullshard.checkpoint.reading import Reader, Wanted
+from fullshard.checkpoint.reading import Reader, WantedPart
 from fullshard.layout.region import whole
 
 
@@ -48,7 +48,7 @@ def whole_tensor(path: Path, manifest: Manifest, name: str) -> Tensor:
     """Return all of a tensor, flat."""
     entry = manifest.entry(name)
     memory = torch.empty(entry.numel, dtype=dtype_of(entry.dtype))
-    wanted = {name: Wanted(whole(entry.shape), memory)}
+    wanted = {name: WantedPart(whole(entry.shape), memory)}
     with Reader(in_folder(path), manifest, wanted) as reader:
         reader.read([])
     return memory

@@ -29,12 +29,12 @@ from fullshard.checkpoint.datafile import (
     flat_bytes,
     name_of,
 )
-from fullshard.checkpoint.entry import Entry, Grid
+from fullshard.checkpoint.entry import Grid, TensorEntry
 from fullshard.checkpoint.folders import UNFINISHED, read_manifest
 from fullshard.checkpoint.foreign import Leaf, is_folder, tree_of
 from fullshard.checkpoint.manifest import MANIFEST, Contents, FileInfo, Manifest
 from fullshard.checkpoint.values import decode, encode
-from fullshard.checkpoint.whole import EXTRA, Whole, whole_of
+from fullshard.checkpoint.whole import EXTRA, WholeCheckpoint, whole_of
 from fullshard.errors import CheckpointError, ConfigError
 
 FORMATS = ("fullshard", "dcp", "torch")
@@ -122,9 +122,9 @@ def _appearing(target: Path) -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
 
 
-def _of_ours(path: Path) -> Whole:
+def _of_ours(path: Path) -> WholeCheckpoint:
     manifest = read_manifest(path)
-    found = Whole(step=manifest.step, extra=manifest.extra)
+    found = WholeCheckpoint(step=manifest.step, extra=manifest.extra)
     for name in manifest.names():
         entry = manifest.entry(name)
         kind, _, rest = name.partition("/")
@@ -145,11 +145,13 @@ def _of_ours(path: Path) -> Whole:
     return found
 
 
-def _write_ours(found: Whole, unfinished: Path, target: Path, more: Callable[[int], None]) -> None:
+def _write_ours(
+    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
+) -> None:
     leaves = found.leaves
     grid = Grid((1,), (0,))
     entries = {
-        name: Entry(name_of(leaf.dtype, name), leaf.shape, grid, None, 0)
+        name: TensorEntry(name_of(leaf.dtype, name), leaf.shape, grid, None, 0)
         for name, leaf in leaves.items()
     }
     values: dict[str, Any] = {"ties": found.ties}
@@ -188,13 +190,17 @@ def _write_ours(found: Whole, unfinished: Path, target: Path, more: Callable[[in
     commit(unfinished, target, manifest.to_json())
 
 
-def _write_dcp(found: Whole, unfinished: Path, target: Path, more: Callable[[int], None]) -> None:
+def _write_dcp(
+    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
+) -> None:
     with _state_of(found, target, more) as state, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
         dcp.save(state, checkpoint_id=unfinished, no_dist=True)
 
 
-def _write_file(found: Whole, unfinished: Path, target: Path, more: Callable[[int], None]) -> None:
+def _write_file(
+    found: WholeCheckpoint, unfinished: Path, target: Path, more: Callable[[int], None]
+) -> None:
     with _state_of(found, target, more) as state, unfinished.open("wb") as file:
         torch.save(state, file)
         file.flush()
@@ -202,7 +208,9 @@ def _write_file(found: Whole, unfinished: Path, target: Path, more: Callable[[in
 
 
 @contextmanager
-def _state_of(found: Whole, target: Path, more: Callable[[int], None]) -> Iterator[dict[str, Any]]:
+def _state_of(
+    found: WholeCheckpoint, target: Path, more: Callable[[int], None]
+) -> Iterator[dict[str, Any]]:
     """Give the dictionary that PyTorch saves; its tensors are in a temporary file."""
     with tempfile.TemporaryFile(dir=target.parent) as file:
         sizes = [_aligned(leaf) for leaf in found.leaves.values()]
@@ -238,7 +246,7 @@ def _aligned(leaf: Leaf) -> int:
     return -(-leaf.nbytes // 64) * 64
 
 
-_WRITERS: dict[str, Callable[[Whole, Path, Path, Callable[[int], None]], None]] = {
+_WRITERS: dict[str, Callable[[WholeCheckpoint, Path, Path, Callable[[int], None]], None]] = {
     "fullshard": _write_ours,
     "dcp": _write_dcp,
     "torch": _write_file,

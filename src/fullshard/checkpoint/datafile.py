@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fullshard.checkpoint.manifest import FileInfo, Part, digest_of
+from fullshard.checkpoint.manifest import FileInfo, FilePart, digest_of
 from fullshard.errors import CheckpointError, UnsupportedError
 
 BLOCK_NBYTES = 1 << 15
@@ -340,7 +340,7 @@ class DataFile:
                 )
             block += 1
 
-    def verify(self, expected: Mapping[str, Part]) -> Iterator[str]:
+    def verify(self, expected: Mapping[str, FilePart]) -> Iterator[str]:
         """Read all data; yield what is wrong with each tensor, ``expected`` or not."""
         for name in dict.fromkeys((*expected, *self._stored)):
             try:

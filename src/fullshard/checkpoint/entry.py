@@ -65,7 +65,7 @@ def _copies(grid: Grid, is_copied: tuple[bool, ...]) -> list[list[int]]:
     return [*groups.values()]
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a checkpoint, as the ranks of one mesh hold it.
 
     Attributes:
@@ -126,7 +126,7 @@ class Entry(NamedTuple):
             and 0 <= self.writer < self.num_copies
         )
 
-    def is_cut_like(self, other: Entry) -> bool:
+    def is_cut_like(self, other: TensorEntry) -> bool:
         """Return whether ranks that have either hold parts of one tensor.
 
         Ragged intervals may differ between ranks that hold different rows or columns.
@@ -176,7 +176,7 @@ class Entry(NamedTuple):
             index = index * size + own if isinstance(one, Replicate) else index
         return index == self.writer
 
-    def left_to(self, numbers: Mapping[int, int]) -> Entry | None:
+    def left_to(self, numbers: Mapping[int, int]) -> TensorEntry | None:
         """Return the tensor as some ranks hold it, each part on one; None if they lack a part.
 
         Args:
@@ -213,7 +213,7 @@ def _region(
     return region_of(shape, placements, mesh_shape, coordinate)
 
 
-def problem_of(held: Sequence[tuple[Entry, set[int]]]) -> str:
+def problem_of(held: Sequence[tuple[TensorEntry, set[int]]]) -> str:
     """Return why entries, with the ranks that have them, do not make up one tensor; or nothing."""
     entry = held[0][0]
     grids = list(dict.fromkeys(one.grid for one, _ in held))

@@ -22,7 +22,7 @@ from fullshard.checkpoint.folders import UNFINISHED
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.outgoing import (
     ALIGN,
-    Piece,
+    FilePiece,
     Share,
     aligned,
     described,
@@ -145,10 +145,10 @@ class _Plan:
         if count == 1:
             self.names = [SINGLE]
 
-    def rounds(self, rank: int, nbytes: int) -> Iterator[list[Piece]]:
+    def rounds(self, rank: int, nbytes: int) -> Iterator[list[FilePiece]]:
         """Yield what ``rank`` writes, so many bytes at a time."""
         world = len(self.manifest.files)
-        batch: list[Piece] = []
+        batch: list[FilePiece] = []
         room = nbytes
         for number, file in enumerate(self.files):
             for one in file if number % world == rank else ():
@@ -156,7 +156,7 @@ class _Plan:
                 while start < one.stored.region.numel:
                     count = max(room // one.dtype.itemsize, 1)
                     stop = min(start + count, one.stored.region.numel)
-                    batch.append(Piece(number, one, start, stop))
+                    batch.append(FilePiece(number, one, start, stop))
                     room -= batch[-1].nbytes
                     start = stop
                     if room <= 0:
@@ -252,7 +252,7 @@ class _Writer:
 
     def _write(
         self,
-        batch: Sequence[Piece],
+        batch: Sequence[FilePiece],
         shares: Sequence[Sequence[Share]],
         given: Sequence[Tensor],
     ) -> None:

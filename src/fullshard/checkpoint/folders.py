@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.datafile import DataFile, LocalFile
-from fullshard.checkpoint.manifest import MANIFEST, FileInfo, Manifest, Part, digest_in
+from fullshard.checkpoint.manifest import MANIFEST, FileInfo, FilePart, Manifest, digest_in
 from fullshard.errors import CheckpointError
 
 LATEST = "latest"
@@ -234,16 +234,18 @@ def look(path: Path, *, first: int, every: int) -> Looked:
     return Looked(digest, len(manifest.files), intact, damaged, problem)
 
 
-def _expected(manifest: Manifest) -> dict[str, dict[str, Part]]:
+def _expected(manifest: Manifest) -> dict[str, dict[str, FilePart]]:
     """Return the parts of tensors that each data file has."""
-    expected: dict[str, dict[str, Part]] = {file.name: {} for file in manifest.files}
+    expected: dict[str, dict[str, FilePart]] = {file.name: {} for file in manifest.files}
     for name in manifest.names():
         for part in manifest.parts(name):
             expected[part.file.name][name] = part
     return expected
 
 
-def _wrong(path: Path, info: FileInfo, expected: Mapping[str, Mapping[str, Part]]) -> Iterator[str]:
+def _wrong(
+    path: Path, info: FileInfo, expected: Mapping[str, Mapping[str, FilePart]]
+) -> Iterator[str]:
     """Yield what is wrong with a data file."""
     try:
         file = DataFile(LocalFile(path / info.name), info)

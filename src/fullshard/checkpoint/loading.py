@@ -20,7 +20,7 @@ from fullshard.checkpoint.manifest import FileInfo, Manifest, digest_of
 from fullshard.checkpoint.model import load_into
 from fullshard.checkpoint.optimizer import optim_state_to_load
 from fullshard.checkpoint.pending import settle
-from fullshard.checkpoint.reading import Reader, Wanted
+from fullshard.checkpoint.reading import Reader, WantedPart
 from fullshard.checkpoint.stepped import Stepped
 from fullshard.checkpoint.tree import Tree, part_here, some
 from fullshard.checkpoint.values import decode
@@ -147,8 +147,8 @@ class Target:
     def __init__(
         self, manifest: Manifest, model: nn.Module, optimizer: Optimizer | None, *, strict: bool
     ) -> None:
-        self.wanted: dict[str, Wanted] = {}
-        self.again: list[dict[str, Wanted]] = []
+        self.wanted: dict[str, WantedPart] = {}
+        self.again: list[dict[str, WantedPart]] = []
         self._manifest = manifest
         self._model = model
         self._strict = strict
@@ -277,9 +277,9 @@ class Target:
         held, region = part_here(like)
         local = torch.empty(held.shape, dtype=dtype, device="cpu")
         if full in self.wanted:  # tied there, and not here
-            self.again.append({full: Wanted(region, local.view(-1))})
+            self.again.append({full: WantedPart(region, local.view(-1))})
         else:
-            self.wanted[full] = Wanted(region, local.view(-1))
+            self.wanted[full] = WantedPart(region, local.view(-1))
         return _torch.dtensor_like(like, local) if isinstance(like, DTensor) else local
 
 

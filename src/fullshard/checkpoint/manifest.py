@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from fullshard.checkpoint.entry import (
-    Entry,
     Grid,
+    TensorEntry,
     grid_from_json,
     placement_from_json,
     placement_to_json,
@@ -52,7 +52,7 @@ class FileInfo(NamedTuple):
     contents: int
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """The part of a tensor that is in one file.
 
     Attributes:
@@ -76,7 +76,7 @@ class Contents(NamedTuple):
         values: what its model and optimizer have besides, in JSON's types.
     """
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
 
 
@@ -116,7 +116,7 @@ def contents_from_json(stored: Any, world: int) -> Contents:
         for those in stored["placements"]
     ]
     tensors = {
-        name: Entry(dtype, tuple(shape), grids[grid], placed[placements], writer)
+        name: TensorEntry(dtype, tuple(shape), grids[grid], placed[placements], writer)
         for name, (dtype, shape, grid, placements, writer) in stored["tensors"].items()
     }
     for name, entry in tensors.items():
@@ -146,12 +146,12 @@ class Manifest:
     extra: Any
 
     @cached_property
-    def _held(self) -> dict[str, list[tuple[Entry, set[int]]]]:
+    def _held(self) -> dict[str, list[tuple[TensorEntry, set[int]]]]:
         """The different entries of each tensor, and the ranks that have them."""
         ranks: list[list[int]] = [[] for _ in self.contents]
         for file in self.files:
             ranks[file.contents].append(file.rank)
-        found: dict[str, list[tuple[Entry, set[int]]]] = {}
+        found: dict[str, list[tuple[TensorEntry, set[int]]]] = {}
         for contents, those in zip(self.contents, ranks, strict=True):
             for name, entry in contents.tensors.items():
                 held = found.setdefault(name, [])
@@ -169,11 +169,11 @@ class Manifest:
         """Return the names of all tensors."""
         return list(self._held)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorEntry:
         """Return the entry of a tensor as its first rank has it."""
         return self._held[name][0][0]
 
-    def parts(self, name: str, near: Region | None = None) -> Iterator[Part]:
+    def parts(self, name: str, near: Region | None = None) -> Iterator[FilePart]:
         """Yield the parts of a tensor; together they are all of it, once.
 
         If ``near`` is given, parts that have nothing in common with it may be left out.
@@ -184,7 +184,7 @@ class Manifest:
                     region = entry.region(rank)
                     if region.numel:
                         shape = (region.numel,) if entry.is_ragged else region.grid
-                        yield Part(self.files[rank], region, entry.dtype, shape)
+                        yield FilePart(self.files[rank], region, entry.dtype, shape)
 
     def check(self) -> None:
         """Check that the parts of each tensor make it up exactly once.

@@ -106,7 +106,7 @@ def grouped(
     return found
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Elements ``start`` to ``stop`` of a tensor; ``file`` is the number of where it goes."""
 
     file: int
@@ -141,12 +141,12 @@ class Share(NamedTuple):
     """
 
     at: int
-    piece: Piece
+    piece: FilePiece
     overlaps: list[Overlap]
     nbytes: int
 
 
-def shares_of(manifest: Manifest, batch: Sequence[Piece]) -> list[list[Share]]:
+def shares_of(manifest: Manifest, batch: Sequence[FilePiece]) -> list[list[Share]]:
     """Return for each rank the parts that it has of the pieces in ``batch``."""
     found: list[list[Share]] = [[] for _ in manifest.files]
     for at, piece in enumerate(batch):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.datafile import BLOCK_NBYTES, Bytes, DataFile
-from fullshard.checkpoint.manifest import FileInfo, Manifest, Part
+from fullshard.checkpoint.manifest import FileInfo, FilePart, Manifest
 from fullshard.comm.blocking import all_gather_bytes
 from fullshard.errors import CheckpointError
 from fullshard.layout.region import Overlap, Region
@@ -32,7 +32,7 @@ _LARGEST = 4  # share of a rank, in shares of a rank if all had the same
 _ALIGN = 16
 
 
-class Wanted(NamedTuple):
+class WantedPart(NamedTuple):
     """A part of a tensor that this rank needs, and flat memory for it on the CPU."""
 
     region: Region
@@ -46,7 +46,7 @@ class _Run(NamedTuple):
     """
 
     name: str
-    part: Part
+    part: FilePart
     start: int
     stop: int
 
@@ -72,7 +72,7 @@ class Reader:
         self,
         opened: Callable[[FileInfo], Bytes],
         manifest: Manifest,
-        wanted: Mapping[str, Wanted],
+        wanted: Mapping[str, WantedPart],
         *,
         rank: int = 0,
         world: int = 1,

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from fullshard.checkpoint.datafile import array_of, bytes_of, digests_of_blocks
-from fullshard.checkpoint.entry import Entry, Grid, ranks_to_json
+from fullshard.checkpoint.entry import Grid, TensorEntry, ranks_to_json
 from fullshard.checkpoint.manifest import digest_of
 from fullshard.checkpoint.tree import some
 from fullshard.comm.council import Council
 from fullshard.errors import ConfigError
 
 
-def by_mesh(digests: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:
+def by_mesh(digests: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return one digest for all replicas of each mesh, keyed by a digest of the mesh itself.
 
     Args:

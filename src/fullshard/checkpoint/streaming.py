@@ -13,7 +13,7 @@ from fullshard import _torch
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.outgoing import (
-    Piece,
+    FilePiece,
     Planned,
     aligned,
     described,
@@ -136,7 +136,9 @@ class ParamStream:
         self._manifest = manifest
         self._rank, self._world = council.rank, council.world
         self._receivers = receivers
-        self._batches = [[Piece(0, one, 0, one.stored.region.numel) for one in b] for b in buckets]
+        self._batches = [
+            [FilePiece(0, one, 0, one.stored.region.numel) for one in b] for b in buckets
+        ]
         self._shares = [shares_of(manifest, batch) for batch in self._batches]
         self._room = max((_offsets(bucket)[-1] for bucket in buckets), default=0)
         self.metadata = [
@@ -150,7 +152,7 @@ class ParamStream:
         """Return the number of buckets."""
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[Bucket]:
+    def __iter__(self) -> Iterator[TensorBucket]:
         """Yield the buckets; a collective.
 
         Raises:
@@ -175,7 +177,7 @@ class ParamStream:
             )
         return self._run(found)
 
-    def _run(self, found: Collected) -> Iterator[Bucket]:
+    def _run(self, found: Collected) -> Iterator[TensorBucket]:
         if not self._batches:
             return
         self._is_running = True
@@ -209,20 +211,22 @@ class ParamStream:
         pack(self._shares[number][self._rank], found.parts, delivery.begin(number))
         delivery.start()
 
-    def _received(self, delivery: Delivery, number: int, memory: Tensor | None) -> Bucket | None:
+    def _received(
+        self, delivery: Delivery, number: int, memory: Tensor | None
+    ) -> TensorBucket | None:
         """Return a bucket, in ``memory`` if there is some; None if this rank gets none."""
         messages = delivery.wait()
         if self._rank not in self._receivers:
             return None
         if memory is None:
             memory = torch.empty(self._room, dtype=torch.uint8, device=delivery.device)
-        bucket = Bucket([piece.planned for piece in self._batches[number]], memory)
+        bucket = TensorBucket([piece.planned for piece in self._batches[number]], memory)
         for shares, message in zip(self._shares[number], messages, strict=True):
             unpack(shares, message, [bucket.flat(name) for name in bucket])
         return bucket
 
 
-class Bucket(Mapping[str, Tensor]):
+class TensorBucket(Mapping[str, Tensor]):
     """Whole tensors by name, usable until the next bucket of the stream is asked for.
 
     Operations on a tensor give plain tensors, but for views of it, which are bound to the bucket,
@@ -278,11 +282,11 @@ class Bucket(Mapping[str, Tensor]):
 class BucketTensor(Tensor):
     """A tensor in the memory of a bucket, or a view of one."""
 
-    _bucket: Bucket
+    _bucket: TensorBucket
     _plain: Tensor
 
     @classmethod
-    def of(cls, plain: Tensor, bucket: Bucket) -> BucketTensor:
+    def of(cls, plain: Tensor, bucket: TensorBucket) -> BucketTensor:
         """Return ``plain``, in the memory of ``bucket``, bound to it."""
         found = _torch.wrapper_of(cls, plain)
         found._bucket, found._plain = bucket, plain
@@ -292,7 +296,7 @@ class BucketTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        buckets: list[Bucket] = []
+        buckets: list[TensorBucket] = []
 
         def plain(one: BucketTensor) -> Tensor:
             one._bucket._alive()

@@ -26,7 +26,7 @@ EXTRA = "fullshard_extra"
 
 
 @dataclass
-class Whole:
+class WholeCheckpoint:
     """A checkpoint in no format.
 
     Attributes:
@@ -70,7 +70,7 @@ class Whole:
         return model | {f"optimizer/{name}": leaf for name, leaf in self.optimizer.items()}
 
 
-def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Whole:
+def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> WholeCheckpoint:
     """Return what a file or folder of PyTorch holds.
 
     Args:
@@ -86,7 +86,7 @@ def whole_of(tree: dict[str, Any], leave_out: Collection[str], where: str) -> Wh
     if unknown:
         raise ConfigError(f"{where} has no {', '.join(unknown)}; it has {', '.join([*tree][:16])}")
     tree = {key: value for key, value in tree.items() if key not in leave_out}
-    found = Whole()
+    found = WholeCheckpoint()
     optimizers = [key for key, value in tree.items() if _is_optimizer(value)]
     if len(optimizers) > 1:
         raise UnsupportedError(
@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
     return [*map(_plain, value)] if isinstance(value, list) else value
 
 
-def _add_optimizer(found: Whole, stored: Mapping[str, Any], where: str) -> None:
+def _add_optimizer(found: WholeCheckpoint, stored: Mapping[str, Any], where: str) -> None:
     state, groups = stored.get("state", {}), stored.get("param_groups")
     if groups is None:
         state, groups = _unflattened(stored)
@@ -202,7 +202,7 @@ def _unflattened(stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[s
     return state, groups
 
 
-def _ties(found: Whole) -> dict[str, str]:
+def _ties(found: WholeCheckpoint) -> dict[str, str]:
     """Return the names of parameters that are the same as others, and theirs."""
     stepped = {name for group in found.groups or () for name in group["params"]}
     kinds = Counter((leaf.dtype, leaf.shape) for leaf in found.model.values())

@@ -27,7 +27,7 @@ from fullshard.comm.ledger import (
     ledger_of,
 )
 from fullshard.comm.levels import Levels
-from fullshard.comm.links import Link
+from fullshard.comm.links import HostLink
 from fullshard.comm.meeting import meet
 from fullshard.comm.native import Native
 from fullshard.comm.neighbours import Line, Neighbour
@@ -76,7 +76,7 @@ class _Ways(NamedTuple):
     exchanges: Native | Shared
 
 
-class Choice(NamedTuple):
+class TransportRequest(NamedTuple):
     """A request for the ways of a group."""
 
     transport: Transport
@@ -87,14 +87,14 @@ class Choice(NamedTuple):
 
 class _OfEra(NamedTuple):
     era: Era
-    ways: dict[Choice, _Ways]
+    ways: dict[TransportRequest, _Ways]
 
 
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]
 _ways = weakref.WeakKeyDictionary()
 
 
-def ways_of(group: dist.ProcessGroup, choice: Choice) -> _Ways:
+def ways_of(group: dist.ProcessGroup, choice: TransportRequest) -> _Ways:
     """Return the ways of ``group``; the first per choice and era with SHARED is a collective."""
     found, era = _ways.get(group), ledger_of(group).era
     if found is None or found.era is not era:
@@ -121,7 +121,7 @@ def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
         shared = Shared(rank, meeting.memory, neighbours)
         return _Ways(shared, shared, shared)
     lines = {r: Line(r, *met) for r, met in meeting.neighbours.items()}
-    links = {r: Link(r, connection) for r, connection in meeting.partners.items()}
+    links = {r: HostLink(r, connection) for r, connection in meeting.partners.items()}
     levels = Levels(Routes(meeting.circles, rank), meeting.memory, lines, links, timeout_s)
     return _Ways(levels, levels, native)
 
@@ -350,8 +350,8 @@ def _abort(reference: weakref.ref[dist.ProcessGroup], device_type: str) -> None:
         _torch.begin_abort(group, device_type)
 
 
-def default_choice(group: dist.ProcessGroup, device_type: str) -> Choice:
+def default_choice(group: dist.ProcessGroup, device_type: str) -> TransportRequest:
     """Return what is asked of ``group`` unless somebody asks for something else."""
     gloo_on_cpu = device_type == "cpu" and _torch.backend_name(group, device_type) == "gloo"
     transport = Transport.SHARED if gloo_on_cpu else Transport.NATIVE
-    return Choice(transport, device_type, _torch.has_average(group, device_type))
+    return TransportRequest(transport, device_type, _torch.has_average(group, device_type))

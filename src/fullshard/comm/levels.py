@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fullshard.comm.courier import Courier
 from fullshard.comm.crossing import Area, Crossing, Gather, Post, Reduction
-from fullshard.comm.links import Link, Trouble
+from fullshard.comm.links import HostLink, Trouble
 from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
 from fullshard.comm.neighbours import Line, Notice
@@ -41,7 +41,7 @@ class Levels:
         routes: Routes,
         memory: Memory | None,
         lines: Mapping[int, Line],
-        links: Mapping[int, Link],
+        links: Mapping[int, HostLink],
         timeout_s: float,
     ) -> None:
         """``memory`` is None for a rank without neighbours, which has no ``lines`` either."""

@@ -1,7 +1,7 @@
 """Messages between ranks of different hosts: over TCP, each with the bytes that it announces.
 
-Neither sending nor receiving blocks; who owns a ``Link`` polls it. The bytes go from, and arrive
-at, the memory that the owner names, without a copy.
+Neither sending nor receiving blocks; the owner of a ``HostLink`` polls it. The bytes go from, and
+arrive at, the memory that the owner names, without a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fullshard.errors import FullshardError, LostRankError, ProtocolError
 
-__all__ = ["Arrival", "Link", "Trouble"]
+__all__ = ["Arrival", "HostLink", "Trouble"]
 
 _DIFFERS, _LOST = -1, -2
 _MOST_VIEWS = 64  # in one call; the system allows 1024
@@ -78,7 +78,7 @@ class _Message(NamedTuple):
 _HEAD = struct.Struct("=4q")  # number, nbytes, index of the subject or trouble, bytes of text
 
 
-class Link:
+class HostLink:
     """A connection to a rank of another host."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -205,7 +205,7 @@ class Link:
         self._connection.close()
 
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links: weakref.WeakSet[HostLink] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:

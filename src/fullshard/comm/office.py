@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fullshard.comm.crossing import Crossing
-from fullshard.comm.links import Arrival, Link, Trouble
+from fullshard.comm.links import Arrival, HostLink, Trouble
 from fullshard.comm.neighbours import Line, Notice
 from fullshard.errors import LostRankError
 
@@ -51,24 +51,24 @@ class Bell:
 class _Doors:
     """The connections to other ranks, and the bell: what a rank waits at."""
 
-    def __init__(self, bell: Bell, doors: Iterable[Line | Link]) -> None:
+    def __init__(self, bell: Bell, doors: Iterable[Line | HostLink]) -> None:
         self._bell = bell.fileno()
         self._of = {door.fileno(): door for door in doors}
         self._poll = select.poll()
         for fileno in (self._bell, *self._of):
             self._poll.register(fileno, select.POLLIN)
 
-    def wait(self, timeout_s: float) -> Iterator[tuple[Line | Link | None, int]]:
+    def wait(self, timeout_s: float) -> Iterator[tuple[Line | HostLink | None, int]]:
         """Yield each door at which something is to be done, and what; None: the bell rang."""
         for fileno, events in self._poll.poll(1000 * timeout_s):
             yield self._of.get(fileno), events
 
-    def watch(self, link: Link) -> None:
+    def watch(self, link: HostLink) -> None:
         """Wait for what ``link`` brings, and until it can take more if it has more to send."""
         events = select.POLLIN | (select.POLLOUT if link.is_sending else 0)
         self._poll.modify(link.fileno(), events)
 
-    def leave(self, door: Line | Link) -> None:
+    def leave(self, door: Line | HostLink) -> None:
         """Wait at ``door`` no longer."""
         self._poll.unregister(door.fileno())
 
@@ -81,7 +81,7 @@ class _Doors:
 class Office:
     """All exchanges in flight of one rank. ``step`` carries them on, in one thread at a time."""
 
-    def __init__(self, lines: Mapping[int, Line], links: Mapping[int, Link]) -> None:
+    def __init__(self, lines: Mapping[int, Line], links: Mapping[int, HostLink]) -> None:
         self._lines = lines
         self._links = links
         self.bell = Bell()
@@ -216,7 +216,7 @@ class Office:
         crossing.count_sent()
         self._end(crossing)
 
-    def _send(self, link: Link) -> bool:
+    def _send(self, link: HostLink) -> bool:
         has_moved = link.send()
         self._doors.watch(link)
         return has_moved
@@ -244,7 +244,7 @@ class Office:
                 what = Trouble(line.rank, False, subject)
             crossing.take_near(self, line.rank, what)
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, link: HostLink) -> None:
         def place(arrival: Arrival) -> Sequence[Tensor]:
             crossing = self._open.get(arrival.number)
             if crossing is not None and arrival.subject == crossing.subject:
@@ -276,11 +276,11 @@ class Office:
                 start += part.nbytes
         crossing.take_sent(self, rank, trouble)
 
-    def _lose(self, door: Line | Link, lost: LostRankError) -> None:
+    def _lose(self, door: Line | HostLink, lost: LostRankError) -> None:
         """Give up a rank that is gone."""
         self._doors.leave(door)
         trouble = self._gone[door.rank] = Trouble(door.rank, True, str(lost))
-        if isinstance(door, Link):
+        if isinstance(door, HostLink):
             door.drop()
         for crossing in list(self._open.values()):
             crossing.lose(self, trouble)

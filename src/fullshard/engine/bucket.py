@@ -61,10 +61,10 @@ from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
 
 
-class Front(ReduceFront, Protocol):
+class BucketFront(ReduceFront, Protocol):
     """A ``reduce.Front`` of one bucket, which shares the memory of the bucket's shard."""
 
-    def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> Front:
+    def copy(self, bucket: Bucket, memo: dict[Any, Any]) -> BucketFront:
         """Return a front for a copy of the bucket; enter it and its parameter into ``memo``."""
 
     def lead(self) -> None:
@@ -86,7 +86,7 @@ class Bucket:
         self._show_locals()
         self.unsharded: AnyUnsharded | None = None
         self.gradients: Gradients | None = None
-        self.front: Front | None = None
+        self.front: BucketFront | None = None
         self.waiting = Waiting()
         self.reduce_policy = ReducePolicy()
         self.keeps_memory = False  # True: resharding does not free the unsharded parameters

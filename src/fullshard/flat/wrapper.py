@@ -41,7 +41,7 @@ from fullshard.flat.prepare import (
     warn_of_choice,
 )
 from fullshard.flat.state import StateDicts
-from fullshard.frontend.buckets import Choices, Shown
+from fullshard.frontend.buckets import CallOptions, Shown
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded, checked_wire
 from fullshard.frontend.contexts import unshard_params
@@ -172,7 +172,7 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         """Make a unit of the parameters that are in no inner wrapper."""
         given = self._given
         keeps = given.strategy.keeps or given.mesh.shard_dim is None
-        choices = Choices(
+        choices = CallOptions(
             mesh=given.mesh,
             after_forward=AfterForward.KEEP if keeps else AfterForward.AUTO,
             secondary=None,

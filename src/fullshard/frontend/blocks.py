@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ArgumentTypeError, ConfigError
-from fullshard.frontend.buckets import Choices
+from fullshard.frontend.buckets import CallOptions
 from fullshard.frontend.build import plan_unit, shard_modules
 from fullshard.frontend.checks import as_modules
 from fullshard.frontend.choice import CHOSEN, Choice, recompute
@@ -21,7 +21,7 @@ from fullshard.frontend.module import FSDPModule
 from fullshard.frontend.ownership import units_below
 from fullshard.schedule import AfterForward
 from fullshard.wrap.policies import PolicyLike
-from fullshard.wrap.units import Ignored, Wanted, units_of
+from fullshard.wrap.units import Ignored, WantedUnit, units_of
 from fullshard.wrap.unity import check_read_together, check_tied_together
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -162,7 +162,7 @@ class _Decided:
 
     unit: ChosenUnit
     module: nn.Module
-    choices: Choices
+    choices: CallOptions
 
 
 def _grouped(decided: Iterable[_Decided], size: int) -> Iterator[list[_Decided]]:
@@ -191,7 +191,7 @@ def _described(group: Sequence[_Decided]) -> ChosenUnit:
     return replace(first, name=f"{first.name} to {last.name}", numel=numel)
 
 
-def _by_shape(model: nn.Module, choices: Choices) -> list[_Decided]:
+def _by_shape(model: nn.Module, choices: CallOptions) -> list[_Decided]:
     plan_unit(as_modules(model), choices)  # raises before anything is changed
     kept = replace(choices, after_forward=AfterForward.KEEP)
     is_auto = choices.after_forward is AfterForward.AUTO
@@ -206,7 +206,7 @@ def _by_shape(model: nn.Module, choices: Choices) -> list[_Decided]:
 
 
 def _by_policy(
-    model: nn.Module, policy: PolicyLike, choices: Choices, given: dict[str, Any]
+    model: nn.Module, policy: PolicyLike, choices: CallOptions, given: dict[str, Any]
 ) -> list[_Decided]:
     """Check the units that ``policy`` chooses; ``choices`` were made from the options ``given``."""
     ignored = Ignored.of(params=choices.ignored)
@@ -215,7 +215,7 @@ def _by_policy(
     check_tied_together(model, wanted, ignored)
     found = []
     taken: set[nn.Parameter] = set()
-    for one in (*wanted, Wanted("", model)):
+    for one in (*wanted, WantedUnit("", model)):
         own = checked_choices(**{**given, **one.options}) if one.options else choices
         # Plan the unit as if its inner units had already been made.
         plan_unit(as_modules(one.module), replace(own, ignored=own.ignored | taken))

@@ -25,7 +25,7 @@ from fullshard.engine import (
 )
 from fullshard.errors import ConfigError, UnsupportedError
 from fullshard.frontend.meshes import DataMesh
-from fullshard.frontend.ownership import OwnedParam
+from fullshard.frontend.ownership import PlacedParam
 from fullshard.frontend.placement import PlacementFn, placed
 from fullshard.layout import Layout, LayoutStrategy, ParamSpec, PerParameter
 from fullshard.schedule import AfterForward
@@ -60,7 +60,7 @@ class Shown(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Choices:
+class CallOptions:
     """The options of one call, checked."""
 
     mesh: DataMesh
@@ -94,17 +94,17 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """The planned buckets of a unit; nothing is allocated yet."""
 
     specs: list[BucketSpec]
-    params: list[list[OwnedParam]]
+    params: list[list[PlacedParam]]
 
 
 class _Member(NamedTuple):
     """A parameter to put in a bucket; ``spec`` is of the tensor that data-parallel ranks cut."""
 
-    owned: OwnedParam
+    owned: PlacedParam
     spec: ParamSpec
     parallel: ParallelSpec | None
     policy: MixedPrecisionPolicy
@@ -116,7 +116,7 @@ class _Member(NamedTuple):
         return self.policy.param_dtype or own if own.is_floating_point else own
 
 
-def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
+def plan_buckets(owned: Sequence[PlacedParam], choices: CallOptions) -> BucketPlan:
     """Group parameters into buckets by mesh, dtypes, trainability and tensor class.
 
     Raises:
@@ -135,7 +135,7 @@ def plan_buckets(owned: Sequence[OwnedParam], choices: Choices) -> Plan:
             kind,
         )
         groups.setdefault(key, []).append(member)
-    plan = Plan([], [])
+    plan = BucketPlan([], [])
     for (mesh, dtype, *_, kind), members in groups.items():
         params = [member.owned for member in members]
         plan.params.append(params)
@@ -156,7 +156,7 @@ def device_of(mesh: DataMesh) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _member(owned: OwnedParam, choices: Choices) -> tuple[DataMesh, _Member]:
+def _member(owned: PlacedParam, choices: CallOptions) -> tuple[DataMesh, _Member]:
     answer = choices.placement_fn(owned.param) if choices.placement_fn else None
     dim, mesh = placed(owned, answer, choices.mesh)
     if dim is not None and not isinstance(choices.layout, PerParameter):
@@ -171,7 +171,7 @@ def _member(owned: OwnedParam, choices: Choices) -> tuple[DataMesh, _Member]:
 
 
 def _bucket_spec(
-    members: Sequence[_Member], dtype: torch.dtype, mesh: DataMesh, choices: Choices
+    members: Sequence[_Member], dtype: torch.dtype, mesh: DataMesh, choices: CallOptions
 ) -> BucketSpec:
     policy = members[0].policy if dtype.is_floating_point else MixedPrecisionPolicy()
     strategy = choices.layout_on(mesh)
@@ -197,7 +197,7 @@ def _bucket_spec(
 
 
 def _hook_arguments(
-    members: Sequence[_Member], strategy: LayoutStrategy, mesh: DataMesh, choices: Choices
+    members: Sequence[_Member], strategy: LayoutStrategy, mesh: DataMesh, choices: CallOptions
 ) -> HookArguments | None:
     """Return arguments for all-gather hooks; None for layouts whose pieces hooks cannot read."""
     if not isinstance(strategy, PerParameter):
@@ -207,7 +207,7 @@ def _hook_arguments(
 
 
 def _form(
-    members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: Choices
+    members: Sequence[_Member], layout: Layout, mesh: DataMesh, choices: CallOptions
 ) -> ShardForm:
     """Return the form in which users see the pieces."""
     ragged = mesh.shard_dim is not None and not isinstance(choices.layout, PerParameter)
@@ -223,7 +223,7 @@ def _form(
     return form if choices.shown is Shown.DTENSORS else PlainForm(form)
 
 
-def _naming(owned: OwnedParam, decide: Callable[[], Decided]) -> Decided:
+def _naming(owned: PlacedParam, decide: Callable[[], Decided]) -> Decided:
     """Return the result of ``decide``; add the name of the parameter to errors."""
     try:
         return decide()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.engine import Bucket, Engine, Unit
 from fullshard.frontend.additions import Additions
-from fullshard.frontend.buckets import Choices, Plan, Shown, device_of, plan_buckets
+from fullshard.frontend.buckets import BucketPlan, CallOptions, Shown, device_of, plan_buckets
 from fullshard.frontend.checks import check_params
 from fullshard.frontend.finalization import check_ends_by_itself
 from fullshard.frontend.flat_param import FlatPlaces, innermost
@@ -32,12 +32,12 @@ before_sharding: list[Callable[[], None]] = []
 """Called whenever modules are about to be sharded; ``compat`` looks there for patches."""
 
 
-def plan_unit(modules: Sequence[nn.Module], choices: Choices) -> Plan:
+def plan_unit(modules: Sequence[nn.Module], choices: CallOptions) -> BucketPlan:
     """Return the plan for ``shard_modules``; raise if ``modules`` cannot be sharded."""
     return _plan(collect(modules, choices.ignored), choices)
 
 
-def _plan(below: Subtree, choices: Choices) -> Plan:
+def _plan(below: Subtree, choices: CallOptions) -> BucketPlan:
     for unit in below.units:
         engine_of(unit).check_idle("fully_shard")
         check_ends_by_itself(unit)
@@ -45,7 +45,7 @@ def _plan(below: Subtree, choices: Choices) -> Plan:
     return plan_buckets(below.params, choices)
 
 
-def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
+def shard_modules(modules: Sequence[nn.Module], choices: CallOptions) -> Unit:
     """Make ``modules`` one unit.
 
     If users see DTensors, the class of each module becomes ``FSDP<Name>``; otherwise ``modules`` is
@@ -96,7 +96,7 @@ def shard_modules(modules: Sequence[nn.Module], choices: Choices) -> Unit:
 
 
 def _places(
-    modules: Sequence[nn.Module], plan: Plan, choices: Choices, buckets: Sequence[Bucket]
+    modules: Sequence[nn.Module], plan: BucketPlan, choices: CallOptions, buckets: Sequence[Bucket]
 ) -> Places:
     """Return the places of the parameters, with a flat parameter if users see one."""
     where = [[owned.places for owned in params] for params in plan.params]

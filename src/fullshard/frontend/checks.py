@@ -21,7 +21,7 @@ from fullshard.errors import (
     UnsupportedError,
 )
 from fullshard.frontend.naming import name_of, names_of
-from fullshard.frontend.ownership import OwnedParam, owner_of, place_of_twin, twin_of, unit_of
+from fullshard.frontend.ownership import PlacedParam, owner_of, place_of_twin, twin_of, unit_of
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward
 
@@ -203,7 +203,7 @@ TOGETHER_IN_A_WRAPPER = (
 )
 
 
-def check_not_sharded(params: Iterable[OwnedParam], *, what_to_do: str = _TOGETHER) -> None:
+def check_not_sharded(params: Iterable[PlacedParam], *, what_to_do: str = _TOGETHER) -> None:
     """Refuse parameters that another unit owns, or that are tied to a parameter of another unit.
 
     ``what_to_do`` is the advice for tied ones.
@@ -232,7 +232,7 @@ def check_not_sharded(params: Iterable[OwnedParam], *, what_to_do: str = _TOGETH
             )
 
 
-def check_params(params: Sequence[OwnedParam], layout: LayoutStrategy) -> None:
+def check_params(params: Sequence[PlacedParam], layout: LayoutStrategy) -> None:
     """Refuse parameters that cannot be sharded."""
     check_not_sharded(params)
     for owned in params:

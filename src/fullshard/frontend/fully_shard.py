@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.engine import MixedPrecisionPolicy, OffloadPolicy, WirePolicy
-from fullshard.frontend.buckets import Choices
+from fullshard.frontend.buckets import CallOptions
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import (
     as_modules,
@@ -113,13 +113,13 @@ def checked_choices(
     dp_mesh_dims: Any = None,
     layout: LayoutStrategy = PerParameter(),
     wire: WirePolicy = WirePolicy(),
-) -> Choices:
+) -> CallOptions:
     """Check the options of a call and return them; raise for the first wrong one."""
     data_mesh = checked_mesh(mesh, dp_mesh_dims)
     after_forward, secondary = checked_after_forward(reshard_after_forward, data_mesh.num_shards)
     if data_mesh.shard_dim is None and after_forward is AfterForward.AUTO:
         after_forward = AfterForward.KEEP  # nothing to gather, only casts to repeat
-    return Choices(
+    return CallOptions(
         after_forward=after_forward,
         secondary=secondary,
         policy=checked_policy(mp_policy),

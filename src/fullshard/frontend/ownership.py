@@ -92,7 +92,7 @@ def names_of_stepped(params: Iterable[Tensor]) -> dict[nn.Parameter, str]:
     }
 
 
-def enlist(modules: Iterable[nn.Module], owned: Iterable[OwnedParam], unit: Unit) -> None:
+def enlist(modules: Iterable[nn.Module], owned: Iterable[PlacedParam], unit: Unit) -> None:
     """Make ``modules`` the members of ``unit``, and ``unit`` the owner of ``owned``."""
     reference = weakref.ref(unit)
     for module in modules:
@@ -131,7 +131,7 @@ def members_below(modules: Iterable[nn.Module]) -> Counter[Unit]:
 
 
 @dataclass
-class OwnedParam:
+class PlacedParam:
     """A parameter, its FQN below the modules of the call, and its places."""
 
     param: nn.Parameter
@@ -147,7 +147,7 @@ class Subtree:
     """The units that have members inside, see ``units_below``."""
     modules: list[nn.Module]
     """The modules that are in no inner unit, see ``managed``."""
-    params: list[OwnedParam]
+    params: list[PlacedParam]
     """The parameters that no inner unit owns and the call does not ignore."""
 
 
@@ -159,13 +159,13 @@ def collect(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> 
     that of ``named_parameters``.
     """
     ignored_ids = {id(param) for param in ignored}
-    owned: dict[int, OwnedParam] = {}
+    owned: dict[int, PlacedParam] = {}
     left: dict[nn.Parameter, list[_Left]] = {}  # by inner units, as their calls ignored them
     outside, inside = _walk(modules)
     for module, prefix in outside.items():
         for name, param in module._parameters.items():
             if param is not None and id(param) not in ignored_ids:
-                entry = owned.setdefault(id(param), OwnedParam(param, prefix + name))
+                entry = owned.setdefault(id(param), PlacedParam(param, prefix + name))
                 entry.places.append(Place(module, name))
     for module, (prefix, unit) in inside.items():
         for name, param in module._parameters.items():
@@ -175,7 +175,7 @@ def collect(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> 
     for param, places in left.items():
         units = {unit for unit, _, _ in places}
         if id(param) in owned or len(units) > 1:
-            entry = owned.setdefault(id(param), OwnedParam(param, places[0].full_name))
+            entry = owned.setdefault(id(param), PlacedParam(param, places[0].full_name))
             entry.places.extend(one.place for one in places)
     return Subtree(units_below(modules), list(outside), list(owned.values()))
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard.errors import AssertedConfigError, ConfigError
 from fullshard.frontend.meshes import DataMesh, data_mesh
-from fullshard.frontend.ownership import OwnedParam
+from fullshard.frontend.ownership import PlacedParam
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Placed(NamedTuple):
     mesh: DataMesh
 
 
-def placed(owned: OwnedParam, answer: Any, default: DataMesh) -> Placed:
+def placed(owned: PlacedParam, answer: Any, default: DataMesh) -> Placed:
     """Convert ``answer``, a result of ``shard_placement_fn``.
 
     Raises:
@@ -69,7 +69,7 @@ def placed(owned: OwnedParam, answer: Any, default: DataMesh) -> Placed:
     return Placed(answer.dim % num_dims, mesh)
 
 
-def _mesh_of(owned: OwnedParam, info: Any, default: DataMesh) -> DataMesh:
+def _mesh_of(owned: PlacedParam, info: Any, default: DataMesh) -> DataMesh:
     mesh = getattr(info, "mesh", None)
     if isinstance(info, DeviceMesh):
         found = data_mesh(info)

@@ -39,7 +39,7 @@ MOST_BY_HALVES = 50_000  # items placed while halving the range of lengths, 5 to
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CutPlan:
     """The length of the shards and the offsets of the items, in units."""
 
     shard: int
@@ -47,14 +47,14 @@ class Plan:
 
 
 @lru_cache(maxsize=32)  # the layers of a model are alike
-def plan(problem: Problem) -> Plan:
+def plan(problem: Problem) -> CutPlan:
     """Place the items so that the shards are short.
 
     The shards are as short as possible if their length is `ShardSizes.bound`, or if `any_order`
     tried all orders for all lengths from there on. They are never longer than in `_easy_plan`.
     """
     if not problem.sizes:
-        return Plan(0, ())
+        return CutPlan(0, ())
     sizes, attempt = ShardSizes.of(problem), _Attempt.of(problem)
     shard = sizes.bound
     for _ in range(1 + min(MOST_IN_A_ROW // len(problem.sizes), 256)):
@@ -77,16 +77,16 @@ class _Attempt:
     def of(cls, problem: Problem) -> _Attempt:
         return cls(problem, grouped(problem), has_few_orders(problem))
 
-    def at(self, shard: int) -> Plan | None:
+    def at(self, shard: int) -> CutPlan | None:
         offsets = in_order(self.problem, range(len(self.problem.sizes)), shard)
         if offsets is None and self.few_orders:
             offsets = any_order(self.problem, shard, self.budget)
         if offsets is None:
             offsets = coarse_first(self.problem, self.groups, shard)
-        return None if offsets is None else Plan(shard, offsets)
+        return None if offsets is None else CutPlan(shard, offsets)
 
 
-def _by_halves(sizes: ShardSizes, attempt: _Attempt, *, low: int, best: Plan) -> Plan:
+def _by_halves(sizes: ShardSizes, attempt: _Attempt, *, low: int, best: CutPlan) -> CutPlan:
     """Search from `low` to the length of `best`, as if items that fit also fit in longer shards.
 
     Each step halves the order of magnitude of the excess over the bound:
@@ -109,7 +109,7 @@ def _by_halves(sizes: ShardSizes, attempt: _Attempt, *, low: int, best: Plan) ->
     return best
 
 
-def _easy_plan(problem: Problem) -> Plan:
+def _easy_plan(problem: Problem) -> CutPlan:
     """Return a plan that is easy to find: as given, with a shard that all blocks divide.
 
     Then an item with a cut need only start at a multiple of its block. That wastes less than the
@@ -121,5 +121,5 @@ def _easy_plan(problem: Problem) -> Plan:
     order = range(len(problem.sizes))
     for shard in (least, least + multiple):
         if shard < problem.total and (offsets := in_order(problem, order, shard)):
-            return Plan(shard, offsets)
-    return Plan(problem.total, tuple(accumulate(problem.sizes, initial=0))[:-1])
+            return CutPlan(shard, offsets)
+    return CutPlan(problem.total, tuple(accumulate(problem.sizes, initial=0))[:-1])

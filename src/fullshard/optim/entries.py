@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 
 from fullshard.optim.grain import Units
-from fullshard.optim.owners import Block
+from fullshard.optim.owners import OwnedBlock
 from fullshard.optim.states import is_cut
 
 Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of the state of a block, by the name that the class gives it."""
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """State as it is shown: of some blocks, joined.
 
     Attributes:
@@ -46,41 +46,45 @@ class Entries:
         units: of a parameter in pieces, what belongs to a block of the class, see ``grain``.
     """
 
-    def __init__(self, shape: Sequence[int], blocks: Sequence[Block], units: Units | None) -> None:
+    def __init__(
+        self, shape: Sequence[int], blocks: Sequence[OwnedBlock], units: Units | None
+    ) -> None:
         self._shape, self._blocks, self._units = torch.Size(shape), blocks, units
 
-    def of(self, name: str, shape: torch.Size, singles: Container[str]) -> Entry | None:
+    def of(self, name: str, shape: torch.Size, singles: Container[str]) -> StateEntry | None:
         """Return the entry that state of this name and shape makes; None: one value for all."""
         count = len(self._blocks)
         if self._units is not None:
             return self._of_pieces(name, shape, self._units.get(name))
         if is_cut(name, shape, self._shape, singles):
             members = [(at, torch.Size(block.shape)) for at, block in enumerate(self._blocks)]
-            return Entry(name, name, tuple(shape), tuple(members))
+            return StateEntry(name, name, tuple(shape), tuple(members))
         if count == 1:
-            return Entry(name, name, tuple(shape), ((0, shape),))
+            return StateEntry(name, name, tuple(shape), ((0, shape),))
         key, _, number = name.rpartition(".")
         if key and number.isdigit() and int(number) < count:
-            return Entry(name, key, tuple(shape), ((int(number), shape),))
+            return StateEntry(name, key, tuple(shape), ((int(number), shape),))
         if shape and shape[0] == count:
-            return Entry(name, name, tuple(shape), tuple((at, shape[1:]) for at in range(count)))
+            return StateEntry(
+                name, name, tuple(shape), tuple((at, shape[1:]) for at in range(count))
+            )
         return None
 
-    def _of_pieces(self, name: str, shape: torch.Size, unit: int | None) -> Entry:
+    def _of_pieces(self, name: str, shape: torch.Size, unit: int | None) -> StateEntry:
         if not unit:
             members = tuple((at, shape) for at in range(len(self._blocks)))
-            return Entry(name, name, tuple(shape), members, is_shared=True)
+            return StateEntry(name, name, tuple(shape), members, is_shared=True)
         rows, rest = (shape.numel(), ()) if shape == self._shape else (shape[0], tuple(shape[1:]))
         starts = [block.start // block.grain * unit for block in self._blocks]
         lengths = [stop - start for start, stop in pairwise((*starts, rows))]
         members = tuple((at, torch.Size((length, *rest))) for at, length in enumerate(lengths))
-        return Entry(name, name, tuple(shape), members)
+        return StateEntry(name, name, tuple(shape), members)
 
-    def joined(self, described: Sequence[Described], singles: Container[str]) -> list[Entry]:
+    def joined(self, described: Sequence[Described], singles: Container[str]) -> list[StateEntry]:
         """Return the entries that show state of the blocks, each of which is ``described``."""
         if not all(described):
             return []
-        found: list[Entry] = []
+        found: list[StateEntry] = []
         for key in described[0]:
             if not all(key in one for one in described):
                 continue
@@ -92,21 +96,24 @@ class Entries:
             pairs = zip(shapes, self._blocks, strict=True)
             cut = (is_cut(key, own, torch.Size(block.shape), singles) for own, block in pairs)
             if all(cut):
-                found.append(Entry(key, key, tuple(self._shape), members))
+                found.append(StateEntry(key, key, tuple(self._shape), members))
             elif len(members) == 1:
-                found.append(Entry(key, key, tuple(shapes[0]), members))
+                found.append(StateEntry(key, key, tuple(shapes[0]), members))
             elif len(set(shapes)) == 1:
-                found.append(Entry(key, key, (len(members), *shapes[0]), members))
+                found.append(StateEntry(key, key, (len(members), *shapes[0]), members))
             else:
                 found += [
-                    Entry(f"{key}.{at}", key, tuple(shape), ((at, shape),)) for at, shape in members
+                    StateEntry(f"{key}.{at}", key, tuple(shape), ((at, shape),))
+                    for at, shape in members
                 ]
         return found
 
-    def _joined_pieces(self, key: str, shapes: Sequence[torch.Size], unit: int | None) -> Entry:
+    def _joined_pieces(
+        self, key: str, shapes: Sequence[torch.Size], unit: int | None
+    ) -> StateEntry:
         if not unit:
-            return Entry(key, key, tuple(shapes[0]), ((0, shapes[0]),))
+            return StateEntry(key, key, tuple(shapes[0]), ((0, shapes[0]),))
         rows, rest = sum(shape[0] for shape in shapes), tuple(shapes[0][1:])
         is_like = rows == self._shape.numel() and not rest
         shape = tuple(self._shape) if is_like else (rows, *rest)
-        return Entry(key, key, shape, tuple(enumerate(shapes)))
+        return StateEntry(key, key, shape, tuple(enumerate(shapes)))

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fullshard.comm import all_to_all
 from fullshard.layout.region import Overlap, Region
-from fullshard.optim.owners import Block
+from fullshard.optim.owners import OwnedBlock
 
 _ALIGN = 16  # bytes, so that tensors of any dtype can lie in the buffer
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """Elements that a rank holds of a block, as strided views of the two.
 
     Attributes:
@@ -51,12 +51,12 @@ def _view(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: 
 
 
 def parts_of(
-    region: Region, whole: tuple[int, ...], param: int, number: int, block: Block
-) -> list[Part]:
+    region: Region, whole: tuple[int, ...], param: int, number: int, block: OwnedBlock
+) -> list[BlockPart]:
     """Return what ``region`` of parameter number ``param`` has of block ``number``."""
     if not region.numel or not block.numel:
         return []
-    return [Part(param, number, one) for one in region.stretches(block.region(whole))]
+    return [BlockPart(param, number, one) for one in region.stretches(block.region(whole))]
 
 
 class Peers(NamedTuple):
@@ -69,8 +69,8 @@ class Peers(NamedTuple):
     """
 
     group: dist.ProcessGroup
-    held: list[list[Part]]
-    owned: list[list[Part]]
+    held: list[list[BlockPart]]
+    owned: list[list[BlockPart]]
 
 
 def to_owners(

@@ -185,7 +185,7 @@ def _difference(
         groups: Any = [{**tame_group(recipe.options), "params": []}]
         reference = recipe.made([whole])
         pieces = [
-            _Piece(Piece(start, stop - start, numel, grain), flat[start:stop].clone())
+            _Piece(GrainPiece(start, stop - start, numel, grain), flat[start:stop].clone())
             for start, stop in zip(starts, stops, strict=True)
         ]
         groups[0] = {**inner.converted(groups[0]), "params": []}
@@ -232,7 +232,7 @@ def _values(numel: int, seed: int, grain: int) -> Tensor:
     return values_like((numel,), seed) * (1 + number % 7) ** 2
 
 
-class Piece(NamedTuple):
+class GrainPiece(NamedTuple):
     """Elements of a parameter, begun at a multiple of ``grain``.
 
     Attributes:
@@ -283,7 +283,7 @@ class Piece(NamedTuple):
 class _Piece:
     """A piece of a trial."""
 
-    def __init__(self, piece: Piece, own: Tensor) -> None:
+    def __init__(self, piece: GrainPiece, own: Tensor) -> None:
         self.piece, self.tensor = piece, nn.Parameter(own)
 
 
@@ -291,7 +291,7 @@ class First(NamedTuple):
     """A piece that has no state yet, with the tensor that is stepped."""
 
     run: Steppable
-    piece: Piece
+    piece: GrainPiece
     units: Units
 
 

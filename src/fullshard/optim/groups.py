@@ -18,7 +18,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NAMES}
 
 
-class Kept:
+class KeptOptions:
     """Options of groups, as they were before a step that is made in several parts."""
 
     def __init__(self, groups: Groups) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard import _torch
-from fullshard.optim.groups import Groups, Kept, options_of
+from fullshard.optim.groups import Groups, KeptOptions, options_of
 
 AMP = ("grad_scale", "found_inf")
 """Attributes that GradScaler sets for a step."""
@@ -117,7 +117,7 @@ class Inner:
             vars(self._optimizer).pop(name, None)
         vars(self._optimizer).update(amp)
         changed: list[dict[str, Any]] = [{} for _ in groups]
-        kept = None if turns is _ONCE else Kept(groups)
+        kept = None if turns is _ONCE else KeptOptions(groups)
         for turn in turns:
             if kept is not None:
                 kept.restore()

@@ -16,7 +16,7 @@ from fullshard.optim.groups import label_of, numbered
 from fullshard.optim.hosting import refuse_fraction
 from fullshard.optim.newton_schulz import COEFFICIENTS, Coefficients
 from fullshard.optim.owned import OwnedOptimizer
-from fullshard.optim.rule import ADAMW, MUON, Answer, Blocks, Choice, Choices, Rule, choose
+from fullshard.optim.rule import ADAMW, MUON, Answer, Blocks, Choices, ParamChoice, Rule, choose
 from fullshard.optim.sharded import ShardedOptimizer
 from fullshard.optim.whole_muon import WholeMuon, check_options
 
@@ -112,7 +112,7 @@ class Muon(Optimizer):
         chosen = list(choose(model, rule))
         self.rule = Choices([choice for _, choice in chosen])
         # Strong references: tensors on the meta device with weak ones cannot be given memory.
-        self._chosen: dict[Tensor, Choice] = dict(chosen)
+        self._chosen: dict[Tensor, ParamChoice] = dict(chosen)
         trained = [(param, choice) for param, choice in chosen if param.requires_grad]
         if not trained:
             raise ConfigError("Muon: the model has no parameter that requires a gradient")
@@ -260,7 +260,7 @@ class Muon(Optimizer):
                 raise
 
 
-def _groups_of(chosen: Sequence[tuple[Tensor, Choice]]) -> Iterator[dict[str, Any]]:
+def _groups_of(chosen: Sequence[tuple[Tensor, ParamChoice]]) -> Iterator[dict[str, Any]]:
     """Yield groups of named parameters that have the same options, those of Muon first."""
     found: dict[str, dict[str, Any]] = {}
     for param, choice in sorted(chosen, key=lambda pair: pair[1].algorithm == ADAMW):

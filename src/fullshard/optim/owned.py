@@ -18,14 +18,14 @@ from fullshard.comm import gather_objects
 from fullshard.errors import ArgumentTypeError, ConfigError, UnsupportedError
 from fullshard.optim.draws import SEED, advance, check_draws
 from fullshard.optim.grain import Recipe, Shape, Units, sample, units_of
-from fullshard.optim.groups import Kept, label_of, named, numbered, options_of
+from fullshard.optim.groups import KeptOptions, label_of, named, numbered, options_of
 from fullshard.optim.lineup import align, gradients
 from fullshard.optim.outer import Outer
 from fullshard.optim.owned_state import OwnedParam
 from fullshard.optim.owners import (
-    Block,
     Cost,
     Matrix,
+    OwnedBlock,
     Rule,
     blocks_of,
     grain_of,
@@ -237,7 +237,7 @@ class OwnedOptimizer(Outer):
     def _add_family(
         self, ranks: Ranks, params: Sequence[tuple[int, str, Tensor, SpreadParam]]
     ) -> None:
-        blocks: list[list[Block]] = [
+        blocks: list[list[OwnedBlock]] = [
             blocks_of(number, name, spread.shape, self._blocks)
             for number, (_, name, _, spread) in enumerate(params)
         ]
@@ -321,7 +321,7 @@ class OwnedOptimizer(Outer):
         return {id(param): grad for param, grad in zip(params, grads, strict=True)}
 
     def _step(self, ready: dict[int, Tensor | None], amp: dict[str, Tensor]) -> None:
-        before = Kept(self.param_groups)
+        before = KeptOptions(self.param_groups)
         failures: list[Exception] = []
 
         def step(one: Round, lent: Lent) -> None:

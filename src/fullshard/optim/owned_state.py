@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard import _torch
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.entries import Described, Entries, Entry
-from fullshard.optim.grain import Piece, Units, padded_numel
+from fullshard.optim.entries import Described, Entries, StateEntry
+from fullshard.optim.grain import GrainPiece, Units, padded_numel
 from fullshard.optim.inner import Inner
-from fullshard.optim.owners import Block
+from fullshard.optim.owners import OwnedBlock
 from fullshard.optim.spread_param import Ranks, SpreadParam
 from fullshard.optim.wrapped import (
     loaded,
@@ -45,7 +45,7 @@ Sample = Callable[[int, tuple[int, ...], torch.dtype], Mapping[str, Any]]
 _EMPTY = torch.empty(0, device="cpu")
 
 
-class Whole:
+class WholeBlock:
     """A block at its owner: the tensor that the inner optimizer steps.
 
     Attributes:
@@ -86,14 +86,14 @@ class OwnedParam:
         param: Tensor,
         group: int,
         spread: SpreadParam,
-        blocks: Sequence[Block],
+        blocks: Sequence[OwnedBlock],
         owners: Sequence[int],
         ranks: Ranks,
         units: Units | None = None,
     ) -> None:
         self.param, self.group, self.spread = param, group, spread
         self.blocks, self.owners, self.ranks, self.units = blocks, owners, ranks, units
-        self.wholes = {at: Whole() for at, owner in enumerate(owners) if owner == ranks.own}
+        self.wholes = {at: WholeBlock() for at, owner in enumerate(owners) if owner == ranks.own}
         self.is_announced = False
         self._entries = Entries(spread.shape, blocks, units)
         self._described: list[Described] = [{} for _ in blocks]
@@ -109,10 +109,12 @@ class OwnedParam:
             value is self._shown[key] for key, value in own.items()
         )
 
-    def piece(self, at: int) -> Piece:
+    def piece(self, at: int) -> GrainPiece:
         """Return a block as a piece of the parameter."""
         block = self.blocks[at]
-        return Piece(block.start, block.numel, torch.Size(self.spread.shape).numel(), block.grain)
+        return GrainPiece(
+            block.start, block.numel, torch.Size(self.spread.shape).numel(), block.grain
+        )
 
     def like(self, name: str, shape: Sequence[int], singles: Container[str]) -> DTensor | None:
         """Return an empty tensor cut as state under this name is; None: equal on all ranks."""
@@ -287,7 +289,7 @@ class OwnedParam:
         self._views.clear()
         self._shown.clear()
 
-    def _show(self, entry: Entry, inner: Inner) -> None:
+    def _show(self, entry: StateEntry, inner: Inner) -> None:
         mine = [at for at, _ in entry.members if at in self.wholes]
         states = {at: inner.state_of(self.wholes[at]) or {} for at in mine}
         _, dtype = self._described[entry.members[0][0]][entry.key]
@@ -315,7 +317,7 @@ class OwnedParam:
                 replace(states[0], entry.key, shown)
         self._shown[entry.name] = shown
 
-    def _cut(self, entry: Entry, local: Tensor) -> dict[int, Tensor]:
+    def _cut(self, entry: StateEntry, local: Tensor) -> dict[int, Tensor]:
         """Return this rank's blocks' parts of ``local``, 1-D, in the shapes of their state."""
         views, start = {}, 0
         for at, shape in entry.members:
@@ -324,10 +326,10 @@ class OwnedParam:
                 start += 0 if entry.is_shared else shape.numel()
         return views
 
-    def _numel(self, entry: Entry, index: int) -> int:
+    def _numel(self, entry: StateEntry, index: int) -> int:
         return sum(shape.numel() for at, shape in entry.members if self.owners[at] == index)
 
-    def _placed(self, entry: Entry, local: Tensor) -> DTensor:
+    def _placed(self, entry: StateEntry, local: Tensor) -> DTensor:
         lengths = [0] * len(self.ranks.numbers)
         for at, shape in entry.members:
             lengths[self.owners[at]] += shape.numel()

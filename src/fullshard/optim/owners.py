@@ -29,7 +29,7 @@ SLACK = 1.05
 _NS_STEPS = 5
 
 
-class Block(NamedTuple):
+class OwnedBlock(NamedTuple):
     """What one rank steps as one tensor: all, some rows, or a piece of a parameter.
 
     Attributes:
@@ -67,7 +67,7 @@ def newton_schulz_flops(shape: Shape) -> float:
     return 10.0 * numel + _NS_STEPS * (4.0 * short * short * long + 2.0 * short**3)
 
 
-def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Block]:
+def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[OwnedBlock]:
     """Return the blocks of a parameter, in the order of its elements.
 
     The rule returns None: the parameter is one matrix; "each": each index of the first dim is one,
@@ -79,14 +79,14 @@ def blocks_of(param: int, name: str, shape: Shape, rule: Rule | None) -> list[Bl
     """
     wanted = _wanted(name, shape, rule)
     if wanted is None or _is_count(wanted):
-        return [Block(param, shape)]
+        return [OwnedBlock(param, shape)]
     if shape and (wanted == "each" or _are_rows(wanted, shape[0])):
         each = wanted == "each"
         counts = [1] * shape[0] if each else [*map(int, wanted)]  # type: ignore[arg-type]
         inner, found, row = shape[1:], [], 0
         for count in counts:
             own = inner if each else (count, *inner)
-            found.append(Block(param, own, row * math.prod(inner)))
+            found.append(OwnedBlock(param, own, row * math.prod(inner)))
             row += count
         return found
     raise ConfigError(
@@ -112,7 +112,7 @@ def _is_count(wanted: object) -> TypeGuard[int]:
 
 def pieces_of(
     param: int, shape: Shape, holdings: Sequence[tuple[int, Interval]], grain: int
-) -> tuple[list[Block], list[int]] | None:
+) -> tuple[list[OwnedBlock], list[int]] | None:
     """Return the pieces of a parameter and their owners, the ranks that hold (most of) them.
 
     Each cut is moved to the nearest multiple of ``grain`` elements. What no cut is left in is a
@@ -136,8 +136,8 @@ def pieces_of(
     lengths = [min(stop, numel) - start for start, stop in itertools.pairwise(cuts)]
     found = [one for one in zip(cuts, lengths, ranks, strict=False) if one[1] > 0]
     if len(found) == 1:
-        return [Block(param, shape)], [found[0][2]]
-    blocks = [Block(param, (length,), start, grain) for start, length, _ in found]
+        return [OwnedBlock(param, shape)], [found[0][2]]
+    blocks = [OwnedBlock(param, (length,), start, grain) for start, length, _ in found]
     return blocks, [rank for _, _, rank in found]
 
 

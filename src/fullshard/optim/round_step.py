@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fullshard.optim.draws import SEED, seeded
 from fullshard.optim.grain import First, widened
-from fullshard.optim.groups import Groups, Kept, numbered
+from fullshard.optim.groups import Groups, KeptOptions, numbered
 from fullshard.optim.inner import Inner
-from fullshard.optim.owned_state import Whole
+from fullshard.optim.owned_state import WholeBlock
 from fullshard.optim.rounds import Round
 
 
@@ -33,7 +33,7 @@ def step_round(
         if wholes or counts:
             _step(inner, groups, one, wholes, amp)
         return
-    before = Kept(groups)
+    before = KeptOptions(groups)
     together = {at: whole for at, whole in wholes.items() if at not in alone}
     if together:
         _step(inner, groups, one, together, amp)
@@ -47,7 +47,11 @@ def step_round(
 
 
 def _step(
-    inner: Inner, groups: Groups, one: Round, wholes: Mapping[int, Whole], amp: Mapping[str, Tensor]
+    inner: Inner,
+    groups: Groups,
+    one: Round,
+    wholes: Mapping[int, WholeBlock],
+    amp: Mapping[str, Tensor],
 ) -> None:
     by_group: list[list[Any]] = [[] for _ in groups]
     for at, whole in wholes.items():
@@ -62,7 +66,7 @@ def _step(
         inner.step(groups, amp)
 
 
-def _first(inner: Inner, one: Round, wholes: Mapping[int, Whole]) -> list[First]:
+def _first(inner: Inner, one: Round, wholes: Mapping[int, WholeBlock]) -> list[First]:
     """Return the pieces that have no state yet."""
     found = []
     for at, whole in wholes.items():

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fullshard.optim.exchange import Part, Peers, parts_of, to_holders, to_owners
-from fullshard.optim.owned_state import OwnedParam, Whole
+from fullshard.optim.exchange import BlockPart, Peers, parts_of, to_holders, to_owners
+from fullshard.optim.owned_state import OwnedParam, WholeBlock
 from fullshard.optim.owners import Cost, rounds_of
 from fullshard.optim.spread_param import Ranks
 from fullshard.tensors import local_part
@@ -40,11 +40,11 @@ class Round(NamedTuple):
     params: list[OwnedParam]
     members: list[Member]
     mine: list[int]
-    kept: list[list[Part]]
+    kept: list[list[BlockPart]]
     sources: Peers | None
     targets: Peers | None
 
-    def wholes(self) -> dict[int, Whole]:
+    def wholes(self) -> dict[int, WholeBlock]:
         """Return the blocks that this rank owns, by index in ``members``."""
         return {at: self.members[at].owned.wholes[self.members[at].number] for at in self.mine}
 
@@ -120,7 +120,7 @@ class Family:
         number_of = {id(owned): number for number, owned in enumerate(params)}
         in_copy, over_all = _Lists(len(ranks.numbers)), _Lists(len(ranks.numbers))
         mine: list[int] = []
-        kept: list[list[Part]] = []
+        kept: list[list[BlockPart]] = []
         travels = spreads = False
         for at, (owned, number) in enumerate(members):
             owner, spread, block = owned.owners[number], owned.spread, owned.blocks[number]
@@ -153,8 +153,8 @@ class _Lists:
     """Parts that travel to and from each rank."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.held: list[list[Part]] = [[] for _ in range(num_ranks)]
-        self.owned: list[list[Part]] = [[] for _ in range(num_ranks)]
+        self.held: list[list[BlockPart]] = [[] for _ in range(num_ranks)]
+        self.owned: list[list[BlockPart]] = [[] for _ in range(num_ranks)]
 
     def peers(self, ranks: Ranks) -> Peers:
         return Peers(ranks.mesh.get_group(), self.held, self.owned)

@@ -50,7 +50,7 @@ Rule = Callable[[str, ParamInfo], Answer]
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class ParamChoice:
     """What was chosen for one parameter.
 
     Attributes:
@@ -73,10 +73,10 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Choices(Sequence[Choice]):
+class Choices(Sequence[ParamChoice]):
     """The choices for all parameters of a model, in its order; printed, they are a table."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[ParamChoice]) -> None:
         self._choices = tuple(choices)
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Choices(Sequence[Choice]):
 
 def choose(
     model: nn.Module, rule: Rule | Mapping[str, Answer] | None
-) -> Iterator[tuple[nn.Parameter, Choice]]:
+) -> Iterator[tuple[nn.Parameter, ParamChoice]]:
     """Yield the parameters of ``model``, in its order, each with what ``rule`` chooses for it.
 
     Args:
@@ -157,7 +157,7 @@ def _infos(model: nn.Module) -> Iterator[ParamInfo]:
         yield ParamInfo(param, shape, names, modules, frozenset(vocabularies))
 
 
-def _choice(info: ParamInfo, rule: Rule | None) -> Choice:
+def _choice(info: ParamInfo, rule: Rule | None) -> ParamChoice:
     name = info.names[0]
     answer = None if rule is None else rule(name, info)
     options = dict(answer) if isinstance(answer, Mapping) else {"algorithm": answer}
@@ -171,11 +171,11 @@ def _choice(info: ParamInfo, rule: Rule | None) -> Choice:
             "None for the default, or a mapping of options"
         )
     if algorithm == ADAMW:
-        return Choice(info.names, info.shape, algorithm, why, options=options)
+        return ParamChoice(info.names, info.shape, algorithm, why, options=options)
     if len(info.shape) < 2 or not info.param.is_floating_point():
         raise not_a_matrix(f"parameter {name!r}", info.shape, 0, info.param.dtype)
     blocks, stacked = _matrices(info, blocks)
-    return Choice(info.names, info.shape, algorithm, why, blocks, stacked, options)
+    return ParamChoice(info.names, info.shape, algorithm, why, blocks, stacked, options)
 
 
 def _matrices(info: ParamInfo, wanted: Any) -> tuple[Blocks, int]:
@@ -245,7 +245,7 @@ def _why_adamw(name: str, module: nn.Module, info: ParamInfo) -> str | None:
     return None
 
 
-def _row(choice: Choice) -> tuple[str, str, str, str]:
+def _row(choice: ParamChoice) -> tuple[str, str, str, str]:
     names = choice.names
     cut = {} if choice.blocks is None else {"blocks": choice.blocks}
     options = "".join(f", {key}={value!r}" for key, value in {**cut, **choice.options}.items())

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fullshard.comm import flattened
 from fullshard.errors import UnsupportedError
 from fullshard.layout.region import Interval, Region
-from fullshard.optim.owners import Block, Rule, grain_of, pieces_of
+from fullshard.optim.owners import OwnedBlock, Rule, grain_of, pieces_of
 from fullshard.tensors import placed_pieces_of, region_of
 from fullshard.tensors.parts import coordinate_in
 
@@ -122,7 +122,7 @@ class Ranks:
         pairs = zip(param.placements, self._shape, strict=True)
         return math.prod(size for kind, size in pairs if isinstance(kind, Replicate))
 
-    def homes(self, param: SpreadParam, block: Block) -> tuple[int, ...]:
+    def homes(self, param: SpreadParam, block: OwnedBlock) -> tuple[int, ...]:
         """Return the indices of the ranks that hold all of a block."""
         key = (param, block.start, block.numel)
         if key not in self._homes:
@@ -165,7 +165,7 @@ class Ranks:
 class Pieces(NamedTuple):
     """A parameter in pieces, see ``pieces_of``; ``owners`` are indices of ranks."""
 
-    blocks: list[Block]
+    blocks: list[OwnedBlock]
     owners: list[int]
 
 
@@ -196,7 +196,7 @@ def pieces_on(
     return found
 
 
-def _is_all(region: Region, block: Block, whole: Sequence[int]) -> bool:
+def _is_all(region: Region, block: OwnedBlock, whole: Sequence[int]) -> bool:
     if region.numel < block.numel:
         return False
     overlaps = region.stretches(block.region(tuple(whole)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.optim.groups import Kept, options_of
+from fullshard.optim.groups import KeptOptions, options_of
 from fullshard.optim.inner import step_quietly
 from fullshard.optim.trial import (
     LATE_STEPS,
@@ -122,7 +122,7 @@ def _try(
         for params in (*([param] for param in alone), both)
     ]
     before = [options_of(optimizer.param_groups[0]) for optimizer in optimizers]
-    counters = Kept(optimizers[-1].param_groups)
+    counters = KeptOptions(optimizers[-1].param_groups)
     shapes: list[dict[str, Any]] = []
 
     def steps(numbers: range) -> None:

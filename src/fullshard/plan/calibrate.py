@@ -26,7 +26,7 @@ from fullshard.errors import ConfigError
 from fullshard.frontend import fully_shard
 from fullshard.plan.dry_run import on_meta
 from fullshard.plan.hardware import CPU, PRESETS, Hardware, Link
-from fullshard.plan.ledger import Ledger
+from fullshard.plan.ledger import PlanLedger
 from fullshard.plan.planning import plan
 
 _UNITS, _DIM, _BATCH = 12, 16, 4
@@ -152,7 +152,7 @@ def count_operations(model: nn.Module, batch: Tensor) -> int:
     spans: list[LaneSpan] = []
     lanes = DryLanes(duration_s=lambda exchange: 0.0, note=spans.append)
     hardware = Hardware("infinitely fast", 0, {"float32": math.inf}, math.inf)
-    with Ledger(hardware, lanes):
+    with PlanLedger(hardware, lanes):
         _step(on_meta(model), batch.to("meta"))()
     return len(spans)
 

@@ -31,7 +31,7 @@ from fullshard.plan import ledger as kinds
 from fullshard.plan.adamw import PlainAdamW
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.kernels import DeviceKernels
-from fullshard.plan.ledger import Crossing, Ledger, Moment
+from fullshard.plan.ledger import Moment, PlanCrossing, PlanLedger
 from fullshard.plan.muon import PlainMuon, is_muon
 from fullshard.schedule import Action, Event, Op, Transcript
 from fullshard.schedule.triggers import BackwardEnter, ForwardEnter, ForwardExit, GradsReady
@@ -92,7 +92,7 @@ class Carried(NamedTuple):
 
 
 @dataclass
-class Step:
+class DryStep:
     """The events of one step."""
 
     start_s: float
@@ -108,7 +108,7 @@ class Step:
     """Bytes held when the step is over."""
     most_at_home: Moment | None = None
     """When most is held in the host's memory."""
-    crossings: list[Crossing] = field(default_factory=list)
+    crossings: list[PlanCrossing] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     """The most bytes that the engine's buffers of each kind held."""
 
@@ -117,7 +117,7 @@ class Step:
 class Recorded:
     """The result of a dry run."""
 
-    steps: list[Step]
+    steps: list[DryStep]
     units: list[Unit]
     dims: dict[tuple[int, ...], str]
     """The name of the mesh dim along which these ranks lie."""
@@ -188,7 +188,7 @@ class _Run:
     def __init__(self, job: Job) -> None:
         hardware = job.hardware
         self.job = job
-        self.step = Step(0.0)
+        self.step = DryStep(0.0)
         self.acting: tuple[str, str] = ("", "")
         self.engines: list[Engine] = []
         self._is_offloaded = False
@@ -199,7 +199,7 @@ class _Run:
             in_background=hardware.in_background,
             issue_s=hardware.op_s,
         )
-        self.ledger = Ledger(hardware, self.lanes, self.carry)
+        self.ledger = PlanLedger(hardware, self.lanes, self.carry)
 
     def carry(self, exchange: Exchange) -> Pending:
         """Take note of a collective, and start it."""
@@ -278,9 +278,9 @@ class _Run:
             self.ledger.values.learn(made, given.detach().cpu().clone())
         return made
 
-    def _take_step(self, model: nn.Module, optimizer: Optimizer, batch: Any) -> Step:
+    def _take_step(self, model: nn.Module, optimizer: Optimizer, batch: Any) -> DryStep:
         ledger = self.ledger
-        self.step = step = Step(self.lanes.end())
+        self.step = step = DryStep(self.lanes.end())
         ledger.restart()
         for engine in self.engines:
             engine.meter.reset_peak()

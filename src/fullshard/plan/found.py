@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fullshard.device import Lane, LaneSpan
 from fullshard.engine import Unit
-from fullshard.plan.dry_run import AFTER_FORWARD, BACKWARD, FORWARD, ROOT, Job, Recorded, Step
+from fullshard.plan.dry_run import AFTER_FORWARD, BACKWARD, FORWARD, ROOT, DryStep, Job, Recorded
 from fullshard.plan.ledger import ACTIVATIONS, Moment
 from fullshard.plan.plan import Plan, PlannedUnit, Traffic
 
@@ -42,7 +42,7 @@ def plan_from(job: Job, found: Recorded) -> Plan:
     )
 
 
-def _start_of(moment: Moment, steps: Sequence[Step]) -> float:
+def _start_of(moment: Moment, steps: Sequence[DryStep]) -> float:
     return max(step.start_s for step in steps if step.start_s <= moment.at_s)
 
 
@@ -50,7 +50,7 @@ def _since(span: LaneSpan, start_s: float) -> LaneSpan:
     return span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s)
 
 
-def _units(units: Sequence[Unit], step: Step) -> tuple[PlannedUnit, ...]:
+def _units(units: Sequence[Unit], step: DryStep) -> tuple[PlannedUnit, ...]:
     waits: defaultdict[tuple[str, bool], float] = defaultdict(float)
     for span, name in step.spans:
         if span.lane == "wait":
@@ -106,7 +106,7 @@ def _unit(unit: Unit) -> PlannedUnit:
     )
 
 
-def _traffic(step: Step, dims: Mapping[tuple[int, ...], str]) -> tuple[Traffic, ...]:
+def _traffic(step: DryStep, dims: Mapping[tuple[int, ...], str]) -> tuple[Traffic, ...]:
     counts: Counter[tuple[str, str]] = Counter()
     nbytes: Counter[tuple[str, str]] = Counter()
     for carried in step.carried:

@@ -64,7 +64,7 @@ class Moment(NamedTuple):
         return sum(self.held.values())
 
 
-class Crossing(NamedTuple):
+class PlanCrossing(NamedTuple):
     """A copy between the memories of host and device."""
 
     way: str
@@ -98,7 +98,7 @@ class Account:
             self._most_nbytes, self.most = self._nbytes, self._now()
 
 
-class Ledger(TorchDispatchMode):
+class PlanLedger(TorchDispatchMode):
     """A mode that books each operation on tensors of the meta device as if it ran.
 
     A storage counts from the operation that made it until nothing refers to it any more, under the
@@ -124,7 +124,7 @@ class Ledger(TorchDispatchMode):
         self.values = Values()
         self.flops = 0.0
         self.moments: list[Moment] = []
-        self.crossings: list[Crossing] = []
+        self.crossings: list[PlanCrossing] = []
         self._hardware = hardware
         self._lanes = lanes
         self.device, self.home = Account(self._now), Account(self._now)
@@ -225,7 +225,7 @@ class Ledger(TorchDispatchMode):
     def _cross(self, nbytes: int, *, to_host: bool, blocks: bool) -> None:
         assert self._hardware.host is not None
         way = "to_host" if to_host else "to_device"
-        self.crossings.append(Crossing(way, nbytes))
+        self.crossings.append(PlanCrossing(way, nbytes))
         self._lanes.spend(nbytes / self._hardware.host.bus_bandwidth, way)
         if blocks:
             self._lanes.mark().synchronize()

@@ -121,7 +121,7 @@ class _Job(Generic[Result]):
                     raise error
                 if error is None:
                     result = None
-                    _leave(None)
+                    leave(None)
                 self._prepare_attempt(decision, error)
                 error = None
                 gc.collect()  # a traceback keeps closures, which may keep the model
@@ -137,7 +137,7 @@ class _Job(Generic[Result]):
         ranks, era = self._original_ranks, domain.era
         try:
             if self._attempt.number and not dist.is_initialized():
-                _join(self._origin, f"{self._name}/{self._attempt.number}", rank, len(ranks))
+                join(self._origin, f"{self._name}/{self._attempt.number}", rank, len(ranks))
                 domain = fault_domain()
                 era = domain.era
             if self._has_state_to_save:
@@ -159,7 +159,7 @@ class _Job(Generic[Result]):
         if watching is not None:
             silent = watching.silent_since()
             self._membership.take_over({ranks[one]: at_s for one, at_s in silent.items()})
-        _leave(failure)
+        leave(failure)
         kind = type(failure).__name__
         place = f"{kind} {frame.filename}:{frame.lineno}"
         end = Outcome.FAULT if is_known else Outcome.RAISED
@@ -230,7 +230,7 @@ class _Origin(NamedTuple):
         )
 
 
-def _join(origin: _Origin, name: str, rank: int, world: int) -> None:
+def join(origin: _Origin, name: str, rank: int, world: int) -> None:
     """Make a default process group of ``world`` ranks; all of them call this with one ``name``.
 
     Raises:
@@ -256,7 +256,7 @@ def _join(origin: _Origin, name: str, rank: int, world: int) -> None:
     watch.begin()
 
 
-def _leave(error: BaseException | None) -> None:
+def leave(error: BaseException | None) -> None:
     """Leave all process groups, which wakes ranks that wait for this one in PyTorch's collectives.
 
     A frame may hold a model, and the model its groups. So the local variables of the frames in the

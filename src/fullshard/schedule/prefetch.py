@@ -11,7 +11,7 @@ from fullshard.schedule.state import Ahead, Hold
 _UNORDERED = sys.maxsize
 
 
-class Order:
+class UnitOrder:
     """A sequence of unit keys and a position in it.
 
     The position follows the units that are really entered; an unknown unit does not move it.
@@ -53,13 +53,13 @@ class Prefetcher:
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
-        self._order = Order()
+        self._order = UnitOrder()
         self._guesses: dict[int, int] = {}  # unit -> position in the order
         self._due: int | None = None  # the unit whose end triggers the next guess
 
     def follow(self, units: Sequence[int]) -> None:
         """Predict with this order from now on."""
-        self._order = Order(units)
+        self._order = UnitOrder(units)
 
     def rewind(self) -> None:
         """Start the pass again at the first unit."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from fullshard.engine import Engine, Unit
 from fullshard.tensors import local_part
 from fullshard.trace.reading import read
-from fullshard.trace.steps import History, Kept
+from fullshard.trace.steps import History, KeptSegment
 
 
 def unit_as_json(unit: Unit, engine: Engine, number: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def history_as_json(history: History, origin_s: float) -> dict[str, Any]:
     }
 
 
-def step_as_json(kept: Kept, origin_s: float) -> dict[str, Any]:
+def step_as_json(kept: KeptSegment, origin_s: float) -> dict[str, Any]:
     """Return a step; its times are seconds since it began, and rounded to tenths of microseconds.
 
     Rows are the fields of ``Act``, ``Work``, ``Change`` and ``Missed``.

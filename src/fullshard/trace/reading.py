@@ -18,7 +18,16 @@ from fullshard.schedule.triggers import (
     TaskDied,
     TaskEnd,
 )
-from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, NO_UNIT, Kept, Segment, lane_time
+from fullshard.trace.steps import (
+    ACTED,
+    ACTS,
+    HEARD,
+    HELD,
+    NO_UNIT,
+    KeptSegment,
+    TapeSegment,
+    lane_time,
+)
 
 
 class Act(NamedTuple):
@@ -53,7 +62,7 @@ class Change(NamedTuple):
 
 
 @dataclass
-class Step:
+class StepEvents:
     """The events of a segment."""
 
     held: dict[str, int]
@@ -70,7 +79,7 @@ class Failed(NamedTuple):
     held: dict[tuple[int, str], int]
 
 
-def read(kept: Kept) -> Step:
+def read(kept: KeptSegment) -> StepEvents:
     """Return what happened in a step, in the order in which it began."""
     segment = kept.segment
     changes = [change for change, _ in _changes(segment.entries)]
@@ -79,10 +88,10 @@ def read(kept: Kept) -> Step:
         held[change.kind] -= change.nbytes
     acts = sorted(_acts(kept), key=lambda act: act.start_s)
     works = sorted(_works(segment.entries), key=lambda work: work.start_s)
-    return Step(dict(held), acts, works, changes)
+    return StepEvents(dict(held), acts, works, changes)
 
 
-def _acts(kept: Kept) -> Iterator[Act]:
+def _acts(kept: KeptSegment) -> Iterator[Act]:
     began: list[tuple[Any, ...]] = []
     for entry in kept.segment.entries:
         if entry[0] == ACTS:
@@ -138,7 +147,7 @@ def _changes(entries: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Change, int |
             yield Change(at_s, kind.value, nbytes, began[-1] if began else NO_UNIT), storage
 
 
-def held_when_it_failed(steps: Iterable[Kept], last: Kept) -> Failed:
+def held_when_it_failed(steps: Iterable[KeptSegment], last: KeptSegment) -> Failed:
     """Return what was held before the exception in ``last``, which nothing had freed by then.
 
     The exception has passed through forwards and backwards before a trace sees it, and those have
@@ -173,7 +182,7 @@ def _owner(owners: dict[int, int], storage: int, change: Change) -> int:
     return owners.pop(storage, NO_UNIT)
 
 
-def _failure(segment: Segment) -> tuple[int, float]:
+def _failure(segment: TapeSegment) -> tuple[int, float]:
     """Return the unit that ran last before the exception, and when the first trigger told of it."""
     unit = NO_UNIT
     for entry in segment.entries:

@@ -57,7 +57,7 @@ class SegmentKind(enum.StrEnum):
     """A part of a step that is not kept whole, or was not finished."""
 
 
-class Segment(NamedTuple):
+class TapeSegment(NamedTuple):
     """The entries between two moments, as the tape has them."""
 
     kind: SegmentKind
@@ -124,18 +124,18 @@ class Clock(NamedTuple):
         at_s = self.time_of(first)
         return self if at_s is None else Clock(at_s, first)
 
-    def is_past(self, segment: Segment) -> bool:
+    def is_past(self, segment: TapeSegment) -> bool:
         """Return whether the device has done all work of ``segment``."""
         stamps = (e[2] for e in reversed(segment.entries) if e[0] == ACTED)
         last = next((stamp for stamp in stamps if stamp is not None), None)
         return last is None or self.time_of(last) is not None
 
 
-class Kept(NamedTuple):
+class KeptSegment(NamedTuple):
     """A segment that is kept whole."""
 
     number: int
-    segment: Segment
+    segment: TapeSegment
     clock: Clock
     missed: list[Missed]
 
@@ -165,13 +165,13 @@ class History:
         self.units = [UnitSums() for _ in range(num_units)]
         self.missed: Counter[Missed] = Counter()
         self.spent = {kind: Sum() for kind in SegmentKind}
-        self.last: Kept | None = None
+        self.last: KeptSegment | None = None
         self._clock = clock
-        self._recent: deque[Kept] = deque(maxlen=keep)
-        self._slowest: list[tuple[float, int, Kept]] = []
-        self._waiting: deque[Segment] = deque()
+        self._recent: deque[KeptSegment] = deque(maxlen=keep)
+        self._slowest: list[tuple[float, int, KeptSegment]] = []
+        self._waiting: deque[TapeSegment] = deque()
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: TapeSegment) -> None:
         """Take in a segment, later if a device has not done its work yet."""
         waiting = self._waiting
         waiting.append(segment)
@@ -184,23 +184,23 @@ class History:
             self._take(self._waiting.popleft())
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[KeptSegment]:
         """The steps that are kept whole, in order."""
         steps = {one.number: one for *_, one in self._slowest}
         steps |= {one.number: one for one in self._recent}
         return [steps[number] for number in sorted(steps)]
 
-    def _take(self, segment: Segment) -> None:
+    def _take(self, segment: TapeSegment) -> None:
         self.spent[segment.kind].add(segment.end_s - segment.start_s)
         self._clock = self._clock.moved_to(segment.entries)
         missed = self._add_up(segment)
         self.missed.update(missed)
         number = self.spent[SegmentKind.STEP].count + (segment.kind is not SegmentKind.STEP)
-        self.last = kept = Kept(number, segment, self._clock, missed)
+        self.last = kept = KeptSegment(number, segment, self._clock, missed)
         if segment.kind is SegmentKind.STEP:
             self._keep(kept)
 
-    def _add_up(self, segment: Segment) -> list[Missed]:
+    def _add_up(self, segment: TapeSegment) -> list[Missed]:
         """Add to the sums, and return the guesses that missed.
 
         A guess is a gather that began while another unit was entered; it missed if the unit is
@@ -252,7 +252,7 @@ class History:
         took_s = None if began[4] is None else lane_time(self._clock, began[4], ended[2])[1]
         total.add(ended[1] - began[1] if took_s is None else took_s)
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, kept: KeptSegment) -> None:
         self._recent.append(kept)
         sizes = [len(one.segment.entries) for one in self._recent]
         while len(sizes) > 1 and sum(sizes) > MOST_KEPT:

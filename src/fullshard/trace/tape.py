@@ -25,7 +25,7 @@ from fullshard.schedule.triggers import (
     Trigger,
     WeightsChanged,
 )
-from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, Segment, SegmentKind
+from fullshard.trace.steps import ACTED, ACTS, HEARD, HELD, SegmentKind, TapeSegment
 
 MOST_ENTRIES = 100_000
 """Entries after which a step is cut, so that a loop that never steps fills no memory."""
@@ -52,7 +52,7 @@ class Tape:
     gradient can flow back are evaluation, each a segment of its own.
     """
 
-    def __init__(self, done: Callable[[Segment], None], start_s: float) -> None:
+    def __init__(self, done: Callable[[TapeSegment], None], start_s: float) -> None:
         self.entries: list[tuple[Any, ...]] = []
         self.is_cut = False
         self._done = done
@@ -92,7 +92,7 @@ class Tape:
         del entries[:after]  # the list itself is known to all taps
         if self.is_cut:
             kind, self.is_cut = SegmentKind.PART, False
-        self._done(Segment(kind, self._since_s, end_s, taken, {}))
+        self._done(TapeSegment(kind, self._since_s, end_s, taken, {}))
         self._since_s = end_s
 
     def _begin_forward(self) -> None:

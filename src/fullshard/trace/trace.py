@@ -23,7 +23,7 @@ from fullshard.frontend.ownership import units_below
 from fullshard.trace import rankfile, report
 from fullshard.trace.describe import history_as_json, resting, step_as_json, unit_as_json
 from fullshard.trace.reading import held_when_it_failed
-from fullshard.trace.steps import HELD, Clock, History, Segment
+from fullshard.trace.steps import HELD, Clock, History, TapeSegment
 from fullshard.trace.tape import Tap, Tape, stamp_of
 
 log = logging.getLogger("fullshard")
@@ -172,7 +172,7 @@ class _Run:
             "shortage": self._shortage(error),
         }
 
-    def _done(self, segment: Segment) -> None:
+    def _done(self, segment: TapeSegment) -> None:
         held: Counter[str] = Counter()
         for engine in self.engines:
             held.update({kind.value: n for kind, n in engine.meter.held_nbytes.items()})

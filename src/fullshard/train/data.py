@@ -41,7 +41,7 @@ _AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are l
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TextPart:
     """The tokens of the text to train on, or of the held-out text.
 
     Attributes:
@@ -73,8 +73,8 @@ class TokenizedText:
         end: id of the mark between documents.
     """
 
-    train: Part
-    held_out: Part
+    train: TextPart
+    held_out: TextPart
     tokenizer: Tokenizer
     key: str
     num_documents: int
@@ -105,7 +105,7 @@ class TokenizedText:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RowOrder:
     """The assignment of rows of the text to workers and steps.
 
     An epoch is a permutation drawn from ``seed`` and the epoch's number; a step may read across the
@@ -141,13 +141,13 @@ class Feed:
     """The rows to train on, in their order."""
 
     rows: Rows
-    order: Order
+    order: RowOrder
 
     @classmethod
     def of(cls, config: TrainConfig, text: TokenizedText, num_workers: int) -> Feed:
         """Create for a run of ``num_workers``."""
         rows = text.train.rows(config.seq)
-        order = Order(len(rows), config.seed, config.batch, config.accumulate, num_workers)
+        order = RowOrder(len(rows), config.seed, config.batch, config.accumulate, num_workers)
         return cls(rows, order)
 
     def read(self, *, step: int, rank: int) -> list[Tensor]:
@@ -290,13 +290,13 @@ def _fill_cache(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _read_part(folder: Path, name: str, facts: dict[str, int]) -> Part:
+def _read_part(folder: Path, name: str, facts: dict[str, int]) -> TextPart:
     def read(file: str) -> Any:
         path = folder / f"{file}.npy"
         return np.load(path, mmap_mode="r") if path.exists() else None
 
     tokens, starts, learned = read(name), read(f"{name}_starts"), read(f"{name}_learned")
-    return Part(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])
+    return TextPart(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])
 
 
 def _write_chats(folder: Path, name: str, given: _Given, documents: Sequence[Document]) -> int:

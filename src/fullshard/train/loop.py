@@ -40,7 +40,7 @@ from .rows import Packed
 from .rundir import RunDir, check_continues, describe, origin_of
 from .saves import Saves
 from .stopping import Stopping, stopping
-from .world import Rows, World
+from .world import HostRows, World
 
 _LAYOUTS = {
     LayoutName.PER_PARAMETER: fullshard.PerParameter(),
@@ -195,7 +195,7 @@ class StartedStep(NamedTuple):
     seconds: float
     """What it took the host: on a GPU until the gradients were there, so the update of weights
     counts to the next step."""
-    rows: Rows
+    rows: HostRows
     """Per worker: loss, seconds waited, peak and shard bytes, gradient norm, asked to stop, what
     the wire lost in gathers and in reductions."""
     skipped: int

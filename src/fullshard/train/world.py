@@ -28,7 +28,7 @@ _PREPARED = "fullshard/prepared"
 _START_S = 600.0  # machines may be slow to start
 
 
-class Rows:
+class HostRows:
     """A table that is being copied to the host."""
 
     def __init__(self, table: Tensor) -> None:
@@ -70,7 +70,7 @@ class World:
         """Return all workers' exact ``values`` as an fp64 CPU tensor ``[size, len(values)]``."""
         return self.rows_later(*values).read()
 
-    def rows_later(self, *values: Tensor | float) -> Rows:
+    def rows_later(self, *values: Tensor | float) -> HostRows:
         """Start what ``rows`` does; the host waits for the device only when it reads the table."""
         there = self.device.type != "cpu"
         known = [0.0 if isinstance(value, Tensor) else value for value in values]
@@ -81,7 +81,7 @@ class World:
             if isinstance(value, Tensor):
                 table[self.rank, i].copy_(value, non_blocking=there)
         dist.all_reduce(table)  # exact: it only adds zeros
-        return Rows(table)
+        return HostRows(table)
 
     def put(self, tensor: Tensor) -> Tensor:
         """Copy the CPU tensor ``tensor`` to this worker's device without blocking the host."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fullshard.comm.ledger import BETWEEN_STEPS
 from fullshard.comm.liveness import Absence
 from fullshard.comm.text import named_ranks
-from fullshard.watch.status import Group, Issued, StatusReport
+from fullshard.watch.status import GroupStatus, Issued, StatusReport
 
 __all__ = ["NOTHING", "UNDECIDED", "Diagnosis", "Kind", "diagnose"]
 
@@ -55,7 +55,7 @@ UNDECIDED = Diagnosis(Kind.UNDECIDED, (), "")
 
 class _Wait(NamedTuple):
     rank: int
-    group: Group
+    group: GroupStatus
     issued: Issued | None
 
     @property
@@ -218,7 +218,7 @@ def _ended_step(
 
 def _apart(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
     """Find the first collective that differs among the ranks of a group."""
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, Group]] = {}
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, GroupStatus]] = {}
     for rank, report in reports.items():
         for group in report.groups:
             groups.setdefault((group.name, group.ranks), {})[rank] = group

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fullshard.comm.ledger import BETWEEN_STEPS
 
-__all__ = ["Group", "Issued", "StatusReport"]
+__all__ = ["GroupStatus", "Issued", "StatusReport"]
 
 
 class Issued(NamedTuple):
@@ -26,7 +26,7 @@ class Issued(NamedTuple):
         return f"the {self.kind}" + (f" of {purpose}" if purpose else "") + size
 
 
-class Group(NamedTuple):
+class GroupStatus(NamedTuple):
     """The collectives of one rank on one process group since the last fault."""
 
     name: str
@@ -69,7 +69,7 @@ class StatusReport(NamedTuple):
     """The status of one rank."""
 
     rank: int
-    groups: tuple[Group, ...]
+    groups: tuple[GroupStatus, ...]
     is_open: bool
     """True in a step: from the start of a forward to the end of its backward."""
     failure: str
@@ -94,7 +94,7 @@ class StatusReport(NamedTuple):
         return cls(
             rank,
             tuple(
-                Group(name, tuple(ranks), num, tuple(Issued(*one) for one in recent), *waits)
+                GroupStatus(name, tuple(ranks), num, tuple(Issued(*one) for one in recent), *waits)
                 for name, ranks, num, recent, *waits in groups
             ),
             *rest,

@@ -29,7 +29,7 @@ from fullshard.comm.ledger import Ledger, ledgers
 from fullshard.errors import FullshardError, LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.watch.diagnosis import NOTHING, Diagnosis, Kind
 from fullshard.watch.rounds import ANSWER_S, DIAGNOSE_S, Rounds
-from fullshard.watch.status import Group, Issued, StatusReport
+from fullshard.watch.status import GroupStatus, Issued, StatusReport
 from fullshard.watch.step import Failure, Step, forget_failures, steps, verdict_pending
 
 log = logging.getLogger("fullshard")
@@ -233,7 +233,7 @@ _INNER = tuple(
 """The folders of Python's modules (which contain the installed ones), PyTorch and fullshard."""
 
 
-def _group(ledger: Ledger) -> Group:
+def _group(ledger: Ledger) -> GroupStatus:
     current = ledger.era is ledger.domain.era
     # Most faults do not end a meeting; one of an earlier era precedes all collectives of this era.
     wait = ledger.wait() if current or ledger.is_meeting else None
@@ -241,7 +241,7 @@ def _group(ledger: Ledger) -> Group:
     recent = tuple(ledger.entries) if current else ()
     if wait is not None and recent and number < recent[0][0]:
         recent = (wait.entry, *recent)  # the host is far ahead of the device
-    return Group(
+    return GroupStatus(
         ledger.name,
         ledger.ranks,
         ledger.num_issued if current else 0,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from fullshard.errors import AssertedConfigError
-from fullshard.wrap.units import Wanted
+from fullshard.wrap.units import WantedUnit
 
 
 def replace_children(
-    root: nn.Module, units: Sequence[Wanted], make: Callable[[Wanted], nn.Module]
+    root: nn.Module, units: Sequence[WantedUnit], make: Callable[[WantedUnit], nn.Module]
 ) -> list[nn.Module]:
     """Replace each unit's module with ``make(unit)`` in every place below ``root``.
 

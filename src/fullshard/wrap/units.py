@@ -13,7 +13,7 @@ from fullshard.wrap.policies import Options, Policy, PolicyFn, PolicyLike
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class WantedUnit:
     """A module that will become a unit.
 
     Attributes:
@@ -49,7 +49,7 @@ def units_of(
     *,
     single_classes: Iterable[type[nn.Module]] = (),
     single_options: Options | None = None,
-) -> list[Wanted]:
+) -> list[WantedUnit]:
     """Return the modules below ``root`` that ``policy`` makes units, children before parents.
 
     The result never has ``root`` itself, which becomes a unit anyway, or ignored modules. A module
@@ -74,7 +74,7 @@ def units_of(
         is_single = isinstance(module, single)
         if module in chosen or is_single:
             options = {**chosen.get(module, {}), **((is_single and single_options) or {})}
-            found.append(Wanted(name, module, options))
+            found.append(WantedUnit(name, module, options))
     return found
 
 
@@ -153,7 +153,9 @@ def bottom_up(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from visit("", root)
 
 
-def managed_by(unit: Wanted, others: Collection[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def managed_by(
+    unit: WantedUnit, others: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield named parameters in ``unit`` but not in ``others``; tied parameters in every place."""
     seen: set[nn.Module] = set()
 

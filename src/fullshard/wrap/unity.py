@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.wrap.units import Ignored, Wanted, managed_by
+from fullshard.wrap.units import Ignored, WantedUnit, managed_by
 
 _SHOWN = 5  # maximum number of names in a message
 
 
 def check_tied_together(
-    root: nn.Module, units: Sequence[Wanted], ignored: Ignored = Ignored()
+    root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored = Ignored()
 ) -> None:
     """Refuse units that would share a parameter with each other, or with the rest of ``root``.
 
@@ -22,7 +22,7 @@ def check_tied_together(
     Raises:
         ConfigError: if a parameter is shared; names the parameter and its units.
     """
-    owner: dict[nn.Parameter, tuple[str, Wanted]] = {}
+    owner: dict[nn.Parameter, tuple[str, WantedUnit]] = {}
     for unit, name, param in _managed(root, units, ignored):
         first_name, first = owner.setdefault(param, (name, unit))
         if first is not unit:
@@ -35,7 +35,7 @@ def check_tied_together(
 
 
 def check_frozen_apart(
-    root: nn.Module, units: Sequence[Wanted], ignored: Ignored = Ignored()
+    root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored = Ignored()
 ) -> None:
     """Refuse units, including ``root``, that have both frozen and trainable parameters.
 
@@ -44,7 +44,7 @@ def check_frozen_apart(
     Raises:
         ConfigError: if there is such a unit; names the unit and its parameters.
     """
-    by_unit: dict[Wanted, tuple[list[str], list[str]]] = {}
+    by_unit: dict[WantedUnit, tuple[list[str], list[str]]] = {}
     for unit, name, param in _managed(root, units, ignored):
         by_unit.setdefault(unit, ([], []))[param.requires_grad].append(name)
     for unit, (frozen, trainable) in by_unit.items():
@@ -57,7 +57,7 @@ def check_frozen_apart(
             )
 
 
-def check_read_together(root: nn.Module, units: Sequence[Wanted]) -> None:
+def check_read_together(root: nn.Module, units: Sequence[WantedUnit]) -> None:
     """Refuse a unit if its parent module reads the unit's parameters without calling the unit.
 
     Raises:
@@ -74,13 +74,13 @@ def check_read_together(root: nn.Module, units: Sequence[Wanted]) -> None:
 
 
 def _managed(
-    root: nn.Module, units: Sequence[Wanted], ignored: Ignored
-) -> list[tuple[Wanted, str, nn.Parameter]]:
+    root: nn.Module, units: Sequence[WantedUnit], ignored: Ignored
+) -> list[tuple[WantedUnit, str, nn.Parameter]]:
     """Return (unit, FQN, parameter) for all parameters that units would own, the root last."""
     closed = {unit.module for unit in units}
     return [
         (unit, name, param)
-        for unit in (*units, Wanted("", root))
+        for unit in (*units, WantedUnit("", root))
         for name, param in managed_by(unit, closed)
         if param not in ignored.params
     ]
