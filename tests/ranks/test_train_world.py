@@ -82,7 +82,7 @@ class FakeRows:
 def trained_a_step_behind(config: TrainConfig) -> tuple[list[str], int]:
     text = load_text(config.data, vocab_size=300)
     told: list[str] = []
-    with patch("fullshard.train.world.Rows", lambda table: FakeRows(table, told)):
+    with patch("fullshard.train.world.HostRows", lambda table: FakeRows(table, told)):
         train(config, text, here())
     with Reads() as reads:
         Trainer(replace(config, out=f"{config.out}2"), text, here()).start(1)
