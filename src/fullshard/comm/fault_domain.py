@@ -1,4 +1,4 @@
-"""The fault domain of a job: what its faults ended, and the collectives and steps they end.
+"""The fault domain of a job: its current era, and the collectives that a fault ends.
 
 An *era* lasts from one fault to the next. All ranks of a job number the collectives of an era
 alike. After a fault every rank ends its era: pending waits in that era raise the error of the
@@ -63,7 +63,7 @@ class Era:
             raise error()
 
     def clear_deferred(self) -> None:
-        """Clear the deferred error: ranks agreed on the next step, or a new job began."""
+        """Clear the deferred error: the ranks have agreed on the next step."""
         self.deferred_error = None
 
     def end(self, error: Callable[[], Exception]) -> None:
@@ -101,7 +101,7 @@ class _Inside(threading.local):
 
 
 class FaultDomain:
-    """The era of a job, and what its last fault ended; shared by the ledgers, watch and engines.
+    """The era and the aborted groups of one job, shared by ledgers, the watch and engines.
 
     Attributes:
         era: the current era.
@@ -113,8 +113,7 @@ class FaultDomain:
             by the watch. None: there is no watch.
         inside: ``inside.era`` is the era of the step that runs in this thread; None outside of
             steps. If a fault has ended that era, collectives and steps must not start in the next
-            one. The engine sets it. It is thread-local, because ranks may be threads of one
-            process.
+            one. The engine sets it. Ranks may be threads of one process, so it is thread-local.
         aborted_by: factory of the error of the fault that aborted the groups of devices; None if
             none did.
     """
@@ -131,7 +130,7 @@ class FaultDomain:
         self._lock = threading.Lock()
 
     def add(self, member: Interruptible) -> None:
-        """Let faults end the collectives of ``member`` from now on, for as long as it lives."""
+        """Register ``member``: faults end its collectives for as long as it lives."""
         with self._lock:
             self._members.add(member)
 

@@ -1,9 +1,8 @@
 """Resumes a job on the ranks that survive a fault, in the same processes.
 
-``resilient`` calls the user's training, once in each attempt, and makes process groups for it.
-``life`` is what the training sees of an attempt, with the state it takes up. In ``membership`` the
-ranks decide alike what comes next and who takes part. ``microbatches`` repeats a step in smaller
-parts when memory runs out.
+``resilient`` makes process groups and calls the user's training, once in each attempt. ``life`` has
+the object that the training gets, and the state to start from. ``membership`` holds the vote on the
+next attempt and its ranks. ``microbatches`` repeats a step in smaller parts when memory runs out.
 """
 
 from __future__ import annotations

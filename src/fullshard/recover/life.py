@@ -1,6 +1,6 @@
 """``Life``: what the user's training learns about the job, and reports to it, in one attempt.
 
-It takes up the state in the tensors of the surviving ranks, if that is whole (``StateTransfer``).
+``StateTransfer`` takes the state from the tensors of the surviving ranks, if these hold all of it.
 """
 
 from __future__ import annotations
