@@ -123,17 +123,6 @@ def test_a_failing_step_is_never_seen_as_one_that_ended_well() -> None:
     fault_domain().is_unsettled = False
 
 
-def test_a_trained_step_is_never_seen_closed_before_it_counts_as_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else another rank's failure would make this rank drop a step that it has ended."""
-    step, was_open = Step(), []
-    monkeypatch.setattr("fullshard.watch.step.end_step", lambda: was_open.append(step.is_open))
-    step.begin()
-    step.end(failed=False, trained=True)
-    assert was_open == [True] and not step.is_open
-
-
 class PlayedRounds:
     """Rounds of one rank whose verdict is that nothing is wrong."""
 

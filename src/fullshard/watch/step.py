@@ -156,11 +156,11 @@ class Step:
             with _lock:
                 _failed.add(self)
             fault_domain().is_unsettled = True
+        self.is_open = False  # after the failure: the watch may look at any time
         if was_open and not failed:
             self.place = ""
         if trained and was_open:
             self._end_for_all()
-        self.is_open = False  # last: the watch may look at any time
 
     def _end_for_all(self) -> None:
         """Record in the ledgers that a training step ended, after the last of its engines.
@@ -169,7 +169,7 @@ class Step:
         forward was discarded. Ranks collect such garbage at different times, and their ledgers
         must be alike.
         """
-        others = frozenset(one.number for one in steps() if one.is_open and one is not self)
+        others = frozenset(step.number for step in steps() if step.is_open)
         if others <= self.beside:
             end_step()
         self.beside = others
