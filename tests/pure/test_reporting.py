@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 
-from fullshard.comm.fault_domain import Era, fault_domain
+from fullshard.comm.fault_domain import Era, FaultDomain, fault_domain
 from fullshard.comm.ledger import Entry, Ledger
-from fullshard.errors import LostRankError
+from fullshard.errors import LostRankError, PeerError
 from fullshard.watch import reporting
-from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis
+from fullshard.watch.diagnosis import NOTHING, UNDECIDED, Diagnosis, Kind
 from fullshard.watch.status import StatusReport
-from fullshard.watch.step import Failure, Step
+from fullshard.watch.step import Failure, Step, verdict_pending
 from fullshard.watch.watcher import Watcher
 
 ENTRY: Entry = (3, "gather", "unit a", 8)
@@ -38,7 +39,7 @@ class OfEra:
     """The part of a ledger that is asked for."""
 
     def __init__(self) -> None:
-        self.era = Era()
+        self.era, self.domain = Era(), FaultDomain()
 
 
 def explained(
@@ -124,23 +125,24 @@ def test_a_failing_step_is_never_seen_as_one_that_ended_well() -> None:
 
 
 class PlayedRounds:
-    """Rounds of one rank whose verdict is that nothing is wrong."""
+    """Rounds of one rank, with one verdict."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: Diagnosis) -> None:
         self.reports: list[StatusReport] = []
+        self.found = found
 
     def report(self, number: int, own: StatusReport) -> None:
         self.reports.append(own)
 
     def verdict(self, number: int) -> Diagnosis:
-        return NOTHING
+        return self.found
 
 
-def take_part() -> StatusReport:
+def take_part(found: Diagnosis = NOTHING) -> StatusReport:
     """Take part in one round; return what was reported."""
     watch: Any = object.__new__(Watcher)
     watch.rank, watch.failure, watch.last, watch.fault = 0, None, NOTHING, ""
-    watch._rounds = PlayedRounds()
+    watch._rounds, watch._domain = PlayedRounds(found), fault_domain()
     watch._take_part(1)
     report: StatusReport = watch._rounds.reports[0]
     return report
@@ -176,3 +178,71 @@ def test_a_failure_in_a_step_that_all_ranks_dropped_is_not_told() -> None:
     step.era.end(lambda: LostRankError("rank 1 ended"))
     assert not take_part().failure and step.failure is None
     fault_domain().is_unsettled = False
+
+
+def test_a_round_that_did_not_wait_for_this_rank_leaves_its_failures() -> None:
+    """No other rank has read them."""
+    step = Step()
+    step.begin()
+    step.end(ValueError("no"), failed=True)
+    take_part(NOTHING._replace(silent=(0,)))
+    assert step.failure is not None
+    take_part(NOTHING._replace(silent=(1,)))
+    assert step.failure is None
+    fault_domain().is_unsettled = False
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_fault_found_without_this_rank_ends_its_next_step(is_open: bool) -> None:
+    """Or the current one: it cannot be among the ranks that the verdict calls behind."""
+    step, fault = Step(), Diagnosis(Kind.FAILED, (1,), "rank 1 failed", (), (0,))
+    if is_open:
+        step.begin()
+    take_part(fault)
+    with pytest.raises(PeerError, match="rank 1 failed"):
+        step.check() if is_open else step.begin()
+    step.end(failed=False)
+    step.begin()
+    step.end(failed=False)
+
+
+def test_a_fault_is_raised_once_in_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits between two steps may hear of it there, or when the next one begins."""
+    of, step = OfEra(), Step()
+    monkeypatch.setattr(reporting, "watcher", lambda: None)
+    monkeypatch.setattr("fullshard.watch.step.fault_domain", lambda: of.domain)
+    step.begin()
+    step.end(failed=False)
+    for is_other in (True, False):
+        of.era = of.domain.era
+        of.domain.end_era(lambda: PeerError("rank 1 failed"), is_behind=True)
+        raised: list[Exception] = []
+
+        def wait(raised: list[Exception] = raised) -> None:
+            error = RuntimeError("broken")
+            raised.append(reporting.explain(error, cast(Ledger, cast(Any, of)), ENTRY))
+
+        thread = threading.Thread(target=wait)
+        if is_other:
+            thread.start()
+            thread.join()
+            with pytest.raises(PeerError):
+                step.begin()
+        else:
+            wait()
+            step.begin()
+        assert isinstance(raised[0], PeerError)
+        step.end(failed=False)
+
+
+def test_no_step_ends_between_report_and_verdict() -> None:
+    """The other ranks would take this one for a rank inside of the step."""
+    step = Step()
+    step.begin()
+    thread = threading.Thread(target=lambda: step.end(failed=False))
+    with verdict_pending:
+        thread.start()
+        thread.join(0.2)
+        assert step.is_open and thread.is_alive()
+    thread.join(10.0)
+    assert not step.is_open

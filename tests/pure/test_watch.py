@@ -232,8 +232,8 @@ def test_who_has_not_begun_the_step_that_is_dropped_is_known() -> None:
     assert found(waiting, failed, report(2, (), is_open=True)).behind == ()  # it is in it
     ended = report(2, ("a", "b"), is_open=False)
     assert found(waiting, failed, ended).behind == ()  # it issued more than who failed
-    gathers = report(2, ("a", "b"), is_open=False, waits_s=0.1)
-    assert found(waiting, failed, gathers).behind == ()  # it hears of the fault there
+    clips = report(2, ("a",), is_open=False, waits_s=0.1)  # this wait may end before the verdict
+    assert found(waiting, failed, clips).behind == (2,)
     assert found(report(0, ("a",)), failed._replace(failed_s=0.1), loading).behind == ()
 
 
@@ -249,6 +249,47 @@ def test_who_has_not_begun_the_step_may_be_of_another_replica() -> None:
     pair = [one._replace(groups=one.groups[:1]) for one in said]  # the others run other models
     alone = StatusReport(2, (GroupStatus("t", (2, 3), 0, (), None, 0.0),), False, "", 0.0, "")
     assert found(*pair, alone, alone._replace(rank=3)).behind == ()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_rank_too_slow_to_report_may_fail_alike(is_known: bool) -> None:
+    """If the verdict were that nothing is wrong, its own failure would be a fault later."""
+    failed = report(0, ("a",), is_open=False, failure="E", failed_s=0.1)
+    failed = failed._replace(groups=failed.groups if is_known else ())
+    others = failed._replace(rank=2), failed._replace(rank=2, failed_s=PATIENCE_S + 1)
+    silent = {1: Absence("lives, but does not answer", is_final=False)}
+    early = Kind.UNDECIDED if is_known else Kind.NOTHING  # it trains nothing with the others
+    assert found(failed, others[0], absent=silent).kind is early
+    late = failed._replace(failed_s=PATIENCE_S + 1)
+    assert found(late, others[1], absent=silent).kind is (Kind.FAILED if is_known else Kind.NOTHING)
+    for gone in (Absence(DEAD, is_final=True), Absence("", is_final=False, has_begun=False)):
+        assert found(failed, others[0], absent={1: gone}).kind is Kind.NOTHING
+
+
+def closed(one: StatusReport, num_closed: int) -> StatusReport:
+    """Return ``one`` of a rank that closed a step after so many collectives."""
+    return one._replace(groups=tuple(its._replace(num_closed=num_closed) for its in one.groups))
+
+
+@pytest.mark.parametrize("waits_s", [None, 0.1])
+def test_a_rank_that_is_about_to_close_a_step_is_waited_for(waits_s: float | None) -> None:
+    """Else it would drop a step that other ranks ended, and begin the one that they dropped."""
+    failed = closed(report(1, ("a", "b", "a"), is_open=False, failure="E", failed_s=0.1), 2)
+    closing = report(0, ("a", "b"), waits_s=waits_s)  # all ranks have issued what it waits for
+    waits = closed(report(2, ("a", "b", "a", "b"), waits_s=0.1), 2)
+    assert found(closing, failed, waits).kind is Kind.UNDECIDED
+    between = closed(closing, 2)._replace(is_open=False)
+    what = found(between, failed, waits)
+    assert (what.kind, what.ranks, what.behind) == (Kind.FAILED, (1,), (0,))
+    # It is in the step of the others, which it cannot close.
+    assert found(closed(closing, 2), failed, waits).kind is Kind.FAILED
+    assert found(report(0, ("a", "b", "a", "b"), waits_s=0.1), failed, waits).kind is Kind.FAILED
+    # It has stayed in the step for too long: if that was one of training, it is half-stepped.
+    late = failed._replace(failed_s=PATIENCE_S + 1)
+    assert found(closing, late, waits).kind is Kind.FAILED
+    what = found(closing, ended(late, 2), ended(waits, 2))
+    assert (what.kind, what.ranks, what.behind) == (Kind.HALF_STEPPED, (1,), (1,))
+    assert "rank 1 failed: E, while rank 0 had not ended the step before. Load a" in what.text
 
 
 def messages() -> list[str]:
@@ -317,7 +358,8 @@ def test_a_rank_that_has_not_begun_is_never_lost(monkeypatch: pytest.MonkeyPatch
     roll = Liveness(dist.HashStore())
     for _ in range(2):
         (absence,) = roll.absences([1]).values()
-        assert absence == Absence("has not begun to train yet", is_final=False)
+        assert absence == Absence("has not begun to train yet", is_final=False, has_begun=False)
+        assert not absence.may_train
 
 
 def test_a_silence_that_was_waited_for_is_not_waited_for_again(
@@ -459,3 +501,22 @@ def test_few_look_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         asked[rank] = store.num_asked - before
     assert sum(number > 10 for number in asked.values()) < 10
     assert store.inner.check(["fullshard/round/1/decision"])  # by the last, as it knows who ended
+
+
+def test_a_rank_that_begins_later_knows_the_era_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would wait to meet them under another name."""
+    store, (one, other) = ranks_of(2, monkeypatch)
+    assert (one.last_fault, other.last_fault) == ("0", "0")
+    failed = report(1, ("a",), world=2, is_open=False, failure="E")
+    for number, first in ((1, report(0, ("a", "b"), world=2, waits_s=0.1)), (2, failed)):
+        one.report(number, first._replace(rank=0))
+        other.report(number, failed)
+        assert one.verdict(number) == other.verdict(number)
+        assert one.verdict(number).is_fault == (number == 1)
+    store.add("fullshard/rounds", 3)  # the third has begun
+    later = Rounds(1, 2)
+    assert later.last_fault == one.last_fault == "1"
+    store.set("fullshard/trigger/3", "")
+    assert later.next_begun() == 3

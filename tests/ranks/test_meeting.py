@@ -157,14 +157,13 @@ def test_memory_that_must_be_shared_and_cannot_is_refused_on_all_ranks(pool: Ran
 def some_desks(world: int) -> Iterator[tuple[NearDesk, socket.socket]]:
     """What ranks that share a process would have, all before anybody called."""
     names = [bytes([rank]) * 16 for rank in range(world)]
-    keys = [[secrets.token_bytes(16) for _ in range(world)] for _ in range(world)]
+    told = [Told(b"", name, secrets.token_bytes(16)) for name in names]
     for rank in range(world):
         listening = socket.socket(socket.AF_UNIX)
         assert listen(listening, names[rank])
-        told = [Told(b"", names[peer], keys[peer][rank]) for peer in range(world)]
         memory = Memory()
         memory.grow(1)
-        yield NearDesk(rank, told, keys[rank], set(range(world)) - {rank}, memory), listening
+        yield NearDesk(rank, told, set(range(world)) - {rank}, memory), listening
 
 
 def test_programs_that_a_rank_starts_do_not_keep_the_memory_of_others() -> None:
@@ -188,7 +187,7 @@ def called(rank: int) -> socket.socket:
 
 def met(both: Sequence[tuple[NearDesk, socket.socket]]) -> list[bool]:
     with ThreadPoolExecutor(len(both)) as threads:
-        return list(threads.map(lambda desk: desk[0].meet_all(desk[1]), both))
+        return list(threads.map(lambda desk: desk[0].meet_all(desk[1], lambda: None), both))
 
 
 def test_strangers_of_the_same_user_stall_nobody_and_are_not_answered() -> None:

@@ -181,6 +181,29 @@ def test_all_ranks_begin_again_in_smaller_parts(
     assert found == [(4, 2)] * world  # 6 rows: parts of 3 are too many, of 1 and 2 are not
 
 
+def ends_tries_late(face: str, wire: str) -> tuple[int, int]:
+    """Rank 0 learns late that a step is done or repeated; rank 1 may have failed again by then."""
+    with pytest.MonkeyPatch.context() as patch:
+        decide = Microbatches._must_repeat
+
+        def late(self: Microbatches, done: Any) -> bool:
+            repeats = decide(self, done)
+            time.sleep(0.0 if dist.get_rank() else 0.7)
+            return repeats
+
+        patch.setattr(Microbatches, "_must_repeat", late)
+        return trained(face, {1: "before"}, wire, [6])
+
+
+@pytest.mark.parametrize(
+    ("world", "face", "wire"),
+    [(2, "rows", "1"), (3, "ragged", "0"), (2, "flat", "1"), (4, "replicas", "1")],
+)
+def test_a_rank_may_end_a_try_late(pool: RankPool, world: int, face: str, wire: str) -> None:
+    """It has not begun the try in which another rank fails, though its last one is still open."""
+    assert pool.run(world, ends_tries_late, face, wire) == [(4, 2)] * world
+
+
 def test_memory_may_run_out_on_all_ranks_and_in_different_places(pool: RankPool) -> None:
     everywhere = dict.fromkeys(range(4), "forward")
     assert pool.run(4, trained, "rows", everywhere, "1", [4]) == [(2, 1)] * 4

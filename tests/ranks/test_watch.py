@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import itertools
 import logging
 import os
 import re
@@ -12,7 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +34,19 @@ from fullshard import (
     checkpoint,
     fully_shard,
 )
-from fullshard.comm import C10d
+from fullshard.comm import C10d, Pending, Wrapper
 from fullshard.comm.blocking import all_to_all
 from fullshard.comm.fault_domain import Era, fault_domain
 from fullshard.comm.heartbeat import last_beat
 from fullshard.comm.ledger import ledger_of
 from fullshard.comm.liveness import exit_reason_key
-from fullshard.comm.mesh import collectives_of_group, collectives_of_twin
+from fullshard.comm.mesh import collectives_of_group, collectives_of_twin, wrapped
 from fullshard.engine.copies import copy_all
-from fullshard.errors import PeerError, ProtocolError, TornStepError
+from fullshard.errors import LostRankError, PeerError, ProtocolError, TornStepError
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import Event
 from fullshard.schedule.triggers import TaskEnd
-from fullshard.watch import begin, watcher
+from fullshard.watch import Step, begin, watcher
 from tests.ranks.autograd import engine_of
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
@@ -339,29 +341,31 @@ def test_waits_on_every_group_can_be_ended(pool: RankPool) -> None:
     pool.run(2, ends_of_groups)
 
 
-def meet_who_is_lost_later() -> str:
-    """Rank 1 fails as rank 0 waits to meet it, and leaves the job; its connections stay open."""
-    store, said = dist.PrefixStore("lost later", _torch.default_store()), ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
-        begin()
-        group, watching = dist.new_group(), watcher()
-        assert isinstance(group, dist.ProcessGroup) and watching is not None
-        if dist.get_rank() == 0:
-            ends = threading.Thread(target=fail_as_ranks_meet, args=(group, store))
-            ends.start()
-            try:
-                C10d(group, "cpu").connect()
-            except PeerError as error:
-                said = str(error)
-            ends.join()
-            store.set("is over", b"")
-        else:
-            store.wait(["meets"])
-            fault_domain().end_era(lambda: PeerError("rank 1 failed"))
-            watching.report_exit("has left the job")
-            store.wait(["is over"])
-    dist.destroy_process_group()
+def meet_who_failed() -> str:
+    """Rank 1 fails as rank 0 waits to meet it, and does not come before the next era."""
+    store, said = dist.PrefixStore("meets later", _torch.default_store()), ""
+    begin()
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    wire = C10d(group, "cpu")
+    if dist.get_rank() == 0:
+        ends = threading.Thread(target=fail_as_ranks_meet, args=(group, store))
+        ends.start()
+        try:
+            wire.connect()
+        except PeerError as error:
+            said = str(error)
+        ends.join()
+        store.set("is over", b"")
+    else:
+        store.wait(["meets"])
+        fault_domain().end_era(lambda: PeerError("rank 1 failed"))
+        store.wait(["is over"])
+    gathered = torch.empty(2)
+    wire.all_gather([gathered], [torch.tensor([float(dist.get_rank())])]).wait()
+    assert gathered.tolist() == [0.0, 1.0]
+    del wire
+    dist.destroy_process_group(group)
     return said
 
 
@@ -372,8 +376,30 @@ def fail_as_ranks_meet(group: dist.ProcessGroup, store: dist.Store) -> None:
     store.set("meets", b"")
 
 
-def test_a_meeting_ends_if_who_failed_never_comes(pool: RankPool) -> None:
-    assert pool.run(2, meet_who_is_lost_later) == ["rank 1 failed", ""]
+def test_a_fault_ends_a_meeting(pool: RankPool) -> None:
+    """Ranks that do not come may wait in another group for the ranks that meet."""
+    assert pool.run(2, meet_who_failed) == ["rank 1 failed", ""]
+
+
+def never_come() -> str:
+    """Rank 1 does not come to a meeting within the time-out of the group; no watch runs."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    assert isinstance(group, dist.ProcessGroup)
+    said = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(LostRankError) as raised:
+            C10d(group, "cpu").connect()
+        said = str(raised.value)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
+
+
+def test_a_rank_that_never_meets_is_named(pool: RankPool) -> None:
+    first, _ = pool.run(2, never_come)
+    assert first == (
+        "rank 1 did not come to connect to ranks 0, 1 within the 2 s that their process group waits"
+    )
 
 
 def gathered_after(fault: str) -> str:
@@ -455,9 +481,21 @@ def test_no_rank_goes_on_with_a_step_that_others_drop(pool: RankPool) -> None:
     pool.run(2, a_fault_is_known_when_backward_ends)
 
 
-def fail_alike(face: str, layout: str) -> int:
-    """All ranks fail at the same place: nobody is in the way of anybody."""
+def fail_alike(face: str, layout: str, late_s: float = 0.0) -> int:
+    """All ranks fail at the same place: nobody is in the way of anybody.
+
+    Rank 1 fails 1 s later if its reports arrive ``late_s`` later.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "10")
+        return failures_alike(face, layout, late_s)
+
+
+def failures_alike(face: str, layout: str, late_s: float) -> int:
     model = tower(face, layout)
+    if late_s and dist.get_rank() == 1:
+        report_late(late_s)
+        model.blocks[1].register_forward_hook(lambda *_: time.sleep(1.0 if model.fault else 0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     failures = 0
     for number, fault in enumerate(["", "forward", "backward", "", "forward", ""]):
@@ -469,8 +507,77 @@ def fail_alike(face: str, layout: str) -> int:
     return failures
 
 
-def test_a_step_that_fails_on_all_ranks_is_their_own(pool: RankPool) -> None:
-    assert pool.run(3, fail_alike, "fully_shard", "rows") == [3, 3, 3]
+def hold_python(seconds: float) -> None:
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def report_late(seconds: float) -> None:
+    """Delay every second report of this rank in this job, after its status was read."""
+    rounds: Any = watcher()._rounds  # type: ignore[union-attr]
+    report, number = rounds.report, itertools.count()
+
+    def late_report(*args: Any) -> None:
+        time.sleep(seconds if next(number) % 2 == 0 else 0.0)
+        report(*args)
+
+    rounds.report = late_report
+
+
+@pytest.mark.parametrize("late_s", [0.0, 5.0])
+def test_a_step_that_fails_on_all_ranks_is_their_own(pool: RankPool, late_s: float) -> None:
+    assert pool.run(3, fail_alike, "fully_shard", "rows", late_s) == [3, 3, 3]
+
+
+class Fails(Wrapper):
+    """Collectives that fail on this rank while ``model`` has a fault."""
+
+    model: Any = None
+
+    def all_gather(self, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending:
+        if self.model.fault:
+            raise Trouble("in forward")
+        return self.inner.all_gather(outputs, sources)
+
+
+def ends_late(face: str) -> list[str]:
+    """Rank 0 ends each step 1.5 s after its last collective; rank 1 fails in two of the next.
+
+    It fails before its first gather, which needs rank 0.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_PATIENCE_S", "3")
+        with wrapped(Fails):
+            model = tower(face, "rows")
+        inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+        patch.setattr(Fails, "model", inner)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        end = Step.end
+
+        def late_end(self: Step, error: Any = None, **how: bool) -> None:
+            if how.get("trained") and dist.get_rank() == 0:
+                time.sleep(1.5)  # the status of the next round shows this step open
+            end(self, error, **how)
+
+        patch.setattr(Step, "end", late_end)
+        said = []
+        for number in range(6):
+            inner.fault = "forward" if number in (2, 4) and dist.get_rank() == 1 else ""
+            try:
+                step(model, optimizer, number)
+            except (PeerError, Trouble) as error:
+                said.append(f"{number} {type(error).__name__}")
+        patch.undo()
+        expected = left_out(face, "rows", dist.get_world_size())
+        for name, value in full_parameters(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+        return said
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "flat"])
+def test_no_rank_drops_the_step_before_the_one_that_failed(pool: RankPool, face: str) -> None:
+    for rank, said in enumerate(pool.run(3, ends_late, face)):
+        name = "Trouble" if rank == 1 else "PeerError"
+        assert said == [f"2 {name}", f"4 {name}"], rank
 
 
 def dawdle(wire: str) -> str:
@@ -605,7 +712,7 @@ def hold_the_lock() -> str:
 
     def hold() -> None:
         if dist.get_rank() == 1:
-            ctypes.PyDLL(None).usleep(9_000_000)
+            hold_python(9.0)
 
     return train_after(hold)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -34,7 +35,7 @@ from fullshard.comm.neighbours import Line, Neighbour
 from fullshard.comm.protocol import Done, Label, Pending, as_real
 from fullshard.comm.routes import Routes
 from fullshard.comm.shared import Shared
-from fullshard.errors import LostRankError, ProtocolError
+from fullshard.errors import ProtocolError
 
 Result = TypeVar("Result")
 
@@ -88,6 +89,8 @@ class TransportRequest(NamedTuple):
 class _OfEra(NamedTuple):
     era: Era
     ways: dict[TransportRequest, _Ways]
+    meetings: Iterator[int]
+    """Numbers of the meetings of this group in this era."""
 
 
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]
@@ -98,19 +101,19 @@ def ways_of(group: dist.ProcessGroup, choice: TransportRequest) -> _Ways:
     """Return the ways of ``group``; the first per choice and era with SHARED is a collective."""
     found, era = _ways.get(group), ledger_of(group).era
     if found is None or found.era is not era:
-        found = _ways[group] = _OfEra(era, {})
+        found = _ways[group] = _OfEra(era, {}, itertools.count())
     ways = found.ways
     if choice not in ways:
         is_shared = choice.transport is Transport.SHARED
         native = Native(choice.device_type, averages=choice.averages, adds_wide=is_shared)
-        ways[choice] = _met(group, native) if is_shared else _Ways(native, native, native)
+        ways[choice] = _met(group, found, native) if is_shared else _Ways(native, native, native)
     return ways[choice]
 
 
-def _met(group: dist.ProcessGroup, native: Native) -> _Ways:
+def _met(group: dist.ProcessGroup, of_era: _OfEra, native: Native) -> _Ways:
     """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
     with ledger_of(group).starting(MEETING):
-        meeting = meet(group)
+        meeting = meet(group, f"{of_era.era.name}/{next(of_era.meetings)}", of_era.era)
     if meeting.partners is None:
         return _Ways(native, native, native)
     timeout_s = clamped(_torch.timeout_of(group, "cpu").total_seconds())
@@ -323,16 +326,8 @@ class _Call(Generic[Result]):
 
 
 def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry, error: Exception) -> None:
-    """End a wait for gloo's own collectives, after which gloo's group is of no use.
-
-    Ranks meet by these, too. A rank that lives will still come to the meeting, so only a lost one
-    ends it.
-    """
+    """End a wait for gloo's own collectives, after which gloo's group is of no use."""
     group = reference()
-    if group is not None and waiting[1] == MEETING:
-        if isinstance(error, LostRankError):
-            _torch.break_off(group)
-        return
     found = None if group is None else _ways.get(group)
     ways = [] if found is None else found.ways.values()
     part = operator.attrgetter("exchanges" if waiting[1] == "exchange" else "gathers")

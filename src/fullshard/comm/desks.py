@@ -1,28 +1,29 @@
 """Connections among ranks that know each other's names and keys, strangers kept out.
 
 Every process on the machine can read the names of sockets, and any host can call a port, so a name
-alone grants no access: both ends of a connection must show the key that the other end sent them
-through the process group, and within a host both run as our user.
+alone grants no access: both ends of a connection must show the key that the other end expects of
+them, and within a host both run as our user.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import hmac
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fullshard.comm.addresses import dial
 from fullshard.comm.memory import Memory
 
-__all__ = ["NBYTES", "Desk", "NearDesk", "Told", "address", "listen"]
+__all__ = ["NBYTES", "Desk", "NearDesk", "Told", "address", "key_for", "listen"]
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.002
@@ -31,7 +32,7 @@ NBYTES = 16
 
 
 class Told(NamedTuple):
-    """The message that a rank sends another rank through the process group."""
+    """The message of a rank to all others, through the store."""
 
     place: bytes
     """Equal for ranks that can share memory; unlike all others if the sender cannot, or must not.
@@ -40,8 +41,8 @@ class Told(NamedTuple):
     """
     name: bytes
     """Name of the sender's socket; between circles, the port."""
-    key: bytes
-    """Key that the receiver must show to the sender; different for each receiver."""
+    secret: bytes
+    """Of which the keys are made that others must show to the sender."""
     host: bytes = b""
     """Equal for ranks of one host."""
     wish: str = ""
@@ -51,8 +52,13 @@ class Told(NamedTuple):
     def unpacked(cls, said: bytes) -> Told:
         """Return the message that these bytes are."""
         parts = (said[start : start + NBYTES] for start in range(0, len(said), NBYTES))
-        place, name, key, host, wish = parts
-        return cls(place, name, key, host, wish.rstrip(b"\0").decode(errors="replace"))
+        place, name, secret, host, wish = parts
+        return cls(place, name, secret, host, wish.rstrip(b"\0").decode(errors="replace"))
+
+
+def key_for(secret: bytes, rank: int) -> bytes:
+    """Return the key that ``rank`` must show to the rank with this secret."""
+    return hashlib.blake2b(rank.to_bytes(4), key=secret, digest_size=NBYTES).digest()
 
 
 def address(name: bytes) -> bytes:
@@ -98,24 +104,25 @@ class Desk:
     sends first; the called rank answers once the key fits.
     """
 
-    def __init__(
-        self, rank: int, told: Sequence[Told], keys: Sequence[bytes], wanted: set[int]
-    ) -> None:
+    def __init__(self, rank: int, told: Sequence[Told], wanted: set[int]) -> None:
         """``wanted``: the ranks to meet, each of which wants to meet us."""
         self._rank = rank
         self._told = told
-        self._keys = keys
         self._wanted = wanted
         self._uncalled = {peer for peer in wanted if peer < rank}
         self._calls: dict[int, _Call] = {}  # by file descriptor
         self._met: dict[int, _Call] = {}  # by rank
         self._is_deceived = False  # another user answered in the name of a rank
 
-    def meet_all(self, listening: socket.socket) -> bool:
-        """Call and answer until all ranks are met or time is up; return whether all were met."""
+    def meet_all(self, listening: socket.socket, check: Callable[[], object]) -> bool:
+        """Call and answer until all ranks are met or time is up; return whether all were met.
+
+        ``check`` is called again and again, and may raise.
+        """
         deadline = time.monotonic() + _TIMEOUT_S
         with contextlib.suppress(OSError):
             while not (self._has_met_all() or self._is_deceived or time.monotonic() > deadline):
+                check()
                 for peer in list(self._uncalled):
                     self._call(peer)
                 self._attend(listening)
@@ -198,14 +205,15 @@ class Desk:
         if rank not in expected or rank in self._met or (call.peer is None and rank < self._rank):
             return False
         call.peer = rank
-        return hmac.compare_digest(key, self._keys[rank])
+        return hmac.compare_digest(key, key_for(self._told[self._rank].secret, rank))
 
     def _tell(self, call: _Call) -> None:
         """Send our message to a peer that we called, or that has shown our key."""
         has_called = call.peer is not None and call.peer < self._rank
         if not call.is_told and (has_called or call.is_known):
             assert call.peer is not None
-            said = _SAID.pack(self._rank, self._told[call.peer].key)
+            key = key_for(self._told[call.peer].secret, self._rank)
+            said = _SAID.pack(self._rank, key)
             try:
                 call.is_told = self._say(call, said) == len(said)
             except BlockingIOError:
@@ -232,12 +240,11 @@ class NearDesk(Desk):
         self,
         rank: int,
         told: Sequence[Told],
-        keys: Sequence[bytes],
         wanted: set[int],
         memory: Memory | None,
     ) -> None:
         """``memory`` may be None if nobody is wanted."""
-        super().__init__(rank, told, keys, wanted)
+        super().__init__(rank, told, wanted)
         self._memory = memory
 
     def _dialled(self, told: Told) -> socket.socket:

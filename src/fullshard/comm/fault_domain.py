@@ -28,7 +28,9 @@ __all__ = ["Era", "FaultDomain", "Interruptible", "fault_domain"]
 class Era:
     """The time between two faults."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "0") -> None:
+        self.name = name
+        """The name of the era, the same on all ranks of the job."""
         self.error: Callable[[], Exception] | None = None
         """Factory of the error of the fault that ended the era; None while the era lasts."""
         self.deferred_error: Callable[[], Exception] | None = None
@@ -114,6 +116,7 @@ class FaultDomain:
         inside: ``inside.era`` is the era of the step that runs in this thread; None outside of
             steps. If a fault has ended that era, collectives and steps must not start in the next
             one. The engine sets it. Ranks may be threads of one process, so it is thread-local.
+        training_thread: the thread that began the last step; None before the first.
         aborted_by: factory of the error of the fault that aborted the groups of devices; None if
             none did.
     """
@@ -124,6 +127,7 @@ class FaultDomain:
         self.explain: Callable[[Exception, Any, Entry], Exception] | None = None
         self.settle: Callable[[], None] | None = None
         self.inside = _Inside()
+        self.training_thread: int | None = None
         self.aborted_by: Callable[[], Exception] | None = None
         self._is_raised = False  # whether a collective was refused with that error
         self._members: weakref.WeakSet[Interruptible] = weakref.WeakSet()
@@ -147,14 +151,18 @@ class FaultDomain:
             inside.check()
         return era
 
-    def end_era(self, error: Callable[[], Exception], *, is_behind: bool = False) -> None:
+    def end_era(
+        self, error: Callable[[], Exception], *, is_behind: bool = False, new_name: str = ""
+    ) -> None:
         """End the era by a fault, and begin the next one.
 
         Args:
             error: the factory of the fault's error.
             is_behind: True if other ranks drop a step that this rank has not begun.
+            new_name: the name of the new era; empty: made of the name of the last one.
         """
-        last, new = self.era, Era()
+        last = self.era
+        new = Era(new_name or f"{last.name}+")
         new.deferred_error = error if is_behind else None
         self.era = new
         with self._lock:
@@ -165,11 +173,19 @@ class FaultDomain:
         last.end(error)
         for member in members:
             waiting = member.waiting
-            # Waits of an earlier era, too: only a lost rank ends a meeting.
             if waiting is not None and member.breaks is not None:
                 member.breaks(waiting, error())
         for abort in aborts:
             abort()
+
+    def raised(self, era: Era) -> None:
+        """Note that this thread raises the error that ended ``era``.
+
+        The thread that trains need not raise it again when the next step begins.
+        """
+        is_training = self.training_thread in (None, threading.get_ident())
+        if is_training and self.era.deferred_error is era.error:
+            self.era.clear_deferred()
 
     def check_aborted(self) -> None:
         """Raise the error of the fault, if a fault has aborted groups of this job."""

@@ -45,6 +45,8 @@ class Ledger:
         """The fault domain of the job in which the ledger was made."""
         self.era = self.domain.era
         self.num_issued = 0
+        self.num_closed = 0
+        """The number of collectives issued before a step was last closed without an error."""
         self.num_ended = 0
         """The number of collectives issued before the last training step ended without an error."""
         self.entries: deque[Entry] = deque(maxlen=KEPT)
@@ -113,12 +115,6 @@ class Ledger:
             return Wait(waiting, self.waiting_since_s, on_device=False)
         return self._underway.first(least_s)
 
-    @property
-    def is_meeting(self) -> bool:
-        """True if the host waits to connect to other ranks, perhaps since an earlier era."""
-        waiting = self.waiting
-        return waiting is not None and waiting[1] == MEETING
-
     def starting(self, kind: str) -> contextlib.AbstractContextManager[None]:
         """Record that in the block the host waits for ranks of the group to start a collective.
 
@@ -138,7 +134,7 @@ class Ledger:
             self.waiting = None
 
     def _begin_era(self, era: Era) -> None:
-        self.era, self.num_issued, self.num_ended = era, 0, 0
+        self.era, self.num_issued, self.num_closed, self.num_ended = era, 0, 0, 0
         self.entries.clear()
         self._underway.clear()
 
@@ -217,8 +213,13 @@ def ledgers() -> list[Ledger]:
         return [ledger for ledger in _ledgers.values() if ledger.domain is domain]
 
 
-def end_step() -> None:
-    """Record in all ledgers that a training step ended without an error."""
+def close_step(*, trained: bool) -> None:
+    """Record in all ledgers that a step was closed without an error; ``trained``: a training step.
+
+    The training step may consist of steps of several engines: it ends with the last of them.
+    """
     for ledger in ledgers():
         if ledger.era is ledger.domain.era:
-            ledger.num_ended = ledger.num_issued
+            ledger.num_closed = ledger.num_issued
+            if trained:
+                ledger.num_ended = ledger.num_issued

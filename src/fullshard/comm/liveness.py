@@ -29,6 +29,13 @@ class Absence(NamedTuple):
     Above 0 if the only evidence is the rank's silence in the store: its connection to the store
     may be broken while it still takes part in collectives.
     """
+    has_begun: bool = True
+    """False if the rank has not begun to train."""
+
+    @property
+    def may_train(self) -> bool:
+        """True if the rank may be in a step, or may begin one."""
+        return self.has_begun and not self.is_final
 
 
 class Liveness:
@@ -110,7 +117,7 @@ class Liveness:
         if last_beat(self._store, rank) != before:
             return Absence("lives, but does not answer", is_final=False)
         if before is None:  # it may load data for any time; the launcher knows whether it ended
-            return Absence("has not begun to train yet", is_final=False)
+            return Absence("has not begun to train yet", is_final=False, has_begun=False)
         if before.is_running:
             return Absence("has no heartbeat, though its process is alive", is_final=False)
         why = "has no heartbeat: it ended, was stopped, or cannot reach the store"

@@ -1,6 +1,7 @@
 """Discovery of which ranks of a process group share a host, and connections among them.
 
-The ranks exchange names, addresses and keys through the process group, and connect to each other.
+The ranks exchange names, addresses and keys through the store, and connect to each other. A fault
+ends a meeting at any moment: ranks meet again in the next era, under another name.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from fullshard import _torch
 from fullshard.comm.addresses import listener
 from fullshard.comm.desks import NBYTES, Desk, NearDesk, Told, listen
+from fullshard.comm.fault_domain import Era
 from fullshard.comm.memory import LentMemory, Memory
+from fullshard.comm.own_store import own_store
 from fullshard.comm.routes import Routes, circles_of
+from fullshard.comm.store_round import Missing, StoreRound
 from fullshard.comm.text import named_ranks
-from fullshard.errors import ConfigError, UnsupportedError
+from fullshard.errors import ConfigError, LostRankError, UnsupportedError
 
 log = logging.getLogger("fullshard")
 
@@ -93,37 +97,99 @@ class Meeting(NamedTuple):
     """Connections to the ``Routes.partners``; None on all ranks if one failed or for BACKEND."""
 
 
-def meet(group: dist.ProcessGroup) -> Meeting:
+class _Exchange:
+    """Texts that the ranks of a group publish to each other through the store, one after another.
+
+    The first rank collects them, so that the others read one text, not one of each rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, era: Era) -> None:
+        """``name``: of this meeting among all meetings of the group."""
+        self.rank, self.world = group.rank(), group.size()
+        self._ranks = dist.get_process_group_ranks(group)
+        whose = _digest(" ".join(map(str, self._ranks)).encode()).hex()
+        self._name = f"fullshard/meeting/{group.group_name}/{whose}/{name}"
+        self._store = own_store()
+        self._era = era
+        self._timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
+        self._until_s = time.monotonic() + self._timeout_s
+        self._number = 0
+        self._last: StoreRound | None = None
+
+    def told(self, own: bytes) -> list[bytes]:
+        """Publish ``own``; return what each rank published.
+
+        Raises:
+            LostRankError: a rank has published nothing before the time-out of the group.
+            FullshardError: a fault has ended the era.
+        """
+        now = StoreRound(self._store, f"{self._name}/{self._number}")
+        self._number += 1
+        now.publish(self.rank, own.hex())
+        if self.rank == 0:
+            texts = now.collect(range(self.world), self._look)
+            now.decide_once(" ".join(texts[rank] for rank in range(self.world)))
+        texts_of_all = now.decision(lambda: self._look(lambda: [0])).split(" ")
+        now.forget([self.rank])
+        if self._last is not None and self.rank == 0:
+            self._last.forget(decision=True)  # all ranks have read it, as they went on
+        self._last = now
+        return [bytes.fromhex(text) for text in texts_of_all]
+
+    def check(self) -> None:
+        """Raise the error of the fault, if one has ended the era."""
+        self._era.check()
+
+    def _look(self, missing: Missing) -> Collection[int]:
+        self.check()
+        if time.monotonic() > self._until_s:
+            late = named_ranks([self._ranks[rank] for rank in missing()])
+            raise LostRankError(
+                f"{late} did not come to connect to {named_ranks(self._ranks)} within the "
+                f"{self._timeout_s:.0f} s that their process group waits"
+            )
+        return ()
+
+
+def meet(group: dist.ProcessGroup, name: str, era: Era) -> Meeting:
     """Meet the other ranks of ``group``; a collective.
 
     Ranks share memory if they run on one host as one user, and can and may share memory.
 
+    Args:
+        group: the ranks.
+        name: differs for each meeting of the group, and is equal on all ranks.
+        era: the era that ends the meeting with it.
+
     Raises:
         ConfigError: on all ranks, if one asks for ``Wish.SHARED`` and ranks of one host cannot
             share memory, or if one asks for a transport that does not exist.
+        LostRankError: a rank has not come before the time-out of ``group``.
+        FullshardError: a fault has ended ``era``.
     """
-    rank, world = group.rank(), group.size()
-    name = secrets.token_bytes(NBYTES)
-    keys = [secrets.token_bytes(NBYTES) for _ in range(world)]
+    exchange = _Exchange(group, name, era)
+    rank, world = exchange.rank, exchange.world
+    socket_name, secret = secrets.token_bytes(NBYTES), secrets.token_bytes(NBYTES)
     with contextlib.ExitStack() as opened:
         listening = opened.enter_context(socket.socket(socket.AF_UNIX))
         memory = _memory()
-        if memory is not None and listen(listening, name):
+        if memory is not None and listen(listening, socket_name):
             place = _digest(own_host() + str(os.geteuid()).encode())
         else:
             place = secrets.token_bytes(NBYTES)
         wished = _wish().encode()[:NBYTES].ljust(NBYTES, b"\0")
         about = _digest(own_host()) + wished
-        told = [Told.unpacked(s) for s in _told(group, [place + name + k + about for k in keys])]
+        own = place + socket_name + secret + about
+        told = [Told.unpacked(one) for one in exchange.told(own)]
         wishes = [one.wish for one in told]
         _check_wishes(wishes)
         if Wish.BACKEND in wishes:
             return Meeting(tuple((one,) for one in range(world)), partners=None)
         circles = circles_of([one.place for one in told])
         circle = Routes(circles, rank).own
-        desk = NearDesk(rank, told, keys, set(circle) - {rank}, memory)
+        desk = NearDesk(rank, told, set(circle) - {rank}, memory)
         opened.callback(desk.close)
-        flags = _told(group, [bytes([desk.meet_all(listening)])] * world)
+        flags = exchange.told(bytes([desk.meet_all(listening, exchange.check)]))
         has_met = {c: all(flags[member] == b"\1" for member in c) for c in circles}
         circles = circles_of([c if has_met[c] else r for r, c in _by_rank(circles)])
         if Wish.SHARED in wishes:
@@ -131,7 +197,7 @@ def meet(group: dist.ProcessGroup) -> Meeting:
         met = desk.taken() if has_met[circle] else {}
     order = [r for r in (*range(rank + 1, world), *range(rank)) if r in met]
     neighbours = {r: Met(met[r].connection, LentMemory(met[r].fd)) for r in order}
-    partners = _partners(group, Routes(circles, rank)) if len(circles) > 1 else {}
+    partners = _partners(exchange, Routes(circles, rank)) if len(circles) > 1 else {}
     return Meeting(circles, memory if neighbours else None, neighbours, partners)
 
 
@@ -146,24 +212,23 @@ def _check_shared(circles: tuple[tuple[int, ...], ...], hosts: Sequence[bytes]) 
             )
 
 
-def _partners(group: dist.ProcessGroup, routes: Routes) -> dict[int, socket.socket] | None:
+def _partners(exchange: _Exchange, routes: Routes) -> dict[int, socket.socket] | None:
     """Connect to the ranks of other circles that this rank exchanges messages with."""
-    rank, world = group.rank(), group.size()
-    keys = [secrets.token_bytes(NBYTES) for _ in range(world)]
     with contextlib.ExitStack() as opened:
         listening, address, port = None, bytes(NBYTES), 0
         with contextlib.suppress(OSError, UnsupportedError):
             listening, address = listener()
             opened.callback(listening.close)
             port = listening.getsockname()[1]
-        said = [address + port.to_bytes(NBYTES) + key + bytes(2 * NBYTES) for key in keys]
-        told = [Told.unpacked(one) for one in _told(group, said)]
-        desk = Desk(rank, told, keys, set(routes.partners))
+        secret = secrets.token_bytes(NBYTES)
+        own = address + port.to_bytes(NBYTES) + secret + bytes(2 * NBYTES)
+        told = [Told.unpacked(one) for one in exchange.told(own)]
+        desk = Desk(exchange.rank, told, set(routes.partners))
         opened.callback(desk.close)
         has_met = False
         if listening is not None and all(any(one.place) for one in told):
-            has_met = desk.meet_all(listening)
-        if any(flag != b"\1" for flag in _told(group, [bytes([has_met])] * world)):
+            has_met = desk.meet_all(listening, exchange.check)
+        if any(flag != b"\1" for flag in exchange.told(bytes([has_met]))):
             return None
         return {peer: call.connection for peer, call in desk.taken().items()}
 
@@ -183,16 +248,6 @@ def _memory() -> Memory | None:
     except (OSError, RuntimeError):
         return None
     return memory
-
-
-def _told(group: dist.ProcessGroup, own: Sequence[bytes]) -> list[bytes]:
-    """Send ``own[r]`` to rank r; return what each rank sent us. All messages are equally long."""
-    said = torch.tensor(list(b"".join(own)), dtype=torch.uint8, device="cpu")
-    heard = torch.empty_like(said)
-    work = _torch.all_to_all(group, heard, said)
-    if work is not None:
-        work.wait()
-    return [bytes(row.tolist()) for row in heard.view(group.size(), -1)]
 
 
 def own_host() -> bytes:

@@ -180,7 +180,7 @@ class Engine(Actor):
                 self.act_all(actions, to_the_end=True)
             finally:
                 if type(trigger) is when.Reset:
-                    self._step.is_open = False
+                    self._step.drop()
                 elif not self.scheduler.in_backward:
                     failed = type(trigger) is when.TaskDied
                     self._end_step(failed=failed, trained=not failed)

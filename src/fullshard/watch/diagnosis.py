@@ -42,12 +42,16 @@ class Diagnosis(NamedTuple):
     text: str
     behind: tuple[int, ...] = ()
     """The ranks that have not begun the step which the other ranks drop."""
+    silent: tuple[int, ...] = ()
+    """The ranks that did not report in this round."""
 
     @property
     def is_fault(self) -> bool:
         """True if the current step cannot end."""
         return self.kind in (Kind.APART, Kind.FAILED, Kind.HALF_STEPPED, Kind.LOST)
 
+
+_LOAD = "Load a checkpoint on all ranks"
 
 NOTHING = Diagnosis(Kind.NOTHING, (), "")
 UNDECIDED = Diagnosis(Kind.UNDECIDED, (), "")
@@ -87,7 +91,7 @@ def diagnose(
         or _left_optimizer(reports)
         or _apart(reports)
         or _stepped_elsewhere(reports, patience_s)
-        or _failed(reports, waits, patience_s)
+        or _failed(reports, absent, waits, patience_s)
         or _late(reports, absent, waits, patience_s)
         or NOTHING
     )
@@ -136,28 +140,73 @@ def _is_missed(
 
 
 def _failed(
-    reports: Mapping[int, StatusReport], waits: Sequence[_Wait], patience_s: float
+    reports: Mapping[int, StatusReport],
+    absent: Mapping[int, Absence],
+    waits: Sequence[_Wait],
+    patience_s: float,
 ) -> Diagnosis | None:
     """Find ranks whose step was ended by an exception that not all ranks raised at the same place.
 
     Ranks that have not begun the step skip it. An exiting rank publishes its reason, so no rank
-    waits for it.
+    waits for it. A rank that is too slow to report may be anywhere.
     """
     failed = {rank: report for rank, report in reports.items() if report.failure}
     if not failed:
         return None
+    is_early = all(one.failed_s < patience_s for one in failed.values())
+    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
+    if closing := sorted(_closing(reports, waits)):
+        if is_early:
+            return UNDECIDED
+        if any(_has_ended_more(one, reports[rank]) for one in failed.values() for rank in closing):
+            text += f", while {named_ranks(closing)} had not ended the step before. {_LOAD}"
+            return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
     in_vain = [wait for wait in waits if any(_is_behind(one, wait) for one in failed.values())]
-    others = [report for rank, report in reports.items() if rank not in failed]
     if not in_vain:
+        others = [report for rank, report in reports.items() if rank not in failed]
+        slow = any(absent[rank].may_train for rank in _members(failed.values()) & absent.keys())
         is_level = _are_level(reports)
         may_begin = is_level and not all(one.ends_program for one in failed.values())
-        is_needed = may_begin or any(one.is_open for one in others)
-        if is_level and not (others and is_needed):
+        is_needed = may_begin or slow or any(one.is_open for one in others)
+        if is_level and not ((others or slow) and is_needed):
             return None
-        if is_needed and all(one.failed_s < patience_s for one in failed.values()):
+        if is_needed and is_early:
             return UNDECIDED
-    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
+
+
+def _closing(reports: Mapping[int, StatusReport], waits: Sequence[_Wait]) -> Iterator[int]:
+    """Find ranks that are about to close a step which other ranks have closed.
+
+    Such a rank has issued all collectives of the step, and all of them can end.
+    """
+    in_vain = {
+        wait.rank for wait in waits if any(_is_behind(one, wait) for one in reports.values())
+    }
+    for rank, one in reports.items():
+        if one.is_open and rank not in in_vain:
+            pairs = [pair for other in reports.values() for pair in _shared_groups(one, other)]
+            if any(own.num_closed < its.num_closed <= own.num_issued for own, its in pairs):
+                yield rank
+
+
+def _has_ended_more(one: StatusReport, other: StatusReport) -> bool:
+    """Return whether ``one`` has ended more training steps than ``other``."""
+    return any(own.num_ended > its.num_ended for own, its in _shared_groups(one, other))
+
+
+def _shared_groups(
+    one: StatusReport, other: StatusReport
+) -> Iterator[tuple[GroupStatus, GroupStatus]]:
+    """Return both reports of each group that two ranks share."""
+    of_other = {(group.name, group.ranks): group for group in other.groups}
+    for group in one.groups:
+        if other.rank in group.ranks and (group.name, group.ranks) in of_other:
+            yield group, of_other[group.name, group.ranks]
+
+
+def _members(reports: Iterable[StatusReport]) -> set[int]:
+    return {rank for one in reports for group in one.groups for rank in group.ranks}
 
 
 def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
@@ -169,7 +218,7 @@ def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
     if not failed:
         return None
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
-    text += ", so the weights there are half-stepped. Load a checkpoint on all ranks"
+    text += f", so the weights there are half-stepped. {_LOAD}"
     return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
@@ -196,7 +245,7 @@ def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -
     text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
     text += (
         f", in a step that {named_ranks(sorted(ended))} had already ended: only some ranks have "
-        "its gradients. Load a checkpoint on all ranks"
+        f"its gradients. {_LOAD}"
     )
     return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
@@ -304,23 +353,19 @@ def _late(
 def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
     """Find ranks that have not begun the step which other ranks of the same training run.
 
-    A rank that has issued more collectives than a rank in that step has ended it. A rank that waits
-    in a collective learns of the fault there.
+    A rank that has issued more collectives than a rank in that step has ended it.
     """
     inside = {rank: one for rank, one in reports.items() if one.is_open or one.failure}
     reached = _connected(reports, inside)
     for rank in sorted(reached - inside.keys()):
-        one = reports[rank]
-        waits = any(group.blocks for group in one.groups)
-        if not (waits or any(_is_ahead(one, other) for other in inside.values())):
+        if not any(_is_ahead(reports[rank], other) for other in inside.values()):
             yield rank
 
 
 def _between_steps(reports: Mapping[int, StatusReport]) -> Iterator[int]:
-    """Find ranks outside of steps that wait for nothing, in the training of the failed ranks."""
+    """Find ranks outside of steps, in the training of the failed ranks."""
     for rank in sorted(_connected(reports, [r for r, one in reports.items() if one.failure])):
-        one = reports[rank]
-        if not (one.is_open or any(group.blocks for group in one.groups)):
+        if not reports[rank].is_open:
             yield rank
 
 

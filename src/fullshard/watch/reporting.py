@@ -35,9 +35,10 @@ def explain(error: Exception, of: Ledger, entry: Entry) -> Exception:
                 of.era.error is not None or not (is_lost or watching.last.kind is Kind.UNDECIDED)
             ),
         )
-    if of.era.error is None or (isinstance(error, PeerError) and error.args == _text(of)):
+    if of.era.error is None:
         return error
-    return of.era.error()
+    of.domain.raised(of.era)
+    return error if isinstance(error, PeerError) and error.args == _text(of) else of.era.error()
 
 
 def _text(of: Ledger) -> tuple[object, ...]:

@@ -35,6 +35,8 @@ class Rounds:
 
     Attributes:
         is_over: True if this rank takes part no longer; the watcher sets it, from any thread.
+        last_fault: the number of the last round before this rank began that found a fault; "0" if
+            none did.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -43,7 +45,17 @@ class Rounds:
         self._store = own_store()
         self._liveness = Liveness(self._store)
         self._store.delete_key(exit_reason_key(rank))
-        self._last = self._store.add(_NUM_TRIGGERED, 0)
+        self._last, self.last_fault = self._last_decided()
+
+    def _last_decided(self) -> tuple[int, str]:
+        """Return the number of the last decided round, and of the last one that found a fault.
+
+        Both are 0 if there is none. The number of triggered rounds may be larger for a moment.
+        """
+        for number in range(int(self._store.add(_NUM_TRIGGERED, 0)), 0, -1):
+            if self._round(number).is_decided:
+                return number, json.loads(self._round(number).decision(lambda: None))[2]
+        return 0, "0"
 
     @property
     def num_triggered(self) -> int:
@@ -94,9 +106,10 @@ class Rounds:
             told = self._round(number).decision(look)
         except _Over:
             return UNDECIDED
-        kind, ranks, text, behind, beats = json.loads(told)
+        (kind, ranks, text, behind), beats, self.last_fault = json.loads(told)
         self._liveness.note(dict(beats))
-        return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind))
+        silent = tuple(rank for rank, _ in beats)
+        return Diagnosis(Kind(kind), tuple(ranks), text, tuple(behind), silent)
 
     def silent_since(self) -> dict[int, float]:
         """See ``Liveness.silent_since``."""
@@ -142,7 +155,9 @@ class Rounds:
             patience_s=patience_s(),
         )
         beats = self._liveness.beats(silent)
-        now.decide_once(json.dumps([found.kind.value, *found[1:], [*beats.items()]]))
+        said = found.kind.value, found.ranks, found.text, found.behind
+        last_fault = str(number) if found.is_fault else self.last_fault
+        now.decide_once(json.dumps([said, [*beats.items()], last_fault]))
 
     def _round(self, number: int) -> StoreRound:
         return StoreRound(self._store, f"fullshard/round/{number}")

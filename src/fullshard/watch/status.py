@@ -43,6 +43,8 @@ class GroupStatus(NamedTuple):
     """The number of collectives issued before the last training step ended without an error."""
     on_device: bool = False
     """True if the device waits, and the host may have gone on."""
+    num_closed: int = 0
+    """The number of collectives issued before a step was last closed without an error."""
 
     @property
     def blocks(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fullshard.comm.fault_domain import Era, FaultDomain, fault_domain
-from fullshard.comm.ledger import end_step
+from fullshard.comm.ledger import close_step
 
 __all__ = [
     "Failure",
@@ -96,6 +96,7 @@ class Step:
                 if step.failure is not None and not step.failure.is_half_stepped:
                     step.failure = None
             self.era, self.failure = self.domain.era, None
+            self.domain.training_thread = threading.get_ident()
             self.era.raise_deferred()
             self.is_open, self.number = True, next(_numbers)
 
@@ -148,31 +149,35 @@ class Step:
             failed: True if an exception ended the step.
             trained: True if the step ended without an error and has computed gradients.
         """
-        was_open = self.is_open
-        if failed and not self.was_dropped:
-            what = "an exception" if error is None else described(error)
-            self.failed_at_s = time.monotonic()
-            self.failure = Failure(f"{what}, {self.place}", self.failed_at_s)
-            with _lock:
-                _failed.add(self)
-            fault_domain().is_unsettled = True
-        self.is_open = False  # after the failure: the watch may look at any time
-        if was_open and not failed:
-            self.place = ""
-        if trained and was_open:
-            self._end_for_all()
+        with _no_verdict_pending():
+            was_open = self.is_open
+            if failed and not self.was_dropped:
+                what = "an exception" if error is None else described(error)
+                self.failed_at_s = time.monotonic()
+                self.failure = Failure(f"{what}, {self.place}", self.failed_at_s)
+                with _lock:
+                    _failed.add(self)
+                fault_domain().is_unsettled = True
+            self.is_open = False
+            if was_open and not failed:
+                self.place = ""
+                close_step(trained=trained and self._ends_for_all())
 
-    def _end_for_all(self) -> None:
-        """Record in the ledgers that a training step ended, after the last of its engines.
+    def drop(self) -> None:
+        """Close the step, which all ranks drop."""
+        with _no_verdict_pending():
+            self.is_open = False
+
+    def _ends_for_all(self) -> bool:
+        """Return whether this step is the last one of a training step of several engines.
 
         Ignore a step that was already open when this engine last trained: the output of its
         forward was discarded. Ranks collect such garbage at different times, and their ledgers
         must be alike.
         """
         others = frozenset(step.number for step in steps() if step.is_open)
-        if others <= self.beside:
-            end_step()
-        self.beside = others
+        before, self.beside = self.beside, others
+        return others <= before
 
     @property
     def was_dropped(self) -> bool:
@@ -187,9 +192,9 @@ def described(error: BaseException) -> str:
     return text + (f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else "")
 
 
-verdict_pending = threading.Lock()
-"""Held from reporting the status until the verdict: no step may start in between, so that all ranks
-know which step they drop."""
+verdict_pending = threading.RLock()  # a collected model may end its step in the thread of the watch
+"""Held from reporting the status until the verdict: no step begins or ends in between, so that all
+ranks know which step they drop."""
 
 _VERDICT_S = 60.0  # seconds; a verdict takes less, unless the store's process is gone
 

@@ -54,6 +54,7 @@ class Watcher:
         self.fault = ""
         """The text of the last fault; empty if there was none."""
         self._rounds = Rounds(self.rank, self.world)
+        self._domain.era.name = self._rounds.last_fault
         # The start of the last wait that was asked about, and how often.
         self._last_ask: tuple[float, int] = (0.0, 0)
         self._wake = threading.Event()
@@ -171,27 +172,28 @@ class Watcher:
             except RuntimeError:  # the store failed
                 self._rounds.repeat(number)
                 raise
-            self._note(found)
+            is_silent = self.rank in found.silent  # too slow: decided without its report
+            self._note(number, found, skips=is_silent and not status.is_open)
+            for step, failure in failures:
+                if found.kind is not Kind.UNDECIDED and step.failure is failure and not is_silent:
+                    step.failure = None  # all ranks know it
         self.last = found  # after the era has ended, on which readers rely
-        for step, failure in failures:
-            if found.kind is not Kind.UNDECIDED and step.failure is failure:
-                step.failure = None  # all ranks know it, and no failure that came later
 
-    def _note(self, found: Diagnosis) -> None:
-        """Log the diagnosis; after a fault end the era."""
+    def _note(self, number: int, found: Diagnosis, *, skips: bool) -> None:
+        """Log the diagnosis of round ``number``; after a fault end the era.
+
+        ``skips``: this rank has not begun the step that others drop, though ``found`` may not say.
+        """
         if found.kind in (Kind.NOTHING, Kind.UNDECIDED):
             return
         log.error("%s", found.text)
         if found.is_fault:
             self.fault = found.text
-            self._domain.end_era(lambda: error_of(found), is_behind=self.rank in found.behind)
+            is_behind = skips or self.rank in found.behind
+            self._domain.end_era(lambda: error_of(found), is_behind=is_behind, new_name=str(number))
 
     def _status(self) -> tuple[StatusReport, list[tuple[Step, Failure]]]:
-        """Return the status of this rank, and the failed steps that need not be told again.
-
-        The main thread runs meanwhile. A step that fails has its failure before it is closed, so
-        it is asked first for being open.
-        """
+        """Return the status of this rank, and the failed steps that need not be told again."""
         own = steps()
         is_open = any(step.is_open and not step.was_dropped for step in own)
         failed = [(step, one) for step in own if (one := step.failure) is not None]
@@ -235,9 +237,8 @@ _INNER = tuple(
 
 def _group(ledger: Ledger) -> GroupStatus:
     current = ledger.era is ledger.domain.era
-    # Most faults do not end a meeting; one of an earlier era precedes all collectives of this era.
-    wait = ledger.wait() if current or ledger.is_meeting else None
-    number = wait.entry[0] if wait is not None and current else 0
+    wait = ledger.wait() if current else None
+    number = wait.entry[0] if wait is not None else 0
     recent = tuple(ledger.entries) if current else ()
     if wait is not None and recent and number < recent[0][0]:
         recent = (wait.entry, *recent)  # the host is far ahead of the device
@@ -250,6 +251,7 @@ def _group(ledger: Ledger) -> GroupStatus:
         0.0 if wait is None else time.monotonic() - wait.since_s,
         ledger.num_ended if current else 0,
         wait is not None and wait.on_device,
+        ledger.num_closed if current else 0,
     )
 
 
