@@ -206,6 +206,23 @@ def test_a_fault_found_without_this_rank_ends_its_next_step(is_open: bool) -> No
     step.end(failed=False)
 
 
+def test_steps_that_nobody_goes_on_with_are_not_open() -> None:
+    """A model and its output may live on in a variable; other ranks may have forgotten both."""
+    trains, left, elsewhere = Step(), Step(), Step()
+    for step in (left, elsewhere):
+        step.begin()
+    elsewhere.domain = FaultDomain()  # of an earlier job of this process
+    assert take_part().is_open
+    for _ in range(2):
+        trains.begin()
+        trains.end(failed=False, trained=True)
+    assert elsewhere.is_open and left.is_open and not take_part().is_open
+    left.begin()
+    assert take_part().is_open
+    for step in (left, elsewhere):
+        step.end(failed=False)
+
+
 def test_a_fault_is_raised_once_in_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits between two steps may hear of it there, or when the next one begins."""
     of, step = OfEra(), Step()

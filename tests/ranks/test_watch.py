@@ -248,14 +248,14 @@ def test_a_step_that_fails_on_one_rank_is_left_out_by_all(
                 )
 
 
-def late_for_a_fault(late: list[int], leaves: bool) -> list[str]:
+def late_for_a_fault(late: list[int], leaves: list[int]) -> list[str]:
     """Rank 1 fails in two steps, which ``late`` ranks begin once the others have dropped them.
 
-    Those are of another replica: the forwards of ranks 0 and 1 need nothing of them. If it
-    ``leaves`` something, rank 1 keeps another model, and an output that nobody needs.
+    Those are of another replica: the forwards of ranks 0 and 1 need nothing of them. The
+    ranks of ``leaves`` keep another model, and an output that nobody needs.
     """
     kept = (other := tower("fully_shard", "rows"))(noise(3, 6, seed=7)) if leaves else None
-    if leaves and dist.get_rank() != 1:
+    if leaves and dist.get_rank() not in leaves:
         del other, kept
         gc.collect()
     with pytest.MonkeyPatch.context() as patch:
@@ -291,9 +291,11 @@ def wait_for_the_end_of(era: Era) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("late", "leaves"), [([2], False), ([2, 3], False), ([2], True)])
+@pytest.mark.parametrize(
+    ("late", "leaves"), [([2], []), ([2, 3], []), ([2], [1]), ([2], [2]), ([2, 3], [0, 2])]
+)
 def test_who_comes_late_leaves_out_the_step_that_others_dropped(
-    pool: RankPool, late: list[int], leaves: bool
+    pool: RankPool, late: list[int], leaves: list[int]
 ) -> None:
     for rank, said in enumerate(pool.run(4, late_for_a_fault, late, leaves)):
         name = "Trouble" if rank == 1 else "PeerError"

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from _pytest.config import apply_warning_filters
 
-from fullshard import _torch
+from fullshard import _torch, watch
 from tests.ranks.strict import strict
 
 HOST = "127.0.0.1"
@@ -123,6 +123,8 @@ def perform(job: Job, groups: GroupKeeper, warning_filters: Sequence[str]) -> Re
     try:
         groups.enter(job)
         function, args, kwargs = _loaded(job.call)
+        for step in watch.steps():
+            step.is_abandoned = True  # no job goes on with the models of another
         with _private_state(warning_filters), strict():
             result = function(*args, **kwargs)
         return Reply(result=pickle.dumps(result), same_group=groups.is_unchanged())

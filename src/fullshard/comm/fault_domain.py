@@ -164,13 +164,14 @@ class FaultDomain:
         last = self.era
         new = Era(new_name or f"{last.name}+")
         new.deferred_error = error if is_behind else None
-        self.era = new
         with self._lock:
             members = list(self._members)
         aborts = [one.aborts for one in members if one.aborts is not None]
         if aborts and self.aborted_by is None:
             self.aborted_by = error  # before any wait ends
-        last.end(error)
+        with self._lock:
+            last.end(error)  # first, so that nothing of the ended step begins in the next era
+            self.era = new
         for member in members:
             waiting = member.waiting
             if waiting is not None and member.breaks is not None:
@@ -184,8 +185,9 @@ class FaultDomain:
         The thread that trains need not raise it again when the next step begins.
         """
         is_training = self.training_thread in (None, threading.get_ident())
-        if is_training and self.era.deferred_error is era.error:
-            self.era.clear_deferred()
+        with self._lock:
+            if is_training and self.era.deferred_error is era.error:
+                self.era.clear_deferred()
 
     def check_aborted(self) -> None:
         """Raise the error of the fault, if a fault has aborted groups of this job."""

@@ -25,6 +25,7 @@ from fullshard import _torch
 from fullshard.comm.addresses import listener
 from fullshard.comm.desks import NBYTES, Desk, NearDesk, Told, listen
 from fullshard.comm.fault_domain import Era
+from fullshard.comm.liveness import Liveness
 from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.own_store import own_store
 from fullshard.comm.routes import Routes, circles_of
@@ -97,6 +98,10 @@ class Meeting(NamedTuple):
     """Connections to the ``Routes.partners``; None on all ranks if one failed or for BACKEND."""
 
 
+_LOOK_S = 0.5
+"""Seconds between two looks at ranks that have not come."""
+
+
 class _Exchange:
     """Texts that the ranks of a group publish to each other through the store, one after another.
 
@@ -113,6 +118,8 @@ class _Exchange:
         self._era = era
         self._timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
         self._until_s = time.monotonic() + self._timeout_s
+        self._liveness = Liveness(self._store)
+        self._next_look_s = 0.0
         self._number = 0
         self._last: StoreRound | None = None
 
@@ -120,7 +127,7 @@ class _Exchange:
         """Publish ``own``; return what each rank published.
 
         Raises:
-            LostRankError: a rank has published nothing before the time-out of the group.
+            LostRankError: a rank has ended, or published nothing before the time-out of the group.
             FullshardError: a fault has ended the era.
         """
         now = StoreRound(self._store, f"{self._name}/{self._number}")
@@ -142,8 +149,15 @@ class _Exchange:
 
     def _look(self, missing: Missing) -> Collection[int]:
         self.check()
-        if time.monotonic() > self._until_s:
-            late = named_ranks([self._ranks[rank] for rank in missing()])
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return ()
+        self._next_look_s = now_s + _LOOK_S
+        ranks = [self._ranks[rank] for rank in missing()]
+        if gone := [rank for rank in ranks if self._liveness.is_dead(rank)]:
+            raise LostRankError(f"{named_ranks(gone)} ended before the ranks had connected")
+        if now_s > self._until_s:
+            late = named_ranks(ranks)
             raise LostRankError(
                 f"{late} did not come to connect to {named_ranks(self._ranks)} within the "
                 f"{self._timeout_s:.0f} s that their process group waits"

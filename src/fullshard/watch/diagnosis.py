@@ -154,7 +154,7 @@ def _failed(
     if not failed:
         return None
     is_early = all(one.failed_s < patience_s for one in failed.values())
-    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
+    text = _failures(failed)
     if closing := sorted(_closing(reports, waits)):
         if is_early:
             return UNDECIDED
@@ -173,6 +173,10 @@ def _failed(
         if is_needed and is_early:
             return UNDECIDED
     return Diagnosis(Kind.FAILED, tuple(failed), _with_waits(text, in_vain))
+
+
+def _failures(failed: Mapping[int, StatusReport]) -> str:
+    return "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
 
 
 def _closing(reports: Mapping[int, StatusReport], waits: Sequence[_Wait]) -> Iterator[int]:
@@ -217,8 +221,7 @@ def _left_optimizer(reports: Mapping[int, StatusReport]) -> Diagnosis | None:
     failed = {rank: report for rank, report in reports.items() if report.is_half_stepped}
     if not failed:
         return None
-    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
-    text += f", so the weights there are half-stepped. {_LOAD}"
+    text = f"{_failures(failed)}, so the weights there are half-stepped. {_LOAD}"
     return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
 
@@ -242,9 +245,9 @@ def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -
             return None
         if all(one.failed_s < patience_s for one in failed.values()):
             return UNDECIDED
-    text = "; ".join(f"rank {rank} failed: {one.failure}" for rank, one in failed.items())
-    text += (
-        f", in a step that {named_ranks(sorted(ended))} had already ended: only some ranks have "
+    text = (
+        f"{_failures(failed)}, in a step that {named_ranks(sorted(ended))} had already ended: only "
+        "some ranks have "
         f"its gradients. {_LOAD}"
     )
     return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
@@ -384,11 +387,8 @@ def _connected(reports: Mapping[int, StatusReport], ranks: Iterable[int]) -> set
 def _is_ahead(one: StatusReport, other: StatusReport) -> bool:
     """Return whether ``one`` has issued more collectives than ``other`` on a shared group."""
     issued = {(group.name, group.ranks): group.num_issued for group in other.groups}
-    return any(
-        group.num_issued > issued.get((group.name, group.ranks), 0)
-        for group in one.groups
-        if other.rank in group.ranks
-    )
+    mutual = (group for group in one.groups if other.rank in group.ranks)
+    return any(own.num_issued > issued.get((own.name, own.ranks), 0) for own in mutual)
 
 
 def _is_behind(report: StatusReport, wait: _Wait) -> bool:

@@ -52,6 +52,8 @@ class Step:
 
     is_open: bool = False
     """True from the start of a forward to the end of its backward."""
+    is_abandoned: bool = False
+    """True if the step is open and other engines have trained since: its output was discarded."""
     failure: Failure | None = None
     """The exception that ended the last step, until all ranks know it or the next step begins."""
     failed_at_s: float = 0.0
@@ -85,6 +87,7 @@ class Step:
         """
         for step in steps():
             step.place = ""
+        self.is_abandoned = False
         if self.is_open:
             return
         with _no_verdict_pending():
@@ -126,9 +129,14 @@ class Step:
             self.failure = Failure(
                 f"an exception, {half_step.place}", time.monotonic(), is_half_stepped=True
             )
-            domain = fault_domain()
-            domain.is_unsettled = True
-            return domain.era
+            self.domain = fault_domain()
+            self.domain.is_unsettled = True
+            return self.domain.era
+
+    @property
+    def is_underway(self) -> bool:
+        """True if the step is open, and nothing says that nobody will go on with it."""
+        return self.is_open and not (self.is_abandoned or self.was_dropped)
 
     def check(self) -> None:
         """Raise the error of the fault, in an open step whose era a fault has ended."""
@@ -175,9 +183,13 @@ class Step:
         forward was discarded. Ranks collect such garbage at different times, and their ledgers
         must be alike.
         """
-        others = frozenset(step.number for step in steps() if step.is_open)
-        before, self.beside = self.beside, others
-        return others <= before
+        beside = [step for step in steps() if step.is_open and step.domain is self.domain]
+        before, self.beside = self.beside, frozenset(step.number for step in beside)
+        if not self.beside <= before:
+            return False
+        for step in beside:
+            step.is_abandoned = True
+        return True
 
     @property
     def was_dropped(self) -> bool:

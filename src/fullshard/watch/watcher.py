@@ -194,8 +194,8 @@ class Watcher:
 
     def _status(self) -> tuple[StatusReport, list[tuple[Step, Failure]]]:
         """Return the status of this rank, and the failed steps that need not be told again."""
-        own = steps()
-        is_open = any(step.is_open and not step.was_dropped for step in own)
+        own = [step for step in steps() if step.domain is self._domain]  # not of an earlier job
+        is_open = any(step.is_underway for step in own)
         failed = [(step, one) for step in own if (one := step.failure) is not None]
         # All ranks dropped the step of an ended era, even if this rank failed in it as well.
         news = [one for step, one in failed if one.is_half_stepped or not step.was_dropped]
