@@ -184,12 +184,11 @@ def _closing(reports: Mapping[int, StatusReport], waits: Sequence[_Wait]) -> Ite
 
     Such a rank has issued all collectives of the step, and all of them can end.
     """
-    in_vain = {
-        wait.rank for wait in waits if any(_is_behind(one, wait) for one in reports.values())
-    }
+    all_of = reports.values()
+    in_vain = {wait.rank for wait in waits if any(_is_behind(one, wait) for one in all_of)}
     for rank, one in reports.items():
         if one.is_open and rank not in in_vain:
-            pairs = [pair for other in reports.values() for pair in _shared_groups(one, other)]
+            pairs = [pair for other in all_of for pair in _shared_groups(one, other)]
             if any(own.num_closed < its.num_closed <= own.num_issued for own, its in pairs):
                 yield rank
 
@@ -247,8 +246,7 @@ def _stepped_elsewhere(reports: Mapping[int, StatusReport], patience_s: float) -
             return UNDECIDED
     text = (
         f"{_failures(failed)}, in a step that {named_ranks(sorted(ended))} had already ended: only "
-        "some ranks have "
-        f"its gradients. {_LOAD}"
+        f"some ranks have its gradients. {_LOAD}"
     )
     return Diagnosis(Kind.HALF_STEPPED, tuple(failed), text)
 
@@ -359,8 +357,7 @@ def _behind(reports: Mapping[int, StatusReport]) -> Iterator[int]:
     A rank that has issued more collectives than a rank in that step has ended it.
     """
     inside = {rank: one for rank, one in reports.items() if one.is_open or one.failure}
-    reached = _connected(reports, inside)
-    for rank in sorted(reached - inside.keys()):
+    for rank in sorted(_connected(reports, inside) - inside.keys()):
         if not any(_is_ahead(reports[rank], other) for other in inside.values()):
             yield rank
 
