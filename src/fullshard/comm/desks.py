@@ -1,8 +1,8 @@
 """Connections among ranks that know each other's names and keys, strangers kept out.
 
 Every process on the machine can read the names of sockets, and any host can call a port, so a name
-alone grants no access: both ends of a connection must show the key that the other end expects of
-them, and within a host both run as our user.
+alone grants no access. Both ends of a connection must show the key that the other end expects.
+Within a host, both must run as our user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from fullshard.comm.addresses import dial
 from fullshard.comm.memory import Memory
 
-__all__ = ["NBYTES", "Desk", "NearDesk", "Told", "address", "key_for", "listen"]
+__all__ = ["NBYTES", "Desk", "NearDesk", "Told", "address", "listen"]
 
 _TIMEOUT_S = 10.0
 _RETRY_S = 0.002
@@ -42,7 +42,7 @@ class Told(NamedTuple):
     name: bytes
     """Name of the sender's socket; between circles, the port."""
     secret: bytes
-    """Of which the keys are made that others must show to the sender."""
+    """The keys that others must show to the sender are derived from it."""
     host: bytes = b""
     """Equal for ranks of one host."""
     wish: str = ""
@@ -56,8 +56,8 @@ class Told(NamedTuple):
         return cls(place, name, secret, host, wish.rstrip(b"\0").decode(errors="replace"))
 
 
-def key_for(secret: bytes, rank: int) -> bytes:
-    """Return the key that ``rank`` must show to the rank with this secret."""
+def _key_for(secret: bytes, rank: int) -> bytes:
+    """Return the key that ``rank`` must show to the rank whose secret this is."""
     return hashlib.blake2b(rank.to_bytes(4), key=secret, digest_size=NBYTES).digest()
 
 
@@ -117,7 +117,7 @@ class Desk:
     def meet_all(self, listening: socket.socket, check: Callable[[], object]) -> bool:
         """Call and answer until all ranks are met or time is up; return whether all were met.
 
-        ``check`` is called again and again, and may raise.
+        ``check`` is called at each turn of the loop, and may raise.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         with contextlib.suppress(OSError):
@@ -205,14 +205,14 @@ class Desk:
         if rank not in expected or rank in self._met or (call.peer is None and rank < self._rank):
             return False
         call.peer = rank
-        return hmac.compare_digest(key, key_for(self._told[self._rank].secret, rank))
+        return hmac.compare_digest(key, _key_for(self._told[self._rank].secret, rank))
 
     def _tell(self, call: _Call) -> None:
         """Send our message to a peer that we called, or that has shown our key."""
         has_called = call.peer is not None and call.peer < self._rank
         if not call.is_told and (has_called or call.is_known):
             assert call.peer is not None
-            key = key_for(self._told[call.peer].secret, self._rank)
+            key = _key_for(self._told[call.peer].secret, self._rank)
             said = _SAID.pack(self._rank, key)
             try:
                 call.is_told = self._say(call, said) == len(said)

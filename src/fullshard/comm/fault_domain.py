@@ -159,7 +159,7 @@ class FaultDomain:
         Args:
             error: the factory of the fault's error.
             is_behind: True if other ranks drop a step that this rank has not begun.
-            new_name: the name of the new era; empty: made of the name of the last one.
+            new_name: the name of the new era; empty: derived from the name of the last one.
         """
         last = self.era
         new = Era(new_name or f"{last.name}+")

@@ -35,8 +35,7 @@ class Rounds:
 
     Attributes:
         is_over: True if this rank takes part no longer; the watcher sets it, from any thread.
-        last_fault: the number of the last round before this rank began that found a fault; "0" if
-            none did.
+        last_fault: the number of the last round that found a fault; "0" if none did.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -50,7 +49,7 @@ class Rounds:
     def _last_decided(self) -> tuple[int, str]:
         """Return the number of the last decided round, and of the last one that found a fault.
 
-        Both are 0 if there is none. The number of triggered rounds may be larger for a moment.
+        Both are 0 if there is none. More rounds may have been triggered.
         """
         for number in range(int(self._store.add(_NUM_TRIGGERED, 0)), 0, -1):
             if self._round(number).is_decided:

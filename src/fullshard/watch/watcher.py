@@ -173,23 +173,23 @@ class Watcher:
                 self._rounds.repeat(number)
                 raise
             is_silent = self.rank in found.silent  # too slow: decided without its report
-            self._note(number, found, skips=is_silent and not status.is_open)
+            is_behind = self.rank in found.behind or (is_silent and not status.is_open)
+            self._note(number, found, is_behind=is_behind)
             for step, failure in failures:
                 if found.kind is not Kind.UNDECIDED and step.failure is failure and not is_silent:
                     step.failure = None  # all ranks know it
         self.last = found  # after the era has ended, on which readers rely
 
-    def _note(self, number: int, found: Diagnosis, *, skips: bool) -> None:
+    def _note(self, number: int, found: Diagnosis, *, is_behind: bool) -> None:
         """Log the diagnosis of round ``number``; after a fault end the era.
 
-        ``skips``: this rank has not begun the step that others drop, though ``found`` may not say.
+        ``is_behind``: this rank has not begun the step that the others drop.
         """
         if found.kind in (Kind.NOTHING, Kind.UNDECIDED):
             return
         log.error("%s", found.text)
         if found.is_fault:
             self.fault = found.text
-            is_behind = skips or self.rank in found.behind
             self._domain.end_era(lambda: error_of(found), is_behind=is_behind, new_name=str(number))
 
     def _status(self) -> tuple[StatusReport, list[tuple[Step, Failure]]]:
