@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
@@ -402,3 +402,28 @@ def checkpointed() -> bool:
 
 def test_helpers_of_torch_save_and_load(pool: RankPool) -> None:
     assert pool.run(2, checkpointed) == [True, True]
+
+
+def fails_alone() -> str:
+    """What a rank raises if rank 1 fails before it gathers the second block."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # of no use after the fault
+    model = make()
+    with pytest.MonkeyPatch.context() as patched, patch_torch():
+        patched.setenv("FULLSHARD_PATIENCE_S", "1")
+        shard(model, mesh)
+        step(model, optimizer_of(model))
+        if dist.get_rank() == 1:
+            error = RuntimeError("alone")
+            patched.setattr(model.blocks[0], "forward", mock.Mock(side_effect=error))
+        try:
+            step(model, optimizer_of(model))
+        except Exception as found:
+            return f"{type(found).__name__}: {found}"
+    return ""
+
+
+def test_a_fault_ends_waits_for_the_public_functions(pool: RankPool) -> None:
+    """Gloo's own waits do not end before the group's time-out, half an hour later."""
+    waiting, failed = pool.run(2, fails_alone, timeout_s=90)
+    assert failed == "RuntimeError: alone"
+    assert waiting.startswith("PeerError") and "rank 1" in waiting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ class Public(C10d):
         super().__init__(group, device_type, Transport.NATIVE)
         self._choice = self._choice._replace(averages=True)
         self._is_async = device_type == "cpu"  # a device runs them in order on the current stream
+
+    def _issue(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
+        self._ways(self.group)  # else a fault would not know that these waits are the backend's own
+        return super()._issue(kind, nbytes, start)
 
     def _all_gather(
         self, group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
