@@ -19,6 +19,7 @@ FSDP = "torch.distributed.fsdp."
 VIEWS: tuple[type[View], ...] = (
     states.State,
     states.StateContext,
+    states.CommContext,
     states.ParamGroup,
     states.Param,
     flat_states.Handle,

@@ -26,7 +26,7 @@ def names_in(cls: type) -> set[str]:
     return set(dir(cls)) | set(re.findall(r"(?:self\.|^    )(\w+)\b(?:: .*)? = ", source, re.M))
 
 
-SOME = {"_fsdp_param_groups", "_reset_iter_state", "mp_policy"}
+SOME = {"_fsdp_param_groups", "_reset_iter_state", "mp_policy", "reduce_scatter_max_input_buffers"}
 """Names that not every PyTorch has that we support."""
 
 

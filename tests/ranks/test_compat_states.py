@@ -173,7 +173,10 @@ def refusals() -> list[str]:
         model = sharded(None)
         state = model._get_fsdp_state()
         group = state._fsdp_param_group
-        assert state._comm_ctx is model.blocks[0]._get_fsdp_state()._comm_ctx
+        assert state._comm_ctx == model.blocks[0]._get_fsdp_state()._comm_ctx
+        assert state._comm_ctx != sharded(None)._get_fsdp_state()._comm_ctx
+        model.blocks[0].set_reduce_scatter_max_input_buffers(2)
+        assert state._comm_ctx.reduce_scatter_max_input_buffers == 2
         refused(lambda: state._states_to_forward_prefetch)
         refused(lambda: getattr(state, "_states_to_forward_prefetch", None))
         refused(lambda: group.unshard())

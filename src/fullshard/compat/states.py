@@ -165,9 +165,10 @@ class State(View):
         return StateContext(engine_of(self._unit))
 
     @property
-    def _comm_ctx(self) -> object:
-        """The streams, to compare: pipelining cannot always use stages that share streams."""
-        return engine_of(self._unit).lanes
+    def _comm_ctx(self) -> CommContext:
+        """What all sharded modules that share streams share: equal for them."""
+        engine = engine_of(self._unit)
+        return CommContext(engine.lanes, engine)
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:
@@ -216,6 +217,28 @@ class StateContext(View):
     def is_last_backward(self) -> bool:
         """The value of ``set_is_last_backward``."""
         return self._engine.scheduler.policy.is_last_backward
+
+
+class CommContext(View):
+    """The context that all sharded modules with the same streams share (``FSDPCommContext``)."""
+
+    stands_for = torch_group.FSDPCommContext
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the streams, which ``share_comm_ctx`` gives to several trees."""
+        return type(other) is CommContext and other._of[0] is self._of[0]
+
+    def __hash__(self) -> int:
+        return hash(self._of[0])
+
+    @property
+    def reduce_scatter_max_input_buffers(self) -> int:
+        """The number of units whose reductions fit into the reduction budget, 1 without one."""
+        engine = cast(Engine, self._of[1])
+        budget = engine.scheduler.policy.reduction_budget
+        largest = sorted((unit.reduction_nbytes for unit in engine.units), reverse=True)
+        fitting = [n for n, total in enumerate(accumulate(largest), 1) if total <= (budget or 0)]
+        return fitting[-1] if fitting else 1
 
 
 _BY_THE_MODULE = {
@@ -331,11 +354,7 @@ class ParamGroup(View):
     @property
     def reduce_scatter_max_input_buffers(self) -> int:
         """The number of units whose reductions fit into the reduction budget, 1 without one."""
-        engine = engine_of(self._unit)
-        budget = engine.scheduler.policy.reduction_budget
-        largest = sorted((unit.reduction_nbytes for unit in engine.units), reverse=True)
-        fitting = [n for n, total in enumerate(accumulate(largest), 1) if total <= (budget or 0)]
-        return fitting[-1] if fitting else 1
+        return State(self._unit)._comm_ctx.reduce_scatter_max_input_buffers
 
     def post_backward(self) -> None:
         """Do nothing, because the final callback does the work."""
