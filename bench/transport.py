@@ -1,15 +1,15 @@
-"""Gloo's own collectives against shared memory and our messages: why ``comm`` uses these."""
+"""Gloo's own collectives against shared memory: why ``comm`` uses it within a host."""
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,24 +19,30 @@ from torch import Tensor
 from bench.machine import idle, table
 from fullshard.comm import Pending
 from fullshard.comm.c10d import C10d, Transport
-from fullshard.comm.meeting import SWITCH
 
 __all__ = ["figures", "report"]
 
 NATIVE = "native"
 SIZES = (1_000, 30_000, 300_000, 1_000_000, 7_000_000)
+WORLDS = (2, 4, 8, 16)
+NUM_SMALL = 1_000
+"""Elements of each rank's shard where the number of ranks grows."""
+
+
+def wires_of(rank: int, world: int, store: str) -> dict[str, C10d]:
+    """The collectives of gloo and of shared memory, in a new default group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    assert dist.group.WORLD is not None
+    return {
+        NATIVE: C10d(dist.group.WORLD, "cpu", Transport.NATIVE),
+        "shared": C10d(dist.group.WORLD, "cpu", Transport.SHARED),
+    }
 
 
 def worker(rank: int, world: int, store: str, results: str) -> None:
     """Measure on one rank; rank 0 writes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    assert dist.group.WORLD is not None
-    wires = {
-        NATIVE: C10d(dist.group.WORLD, "cpu", Transport.NATIVE),
-        "shared": C10d(dist.group.WORLD, "cpu", Transport.SHARED),
-        "messages": alone(dist.new_group()),
-    }
+    wires = wires_of(rank, world, store)
     found = {}
     for numel in SIZES:
         part, whole = torch.ones(numel // world), torch.ones(numel // world * world)
@@ -56,13 +62,18 @@ def worker(rank: int, world: int, store: str, results: str) -> None:
     dist.destroy_process_group()
 
 
-def alone(group: dist.ProcessGroup) -> C10d:
-    """The wire of ranks that share no memory, as if each were on a host of its own."""
-    wire = C10d(group, "cpu")
-    os.environ[SWITCH] = "0"
-    assert wire.adds_wide  # the ranks meet
-    del os.environ[SWITCH]
-    return wire
+def worker_of_many(rank: int, world: int, store: str, results: str) -> None:
+    """Measure the processor time of small collectives on one rank; rank 0 writes."""
+    cases: dict[str, Callable[[], None]] = {}
+    part, whole = torch.ones(NUM_SMALL), torch.ones(NUM_SMALL * world)
+    for name, wire in wires_of(rank, world, store).items():
+        cases[f"gather, {name}"] = partial(run, gather_by(wire), whole, part)
+        cases[f"reduce, {name}"] = partial(run, wire.reduce_scatter_mean, part, whole)
+    found = interleaved(cases, rounds=8, clock=time.process_time, repeats=50)
+    if rank == 0:
+        Path(results).write_text(json.dumps({one: 1e6 * found[one] for one in found}))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def gather_by(wire: C10d) -> Callable[[Tensor, Tensor], Pending]:
@@ -75,39 +86,59 @@ def run(start: Callable[[Tensor, Tensor], Pending], output: Tensor, source: Tens
     start(output, source).wait()
 
 
-def interleaved(cases: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def interleaved(
+    cases: dict[str, Callable[[], None]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    repeats: int = 1,
+) -> dict[str, float]:
     """Median seconds of each case, one after the other in every round."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
             dist.barrier()
-            start = time.perf_counter()
-            case()
-            seconds[name].append(time.perf_counter() - start)
+            start = clock()
+            for _ in range(repeats):
+                case()
+            seconds[name].append((clock() - start) / repeats)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def figures() -> dict[str, dict[str, dict[str, float]]]:
-    """By world, unsharded bytes, collective and transport: its time as a share of gloo's own.
+def spawned(work: Callable[[int, int, str, str], None], world: int) -> dict[str, Any]:
+    """What rank 0 of ``world`` processes that run ``work`` wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        mp.spawn(work, (world, f"{folder}/store", str(results)), nprocs=world)
+        return dict(json.loads(results.read_text()))
+
+
+def figures() -> dict[str, dict[str, Any]]:
+    """By world: gloo's share by size, and processor time by collective.
+
+    ``sizes``: by world, unsharded bytes, collective and transport: its time as a share of gloo's
+    own. ``ranks``: by world and collective, microseconds of processor time of rank 0.
 
     Raises:
         Loaded: the machine was not idle.
     """
-    found = {}
     with idle():
-        for world in (2, 4):
-            with tempfile.TemporaryDirectory() as folder:
-                results = Path(folder) / "results.json"
-                mp.spawn(worker, (world, f"{folder}/store", str(results)), nprocs=world)
-                found[str(world)] = json.loads(results.read_text())
-    return found
+        return {
+            "sizes": {str(world): spawned(worker, world) for world in (2, 4)},
+            "ranks": {str(world): spawned(worker_of_many, world) for world in WORLDS},
+        }
 
 
-def report(found: dict[str, dict[str, dict[str, float]]]) -> int:
-    """Print the table; nothing is promised."""
+def report(found: dict[str, dict[str, Any]]) -> int:
+    """Print the tables; nothing is promised."""
     print("time as a share of that of gloo's own collectives\n")
-    for world, by_size in found.items():
+    for world, by_size in found["sizes"].items():
         kinds = list(next(iter(by_size.values())))
         rows = [[size, *(f"{one[kind]:.2f}" for kind in kinds)] for size, one in by_size.items()]
         print(table([f"{world} ranks, unsharded fp32", *kinds], rows), end="\n\n")
+    kinds = list(next(iter(found["ranks"].values())))
+    rows = [
+        [world, *(f"{one[kind]:.0f}" for kind in kinds)] for world, one in found["ranks"].items()
+    ]
+    print(f"µs of processor time of a rank, {4 * NUM_SMALL / 1000:.0f} kB a rank\n")
+    print(table(["ranks", *kinds], rows), end="\n\n")
     return 0

@@ -168,6 +168,15 @@ def broadcast(group: dist.ProcessGroup, values: Tensor, root: int) -> dist.Work:
     return group.broadcast([values], options)
 
 
+def scatter(
+    group: dist.ProcessGroup, output: Tensor, sources: Sequence[Tensor], root: int
+) -> dist.Work:
+    """Start the backend's scatter of ``sources``, which only rank ``root`` of the group has."""
+    options = dist.ScatterOptions()
+    options.rootRank = root
+    return group.scatter([output], [[*sources]] if sources else [], options)
+
+
 def all_to_all(
     group: dist.ProcessGroup,
     output: Tensor,
@@ -186,18 +195,45 @@ def all_to_all(
     return group.alltoall_base(output, source, [*sizes], [*lengths], options)
 
 
+def own_gloo_group(
+    name: str, rank: int, size: int, timeout: timedelta, connect: timedelta
+) -> dist.ProcessGroup:
+    """Return a new gloo group for the CPU that no list of ``torch.distributed`` holds.
+
+    All its ranks meet in the store of the default group, under ``name``, within ``connect``.
+    """
+    store = dist.PrefixStore(f"fullshard/{name}", default_store())
+    group = dist.ProcessGroup(store, rank, size)
+    backend = dist.ProcessGroupGloo(store, rank, size, min(timeout, connect))
+    backend._set_default_timeout(timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
 def break_off(group: dist.ProcessGroup) -> None:
     """Make all waits of this process on the gloo ``group`` raise; it is of no use afterwards.
 
     A receive that times out makes gloo give up its connections, and nothing else ends its waits.
+    A receive from a rank that is gone fails at once, so each rank is tried until one times out.
     """
-    peer = (group.rank() + 1) % group.size()
+    rank, size = group.rank(), group.size()
     nothing = torch.empty(1, device="cpu")
-    with suppress(RuntimeError):
-        group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for peer in (*range(rank + 1, size), *range(rank)):
+        try:
+            group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                return
 
 
 _UNUSED_TAG = (1 << 31) - 1
+
+
+def end_own_gloo_groups(groups: Iterable[dist.ProcessGroup], pid: int) -> None:
+    """Break off groups of process ``pid``; else their ends would wait for what never comes."""
+    if os.getpid() == pid:  # a forked child has none of the threads
+        for group in groups:
+            break_off(group)
 
 
 def abort(group: dist.ProcessGroup, device_type: str) -> None:

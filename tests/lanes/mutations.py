@@ -32,8 +32,8 @@ NAMES = frozenset("join wait wait_event wait_stream mark record synchronize".spl
 TRANSPORTS = frozenset(
     f"comm/{name}.py"
     for name in (
-        "c10d courier crossing desks labels levels links means meeting native neighbours office"
-        " protocol public routes shared shelf"
+        "arena c10d handshake labels local_peer means native protocol public rendezvous shared"
+        " twolevel"
     ).split()
 )
 """What carries bytes; the checker looks at what is asked of it."""

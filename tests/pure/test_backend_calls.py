@@ -27,15 +27,17 @@ CALLS = {
         "_device_types",
         "_get_backend",
         "_reduce_scatter_base",
+        "_register_backend",
         "allgather_into_tensor_coalesced",
         "allreduce",
         "alltoall_base",
         "broadcast",
         "rank",
         "recv",
+        "scatter",
         "size",
     },
-    "backend": {"abort", "name", "options"},
+    "backend": {"_set_default_timeout", "abort", "name", "options"},
     "given": {"_timeout", "config", "is_high_priority_stream", "lazy_init"},
 }
 """By the name that ``_torch`` gives the object."""

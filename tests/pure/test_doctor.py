@@ -15,7 +15,7 @@ from fullshard.doctor import findings
 from fullshard.doctor.facts import Facts, facts_here, launch_variables, memory_limit
 from fullshard.doctor.findings import DoctorFinding, Level, findings_of
 from fullshard.doctor.wires import (
-    MESSAGES,
+    BETWEEN_HOSTS,
     SHARED_MEMORY,
     Wire,
     default_shape,
@@ -256,12 +256,13 @@ def test_the_smallest_limit_of_memory_counts(
         (SHARED_MEMORY, WELL, "on one host and can read each other's memory"),
         ("none", WELL, "a group of one rank"),
         ("nccl's own", with_gpus("a", "b"), "use GPUs on 1 host"),
-        (MESSAGES, with_variables(WELL, FULLSHARD_SHARED_MEMORY="0"), "is 0 on ranks 0, 1"),
-        (MESSAGES, WELL, "the system does not allow it, or their users differ"),
-        (GLOO, WELL, "on 1 host, and only gloo could connect them"),
+        (GLOO, with_variables(WELL, FULLSHARD_SHARED_MEMORY="0"), "is 0 on ranks 0, 1"),
+        (GLOO, WELL, "the system does not allow it, or their users differ"),
+        (GLOO, two_hosts(), "on 2 hosts, one on each"),
+        (GLOO, [*two_hosts(), a_rank(2)], "on 2 hosts, and not equally many on each"),
         (GLOO, with_variables(WELL, FULLSHARD_TRANSPORT="backend"), "is backend on ranks 0, 1"),
         (
-            MESSAGES,
+            BETWEEN_HOSTS,
             [a_rank(number, a_host("one" if number < 2 else "two")) for number in range(4)],
             "on 2 hosts, and each shard is sent once to each other host",
         ),

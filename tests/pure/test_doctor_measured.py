@@ -25,7 +25,7 @@ from fullshard.doctor.report import (
 )
 from fullshard.doctor.speed import Speed
 from fullshard.doctor.wires import (
-    MESSAGES,
+    BETWEEN_HOSTS,
     SHARED_MEMORY,
     Wire,
 )
@@ -97,7 +97,7 @@ def measured() -> Report:
         a_rank(number, a_host("one" if number < 2 else "two"), num_threads=4) for number in range(4)
     ]
     report = Report(ranks, 4, "cpu", {"replicate": 2, "shard": 2}, speeds=2 * SPEEDS)
-    report.dims = [a_dim("replicate", 1e9, 1e9, carrier=MESSAGES), a_dim("shard", 5e9, 5e9)]
+    report.dims = [a_dim("replicate", 1e9, 1e9, carrier=BETWEEN_HOSTS), a_dim("shard", 5e9, 5e9)]
     return report
 
 
@@ -158,9 +158,9 @@ def test_nothing_is_written_of_what_ended_early() -> None:
         (slow_group, [a_dim("shard", 1e9, 9e9, 9e9)], "ranks 0, 1", [a_dim("shard", 6e9, 9e9)]),
         (
             slow_dim,
-            [a_dim("replicate", 9e9, carrier=MESSAGES), a_dim("shard", 1e9)],
+            [a_dim("replicate", 9e9, carrier=BETWEEN_HOSTS), a_dim("shard", 1e9)],
             "dim shard has 11% of the bandwidth of dim replicate",
-            [a_dim("replicate", 1e9, carrier=MESSAGES), a_dim("shard", 9e9)],
+            [a_dim("replicate", 1e9, carrier=BETWEEN_HOSTS), a_dim("shard", 9e9)],
         ),
         (
             slow_dim,
@@ -182,7 +182,7 @@ def test_the_report_is_printed_and_is_json(capsys: pytest.CaptureFixture[str]) -
     report = measured()
     print_report(report)
     shown = capsys.readouterr().out
-    for said in ("2 x shared memory", "2 x messages between hosts", "no common mistake was found"):
+    for said in ("2 x shared memory", "2 x shared memory and gloo", "no common mistake was found"):
         assert said in shown
     read = json.loads(json.dumps(report.as_dict()))
     assert read["dims"][1]["groups"][0]["ranks"] == [0, 1]

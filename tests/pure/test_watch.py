@@ -394,7 +394,7 @@ def test_a_silence_that_was_waited_for_is_not_waited_for_again(
 
 def test_ranks_that_all_meet_wait_for_nobody() -> None:
     """Connecting may take longer than the patience, where it cannot be done."""
-    meeting = Issued(0, "meeting", "", 0)
+    meeting = Issued(0, "rendezvous", "", 0)
     said = {
         rank: StatusReport(
             rank, (GroupStatus("0", (0, 1), 1, (meeting,), 0, 9.0),), True, "", 0.0, ""

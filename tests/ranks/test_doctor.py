@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import _torch, doctor
-from fullshard.comm import collectives_of, meeting
+from fullshard.comm import collectives_of, rendezvous
 from fullshard.doctor.board import Board, roll_call
 from fullshard.doctor.facts import Facts, facts_here
-from fullshard.doctor.wires import MESSAGES, SHARED_MEMORY, wire_of
+from fullshard.doctor.wires import BETWEEN_HOSTS, SHARED_MEMORY, wire_of
 from fullshard.errors import LostRankError
 from fullshard.plan import hardware_of, time_host
 from tests.ranks.pool import RankPool
@@ -94,16 +94,17 @@ def wires(shape: tuple[int, ...], hosts: str) -> list[tuple[str, str]]:
     """What carries this rank's gathers and reductions if ranks are on ``hosts``, a letter each."""
     patch, own = pytest.MonkeyPatch(), hosts[dist.get_rank()].encode()
     with patch.context() as patched:
-        patched.setattr(meeting, "own_host", lambda: own * meeting.NBYTES)
+        patched.setattr(rendezvous, "own_host", lambda: own * rendezvous.NBYTES)
         mesh = init_device_mesh("cpu", shape)
         found = [wire_of(mesh, dim, collectives_of(mesh, dim)) for dim in range(mesh.ndim)]
     return [(one.gathers, one.reduces) for one in found]
 
 
 def test_wires_between_hosts_are_named(pool: RankPool) -> None:
-    shared, pairs = (SHARED_MEMORY,) * 2, (MESSAGES,) * 2
+    shared, pairs = (SHARED_MEMORY,) * 2, ("gloo's own",) * 2
     assert pool.run(4, wires, (2, 2), "aabb") == [[pairs, shared]] * 4
     assert pool.run(4, wires, (2, 2), "abab") == [[shared, pairs]] * 4
+    assert pool.run(4, wires, (4,), "aabb") == [[(BETWEEN_HOSTS,) * 2]] * 4
 
 
 def fail_on_rank_1(path: str, rank: int) -> tuple[int, list[str], int]:
@@ -162,7 +163,7 @@ def test_the_command_measures_and_calibrates(tmp_path: Path) -> None:
     assert report["mesh"] == {"shard": 2} and report["failures"] == []
     assert [one["variables"]["RANK"] for one in report["ranks"]] == ["0", "1"]
     (group,) = report["dims"][0]["groups"]
-    assert group["gathers"] in (SHARED_MEMORY, MESSAGES) and group["why"]
+    assert group["gathers"] in (SHARED_MEMORY, "gloo's own") and group["why"]
     hardware = hardware_of(tmp_path / "here.json")
     assert set(hardware.flops) == {"float32", "bfloat16", "float64"}
     assert [link.reach for link in hardware.links] == [None] and hardware.links[0].bandwidth > 0

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from bench.hosts import NoHosts, enter, hosts, sent_nbytes
 from fullshard.checkpoint import Checkpointer
 from fullshard.comm.c10d import Transport, TransportRequest, ways_of
-from fullshard.comm.levels import Levels
+from fullshard.comm.twolevel import TwoLevels
 from tests.ranks.net import apart, batch, make, shard
 
 WORLD, PER_HOST = 4, 2
@@ -46,7 +46,7 @@ def train(process: int, names: Sequence[str], folder: str) -> None:
     sent = sent_nbytes() - before
     assert dist.group.WORLD is not None
     way = ways_of(dist.group.WORLD, TransportRequest(Transport.SHARED)).gathers
-    assert isinstance(way, Levels)
+    assert isinstance(way, TwoLevels)
     memory = Path(folder, f"memory-{process // PER_HOST}")
     checkpointer = Checkpointer(memory, copies=2)
     checkpointer.save(model, step=1)
@@ -60,7 +60,7 @@ def train(process: int, names: Sequence[str], folder: str) -> None:
     loaded = checkpointer.load(again)
     said = {
         "apart": max(apart(model, plain), apart(again, plain)),
-        "circles": way._routes.circles,
+        "hosts": way.hosts,
         "sent": sent,
         "step": loaded.step if loaded else 0,
     }
@@ -84,6 +84,6 @@ def test_a_step_on_two_hosts_of_two_ranks(tmp_path: Path) -> None:
     for rank in range(WORLD):
         said = json.loads((tmp_path / f"{rank}.json").read_text())
         assert said["apart"] <= 1e-12
-        assert said["circles"] == [[0, 1], [2, 3]]
+        assert said["hosts"] == [[0, 1], [2, 3]]
         assert said["sent"] > 0
         assert said["step"] == 1

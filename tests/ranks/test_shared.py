@@ -80,7 +80,7 @@ def many_sizes_in_any_order(seed: int) -> None:
             assert in_flight.pop(draw.randrange(3))()
     assert all(finish() for finish in in_flight)
     # Three of our own in flight, and as many that a neighbour has not told us the end of.
-    assert nbytes_of(shared(world_group())._shelf.memory) <= 7 * 8 * 70_001 + 65536
+    assert nbytes_of(shared(world_group())._arena.memory) <= 7 * 8 * 70_001 + 65536
 
 
 def nbytes_of(memory: Memory) -> int:
@@ -149,8 +149,8 @@ def nobody_waits() -> None:
     for _ in range(50):
         gather(wire, 10_000)
         assert gather(wire, 10_000)()
-    assert nbytes_of(shared(world_group())._shelf.memory) <= 5 * 8 * 10_000 + 65536
-    for neighbour in shared(world_group())._neighbours.values():
+    assert nbytes_of(shared(world_group())._arena.memory) <= 5 * 8 * 10_000 + 65536
+    for neighbour in shared(world_group()).peers.by_rank.values():
         assert len(neighbour._arrived) + len(neighbour._unwanted) <= 3
 
 
@@ -164,7 +164,7 @@ def nobody_waits_for_anything() -> None:
     assert gather(wire, 10)()
     # Each was dropped at once, and others learned of that when they looked for memory. All of them
     # would take twice as much.
-    assert nbytes_of(shared(group)._shelf.memory) <= 4000 * 128 // 2
+    assert nbytes_of(shared(group)._arena.memory) <= 4000 * 128 // 2
     dist.destroy_process_group(group)
 
 
@@ -212,7 +212,7 @@ def a_rank_is_silent() -> None:
     assert gather(wire)()
     if wire.rank != 1:
         with pytest.raises(
-            LostRankError, match=r"rank 1 .* sent nothing for 1 s.*collective 1, a gather"
+            LostRankError, match=r"rank 1 .* sent nothing for 1 s.*exchange 1 \(gather"
         ):
             gather(wire)()
     dist.barrier()
@@ -226,7 +226,7 @@ def different_sizes() -> None:
     wire = C10d(dist.new_group(), "cpu")
     finish = gather(wire, 1000 + 8 * wire.rank)
     with pytest.raises(
-        ProtocolError, match=r"collective 0 .* is a gather of float64, \d+ bytes, on rank"
+        ProtocolError, match=r"exchange 0 .* runs gather of float64, \d+ bytes; this rank"
     ):
         finish()
     assert gather(wire)()  # the next one is as good as ever
@@ -238,7 +238,7 @@ def different_kinds() -> None:
         pending = wire.all_gather([torch.zeros(144)], [torch.zeros(48)])  # as many bytes
     else:
         pending = wire.reduce_scatter_mean(torch.zeros(8), torch.zeros(24))
-    with pytest.raises(ProtocolError, match=r"is a (gather|reduction) of .* a (gather|reduction)"):
+    with pytest.raises(ProtocolError, match=r"runs (gather|reduction) .* runs (gather|reduction) "):
         pending.wait()
     assert gather(wire)()
 
@@ -291,7 +291,7 @@ def what_neighbours_may() -> None:
     wire = C10d(world_group(), "cpu")
     assert gather(wire)()
     way = shared(world_group())
-    for neighbour in way._neighbours.values():
+    for neighbour in way.peers.by_rank.values():
         theirs = neighbour._memory
         for forbidden in (
             partial(os.write, theirs._fd, b"x"),

@@ -30,9 +30,9 @@ from fullshard.errors import ConfigError, ProtocolError
 from tests.ranks.models import GPT, OddModel, fill, full_parameters, ids, noise
 from tests.ranks.pool import RankPool, every_world
 from tests.ranks.test_communication import Gather
-from tests.ranks.test_levels import on
 from tests.ranks.test_offload import a_bus
 from tests.ranks.test_parity import use_checkpoints
+from tests.ranks.test_twolevel import on
 from tests.recording import Recording
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from fullshard.checkpoint.addresses import dial, listener
 from fullshard.checkpoint.datafile import CHUNK_NBYTES, write_all
-from fullshard.comm.addresses import dial, listener
 from fullshard.comm.heartbeat import stall_s
 from fullshard.errors import CheckpointError
 

@@ -2,7 +2,7 @@
 
 ``Collectives`` is the protocol. ``C10d`` uses NCCL and gloo through process groups, ``Public`` the
 functions of ``torch.distributed``. With gloo, data travels through shared memory within a host
-(``shared``) and in ``pairs`` between hosts.
+(``shared``), and by groups of our own between hosts (``twolevel``).
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.comm.columns import OwnGroups, own_group
 from fullshard.comm.heartbeat import clamped
 from fullshard.comm.ledger import (
-    COMPARISON,
-    MEETING,
+    RENDEZVOUS,
     TRANSFER,
     Entry,
     Era,
@@ -27,14 +26,12 @@ from fullshard.comm.ledger import (
     Mark,
     ledger_of,
 )
-from fullshard.comm.levels import Levels
-from fullshard.comm.links import HostLink
-from fullshard.comm.meeting import meet
+from fullshard.comm.local_peer import LocalPeer, LocalPeers
 from fullshard.comm.native import Native
-from fullshard.comm.neighbours import Line, Neighbour
 from fullshard.comm.protocol import Done, Label, Pending, as_real
-from fullshard.comm.routes import Routes
+from fullshard.comm.rendezvous import meet
 from fullshard.comm.shared import Shared
+from fullshard.comm.twolevel import TwoLevels
 from fullshard.errors import ProtocolError
 
 Result = TypeVar("Result")
@@ -46,9 +43,9 @@ class Transport(enum.Enum):
     NATIVE = "native"
     """The backend's own collectives."""
     SHARED = "shared"
-    """Shared memory within hosts (``Shared``), and direct messages between hosts (``Levels``), but
-    for exchanges, which use the backend there. The backend for everything if a rank asks for it, or
-    if hosts cannot connect. Sums are in fp32 or wider in any case."""
+    """Shared memory within a host (``Shared``). Among hosts, gloo groups of our own: below shared
+    memory if hosts have equally many ranks (``TwoLevels``), else alone. The backend's own
+    collectives if a rank asks for them. Sums are in fp32 or wider in any case."""
 
 
 class _Way(Protocol):
@@ -89,8 +86,8 @@ class TransportRequest(NamedTuple):
 class _OfEra(NamedTuple):
     era: Era
     ways: dict[TransportRequest, _Ways]
-    meetings: Iterator[int]
-    """Numbers of the meetings of this group in this era."""
+    numbers: Iterator[int]
+    """Numbers of the rendezvous of this group in this era."""
 
 
 _ways: weakref.WeakKeyDictionary[dist.ProcessGroup, _OfEra]
@@ -111,22 +108,28 @@ def ways_of(group: dist.ProcessGroup, choice: TransportRequest) -> _Ways:
 
 
 def _met(group: dist.ProcessGroup, of_era: _OfEra, native: Native) -> _Ways:
-    """Return shared memory, also among the hosts of a group if it spans several; else gloo."""
-    with ledger_of(group).starting(MEETING):
-        meeting = meet(group, f"{of_era.era.name}/{next(of_era.meetings)}", of_era.era)
-    if meeting.partners is None:
-        return _Ways(native, native, native)
-    timeout_s = clamped(_torch.timeout_of(group, "cpu").total_seconds())
-    rank = group.rank()
-    if len(meeting.circles) == 1:
-        assert meeting.memory is not None
-        neighbours = {r: Neighbour(r, *met, timeout_s) for r, met in meeting.neighbours.items()}
-        shared = Shared(rank, meeting.memory, neighbours)
+    """Return the ways of a group over gloo, once its ranks have met; ``native`` for BACKEND."""
+    with ledger_of(group).starting(RENDEZVOUS):
+        met = meet(group, f"{of_era.era.name}/{next(of_era.numbers)}", of_era.era)
+        if met is None:
+            return _Ways(native, native, native)
+        rank, timeout = group.rank(), _torch.timeout_of(group, "cpu")
+        timeout_s = clamped(timeout.total_seconds())
+        if met.memory is None:
+            carrier = own_group(met.name, rank, group.size(), timeout)
+            carried = Native("cpu", averages=False, adds_wide=True, carrier=carrier)
+            return _Ways(carried, carried, carried)
+        if len(met.hosts) > 1:
+            own = OwnGroups.of(met.name, met.hosts, rank, timeout)
+    peers = [LocalPeer(r, *one, timeout_s) for r, one in met.peers.items()]
+    shared = Shared(rank, met.memory, LocalPeers(peers, of_era.era))
+    if len(met.hosts) == 1:
         return _Ways(shared, shared, shared)
-    lines = {r: Line(r, *met) for r, met in meeting.neighbours.items()}
-    links = {r: HostLink(r, connection) for r, connection in meeting.partners.items()}
-    levels = Levels(Routes(meeting.circles, rank), meeting.memory, lines, links, timeout_s)
-    return _Ways(levels, levels, native)
+    levels = TwoLevels(met.hosts, rank, shared, own)
+    exchanges = Native(
+        "cpu", averages=False, adds_wide=True, carrier=own.everyone, before=levels.drain
+    )
+    return _Ways(levels, levels, exchanges)
 
 
 class C10d:
@@ -174,7 +177,7 @@ class C10d:
         group = self.group
         found = _ways.get(group)
         if self.adds_wide and (found is None or self._choice not in found.ways):
-            self._ledger.issue(MEETING, "", 0, partial(self._meet, group)).wait()
+            self._ledger.issue(RENDEZVOUS, "", 0, partial(self._meet, group)).wait()
 
     def by_sums(self) -> C10d:
         """See ``Collectives.by_sums``."""
@@ -325,17 +328,40 @@ class _Call(Generic[Result]):
         self.result = self._call()
 
 
-def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry, error: Exception) -> None:
-    """End a wait for gloo's own collectives, after which gloo's group is of no use."""
-    group = reference()
-    found = None if group is None else _ways.get(group)
-    ways = [] if found is None else found.ways.values()
-    part = operator.attrgetter("exchanges" if waiting[1] == "exchange" else "gathers")
-    if group is not None and (
-        waiting[1] in ("broadcast", "sum", TRANSFER, COMPARISON)
-        or any(isinstance(part(one), Native) for one in ways)
-    ):
+def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry | None) -> None:
+    """End what gloo carries for a group in an era that a fault has ended.
+
+    Gloo groups of our own end in any case, as the next era has others. The process group itself is
+    of no use afterwards, so it ends only if this rank waits for it.
+    """
+    group, kind = reference(), "" if waiting is None else waiting[1]
+    if group is None:
+        return
+    found = _ways.get(group)
+    ways = [*found.ways.values()] if found is not None and found.era.error is not None else []
+    _break_off_own(group, ways)
+    if kind in ("broadcast", "sum", TRANSFER):
+        breaks = True
+    else:
+        used = [one.exchanges if kind == "exchange" else one.gathers for one in ways]
+        breaks = kind != "" and any(isinstance(o, Native) and o.carrier is None for o in used)
+    if breaks:
         _torch.break_off(group)
+
+
+def _break_off_own(group: dist.ProcessGroup, ways: Iterable[_Ways]) -> None:
+    for one in ways:
+        if isinstance(one.gathers, TwoLevels):
+            one.gathers.break_off()
+        elif isinstance(one.gathers, Native) and one.gathers.carrier is not None:
+            one.gathers.break_off(group)
+
+
+def drop_transports() -> None:
+    """Break off all gloo groups of our own, and drop all transports of this process."""
+    for group, found in [*_ways.items()]:
+        _break_off_own(group, found.ways.values())
+    _ways.clear()
 
 
 def _abort(reference: weakref.ref[dist.ProcessGroup], device_type: str) -> None:

@@ -89,11 +89,12 @@ class Interruptible(Protocol):
 
     waiting: Entry | None
     """The collective that the host waits for; None if it does not wait."""
-    breaks: Callable[[Entry, Exception], None] | None
-    """Function of the awaited entry and the fault's error, for waits that do not poll the era.
+    breaks: Callable[[Entry | None], None] | None
+    """Function that ends a wait which does not poll the era; None: there are no such waits.
 
-    If the error leaves the wait without an end, the function makes the wait raise a
-    ``RuntimeError``, at the cost of the transport."""
+    It takes the awaited entry, perhaps of an earlier era, and makes the wait raise a
+    ``RuntimeError``, after which the transport is unusable, unless the wait ends by itself.
+    """
     aborts: Callable[[], None] | None
     """Function that aborts all device collectives, and so the group; None: there are none."""
 
@@ -173,9 +174,8 @@ class FaultDomain:
             last.end(error)  # first, so that nothing of the ended step begins in the next era
             self.era = new
         for member in members:
-            waiting = member.waiting
-            if waiting is not None and member.breaks is not None:
-                member.breaks(waiting, error())
+            if member.breaks is not None:
+                member.breaks(member.waiting)
         for abort in aborts:
             abort()
 

@@ -26,8 +26,19 @@ class Compared:
         self._device_type = device_type
         self._texts = {""}
 
-    def compare(self, group: dist.ProcessGroup, text: str) -> None:
+    def knows(self, text: str) -> bool:
+        """Return whether the ranks were found to agree on ``text``."""
+        return text in self._texts
+
+    def compare(
+        self, group: dist.ProcessGroup, text: str, carrier: dist.ProcessGroup | None = None
+    ) -> None:
         """Compare ``text``, if it is new, with the labels of the other ranks; a collective.
+
+        Args:
+            group: the process group.
+            text: the label.
+            carrier: a group of the same ranks that carries the labels; None: ``group``.
 
         Raises:
             ProtocolError: on all ranks, if any label differs.
@@ -46,7 +57,7 @@ class Compared:
             return
         ledger = ledger_of(group)
         with ledger.starting(COMPARISON):
-            work = _torch.all_gather(group, [heard], [said])
+            work = _torch.all_gather(carrier or group, [heard], [said])
             if work is not None:
                 work.wait()
             rows = heard.view(group.size(), -1).tolist()

@@ -21,7 +21,7 @@ from fullshard.comm.protocol import Pending
 from fullshard.comm.underway import KEPT, Entry, Mark, Underway, Wait
 from fullshard.errors import ProtocolError
 
-MEETING = "meeting"
+RENDEZVOUS = "rendezvous"
 """The kind of collectives and waits in which ranks connect to each other."""
 
 COMPARISON = "comparison"
@@ -54,7 +54,7 @@ class Ledger:
         """The collective that the host waits for; None if it does not wait."""
         self.waiting_since_s = 0.0
         """The start of that wait, by ``time.monotonic``."""
-        self.breaks: Callable[[Entry, Exception], None] | None = None
+        self.breaks: Callable[[Entry | None], None] | None = None
         """See ``Interruptible``."""
         self.aborts: Callable[[], None] | None = None
         """See ``Interruptible``."""

@@ -42,12 +42,13 @@ def put_mean(
 
 
 def put_sum(total: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
-    """Write the sum of ``own`` and ``others``, one or more, into ``total``, of their wide dtype."""
-    if own.dtype == total.dtype:
+    """Write the sum of ``own`` and ``others`` into ``total``, of their wide dtype."""
+    if others and own.dtype == total.dtype:
         torch.add(own, others[0], out=total)
+        others = others[1:]
     else:
-        total.copy_(own).add_(others[0])
-    for part in others[1:]:
+        total.copy_(own)
+    for part in others:
         total.add_(part)
 
 

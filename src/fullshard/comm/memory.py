@@ -19,14 +19,14 @@ _ALIGNMENT = 64
 class Memory:
     """A growing anonymous file of this process, divided into ranges in use and gaps.
 
-    A range is taken from the first gap that is large enough, so the unused end of the file takes no
-    memory: a page of a file is allocated when it is first written.
+    A range is taken from the first gap that is large enough. A page of a file is allocated when it
+    is first written, so the unused end of the file takes no memory.
     """
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("fullshard")
         weakref.finalize(self, os.close, self._fd)
-        os.fchmod(self._fd, 0o600)  # else any holder of a descriptor could reopen it for writing
+        os.fchmod(self._fd, 0o600)  # other users cannot reopen it for writing
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         """The whole file, as uint8."""
         self._gaps: list[tuple[int, int]] = []  # (start, end), ascending; no two gaps touch
@@ -94,9 +94,8 @@ def _mapped(name: str, *, shared: bool, size: int) -> Tensor:
 def _mapped_read_only(fd: int, size: int) -> Tensor:
     """Map the first ``size`` bytes of a file, shared and read-only.
 
-    A private writable mapping, all that ``torch.from_file`` offers, counts against the memory that
-    a host may commit, once for each rank that maps it; strict overcommit and ``ulimit -v`` then
-    end a step.
+    With a read-only descriptor, ``torch.from_file`` can only make a private writable mapping. Each
+    of these counts as committed memory, so strict overcommit would refuse it.
     """
     address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address in (None, _FAILED):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,23 +13,48 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.labels import Compared
 from fullshard.comm.means import ScaledSum, begun, put_mean, wide_dtype
-from fullshard.comm.protocol import Done, Pending, Splits
+from fullshard.comm.protocol import Done, Pending, Splits, put
 
 
 class Native:
     """The backend's own collectives of one process group."""
 
-    def __init__(self, device_type: str, *, averages: bool, adds_wide: bool = False) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        averages: bool,
+        adds_wide: bool = False,
+        carrier: dist.ProcessGroup | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         """Make means with the backend's own mean if ``averages``, otherwise from sums.
 
         With ``adds_wide``, sums of numbers below 32 bits are in fp32; a backend's would be in their
         own dtype. ``reduce_scatter_mean`` sends the numbers as they are and adds them up here;
-        ``all_reduce_mean`` casts them first.
+        ``all_reduce_mean`` casts them first. ``carrier`` is a gloo group of the same ranks, which
+        is used instead of the process group. With it, ``reduce_scatter_mean`` adds up numbers of
+        all dtypes here. ``before`` is called before this rank blocks.
         """
         self.adds_wide = adds_wide
+        self.carrier = carrier
+        self._before = before
+        if carrier is not None:
+            weakref.finalize(self, _torch.end_own_gloo_groups, [carrier], os.getpid())
         self._averages = averages
         self._in_order = device_type != "cpu"
         self._compared = Compared(device_type)
+
+    def break_off(self, group: dist.ProcessGroup) -> None:
+        """End all waits on gloo; the group that carries the collectives is of no use afterwards."""
+        _torch.break_off(self.carrier or group)
+
+    def _begin(self, group: dist.ProcessGroup, label: str) -> dist.ProcessGroup:
+        """Compare the label of a collective, if it is new; return the group that carries it."""
+        if self._before is not None:
+            self._before()
+        self._compared.compare(group, label, self.carrier)
+        return self.carrier or group
 
     def all_gather(
         self,
@@ -37,7 +64,9 @@ class Native:
         label: str,
     ) -> Pending:
         """See ``Collectives.all_gather``."""
-        self._compared.compare(group, label)
+        group = self._begin(group, label)
+        if self.carrier is not None:
+            return _broadcast_all(group, outputs, sources)
         work = _torch.all_gather(group, outputs, sources, in_order=self._in_order)
         return work or Done()
 
@@ -45,8 +74,8 @@ class Native:
         self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
     ) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
-        self._compared.compare(group, label)
-        if self.adds_wide and source.dtype.itemsize < 4:
+        group = self._begin(group, label)
+        if self.adds_wide and (self.carrier is not None or source.dtype.itemsize < 4):
             arrived, sent = torch.empty_like(source), source.view(torch.uint8)
             pending = _torch.all_to_all(group, arrived.view(torch.uint8), sent)
             return _Added(pending or Done(), output, arrived.view(group.size(), -1), source)
@@ -57,7 +86,7 @@ class Native:
 
     def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
         """See ``Collectives.all_reduce_mean``."""
-        self._compared.compare(group, label)
+        group = self._begin(group, label)
         if self.adds_wide and values.dtype.itemsize < 4:
             wide = values.to(wide_dtype(values.dtype))
             op, divisor = begun(wide, group.size(), averages=self._averages)
@@ -75,11 +104,25 @@ class Native:
         label: str,
         splits: Splits | None = None,
     ) -> Pending:
-        """See ``Collectives.all_to_all``; with ``splits`` in slices unlike in size."""
-        self._compared.compare(group, label)
+        """See ``Collectives.all_to_all``; with ``splits``, slices may differ in size."""
+        group = self._begin(group, label)
         lengths, sizes = splits or ((), ())
         work = _torch.all_to_all(group, output, source, sizes, lengths, in_order=self._in_order)
-        return _Kept(work or Done(), source)
+        return _Kept(work or Done(), source, self._before)
+
+
+def _broadcast_all(
+    group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
+) -> Pending:
+    """Gather with one broadcast per rank and output; gloo's own copies all outputs."""
+    works = []
+    for output, source in zip(outputs, sources, strict=True):
+        rows = output.view(group.size(), -1)
+        put(source, rows[group.rank()])
+        works += [
+            _torch.broadcast(group, row.view(torch.uint8), rank) for rank, row in enumerate(rows)
+        ]
+    return _All(works)
 
 
 def _divided(work: dist.Work | None, values: Tensor, divisor: float) -> Pending:
@@ -87,14 +130,30 @@ def _divided(work: dist.Work | None, values: Tensor, divisor: float) -> Pending:
     return pending if divisor == 1 else ScaledSum(pending, values, divisor)
 
 
+class _All:
+    """Several collectives."""
+
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class _Kept:
     """A collective whose source is kept alive until everything is sent."""
 
-    def __init__(self, pending: Pending, source: Tensor) -> None:
+    def __init__(
+        self, pending: Pending, source: Tensor, before: Callable[[], None] | None = None
+    ) -> None:
         self._pending = pending
         self._source = source
+        self._before = before
 
     def wait(self) -> None:
+        if self._before is not None:
+            self._before()
         self._pending.wait()
 
 
@@ -112,7 +171,7 @@ class _Put:
 
 
 class _Added:
-    """Rows that arrive from all ranks, of which ``wait`` writes the mean."""
+    """An all-to-all in flight whose ``wait`` writes the mean of the rows it brings."""
 
     def __init__(self, pending: Pending, output: Tensor, rows: Tensor, source: Tensor) -> None:
         self._pending = pending

@@ -1,4 +1,4 @@
-"""The store of the default process group, through a connection that is made anew when it breaks."""
+"""The store of the default process group, through a connection that reconnects when it breaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONNECT_S = 3.0
 
 
 class OwnStore(dist.Store):
-    """A store through a connection of its own, which is made anew when it breaks.
+    """A store through a connection of its own, which reconnects when it breaks.
 
     An operation that a break interrupts is repeated, so ``add`` may count twice. While the store is
     out of reach, operations raise PyTorch's ``DistNetworkError``.

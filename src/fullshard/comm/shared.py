@@ -1,28 +1,26 @@
 """Gathers and means among ranks of one host, through memory that all of them can read.
 
-A rank writes the data for its peers into its own memory and sends each peer a *notice*. In
-``wait``, each peer copies or adds up directly from that memory. A notice also says what its sender
-has finished reading, so memory is free again some notices later. If no range is free, the memory
-grows: no rank waits before writing, and the memory holds little more than the data in flight.
+A rank writes the data for its peers into its own memory and sends each peer a *record*. In
+``wait``, each peer copies or adds up directly from that memory. A record also says what its sender
+has finished reading, so memory is free again some records later. If no range is free, the memory
+grows: no rank waits before writing. It never shrinks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.comm.fault_domain import fault_domain
+from fullshard.comm.arena import Arena
+from fullshard.comm.local_peer import FAILED, LocalPeer, LocalPeers, Record
 from fullshard.comm.means import put_mean
 from fullshard.comm.memory import Memory, aligned
-from fullshard.comm.neighbours import Neighbour, Notice, wait_for
 from fullshard.comm.protocol import Pending, Splits, even_splits, put
-from fullshard.comm.shelf import Shelf
 from fullshard.errors import LostRankError, ProtocolError
 
 
@@ -31,16 +29,20 @@ class Shared:
 
     adds_wide = True
 
-    def __init__(self, rank: int, memory: Memory, neighbours: Mapping[int, Neighbour]) -> None:
+    def __init__(self, rank: int, memory: Memory, peers: LocalPeers) -> None:
+        self.peers = peers
         self._rank = rank
-        self._world = 1 + len(neighbours)
+        self._ranks = list(peers.by_rank)
+        self._world = 1 + len(self._ranks)
         # This rank is a reader, too, as a mean includes its own data.
-        self._shelf = Shelf(memory, num_readers=self._world)
-        self._neighbours = neighbours
+        self._arena = Arena(memory, num_readers=self._world)
         self._num_started = 0
-        self._over: list[int] = []  # exchanges that we have read, not yet announced to peers
-        # The subjects of exchanges: the number by which peers know a subject, and its text.
-        self._subjects: dict[tuple[str, torch.dtype, str], tuple[int, str]] = {}
+        self._over: list[
+            tuple[int, set[int]]
+        ] = []  # exchanges that we have read, not yet announced to peers
+        # The signatures of exchanges: the number by which peers know a signature, and its text.
+        self._signatures: dict[tuple[str, torch.dtype, str], tuple[int, str]] = {}
+        self._known: set[int] = set()  # the numbers of signatures that peers know
 
     def all_gather(
         self,
@@ -65,7 +67,7 @@ class Shared:
         """See ``Collectives.reduce_scatter_mean``."""
         rows = source.view(self._world, -1)
         nbytes = aligned(rows[0].nbytes)
-        others = [(r * nbytes, rows[r]) for r in self._neighbours]  # no peer reads our own row
+        others = [(r * nbytes, rows[r]) for r in self._ranks]  # no peer reads our own row
         exchange = self._start("reduction", label, self._world * nbytes, others)
         return _Mean(exchange, self._rank * nbytes, rows[self._rank], output)
 
@@ -82,16 +84,16 @@ class Shared:
         label: str,
         splits: Splits | None = None,
     ) -> Pending:
-        """See ``Collectives.all_to_all``; of bytes, and with ``splits`` in slices unlike in size.
+        """See ``Collectives.all_to_all``; tensors are of bytes, ``splits`` gives unequal slices.
 
-        In front of its slices, which start one after the other, a rank lays where each begins.
+        A rank writes a table with the start and length of each slice, then the slices themselves.
         """
         lengths, sizes = splits or even_splits(source, self._world)
         starts, places = [[0, *accumulate(these)] for these in (lengths, sizes)]
         table = torch.tensor([starts[:-1], lengths], device="cpu").T.contiguous().view(torch.uint8)
         head = aligned(table.nbytes)
         pieces = [(0, table.view(-1))]
-        pieces += [(head + starts[r], source[starts[r] : starts[r + 1]]) for r in self._neighbours]
+        pieces += [(head + starts[r], source[starts[r] : starts[r + 1]]) for r in self._ranks]
         exchange = self._start("exchange", label, head + source.nbytes, pieces)
         rows = [output[start : start + size] for start, size in zip(places, sizes, strict=False)]
         put(source[starts[self._rank] : starts[self._rank + 1]], rows[self._rank])
@@ -99,114 +101,154 @@ class Shared:
 
     def _start(
         self, kind: str, label: str, nbytes: int, pieces: Sequence[tuple[int, Tensor]]
-    ) -> _Exchange:
+    ) -> HostExchange:
         """Write ``pieces``, each at its offset in bytes, into our memory and notify the peers."""
+        exchange = self.lay(kind, label, nbytes, pieces, pieces[0][1].dtype)
+        exchange.publish()
+        return exchange
+
+    def lay(
+        self,
+        kind: str,
+        label: str,
+        nbytes: int,
+        pieces: Sequence[tuple[int, Tensor]],
+        dtype: torch.dtype,
+    ) -> HostExchange:
+        """Begin an exchange of ``nbytes`` of this rank, and write ``pieces`` into our memory.
+
+        Peers read once its ``publish`` was called. All ranks begin exchanges in the same order.
+        """
         number, self._num_started = self._num_started, self._num_started + 1
         over = self._end_exchanges()
-        self._shelf.count_done(self._taken_done())
-        start, laid = self._shelf.lay(number, nbytes, self._read)
+        self._arena.count_acks(self._taken_acks())
+        start, laid = self._arena.allocate(number, nbytes, self._read)
         for offset, piece in pieces:
             laid[offset : offset + piece.nbytes].view(piece.dtype).copy_(piece)
-        about = (kind, pieces[0][1].dtype, label)
-        is_new = about not in self._subjects
-        if is_new:
-            self._subjects[about] = (len(self._subjects), subject_of(*about))
-        which, subject = self._subjects[about]
-        notice = Notice(number, start, nbytes, which, over, subject if is_new else "")
-        packed = notice.packed()
-        for neighbour in self._neighbours.values():
-            neighbour.tell(packed)
-        return _Exchange(notice, subject, laid, self._neighbours, self._over)
+        about = (kind, dtype, label)
+        if about not in self._signatures:
+            self._signatures[about] = (len(self._signatures), signature_of(*about))
+        which, signature = self._signatures[about]
+        is_known = which in self._known
+        record = Record(number, start, nbytes, which, over, "" if is_known else signature)
+        return HostExchange(record, signature, laid, self.peers, self._over, self._known)
 
     def _end_exchanges(self) -> tuple[int, ...]:
         """Release the exchanges that we finished since the last call, and return their numbers."""
         # Garbage collection in any thread may end more exchanges while this runs.
-        over = tuple(self._over.pop() for _ in range(len(self._over)))
-        for number in over:
-            for neighbour in self._neighbours.values():
-                neighbour.forget(number)
-        self._shelf.count_done(over)
+        ended = [self._over.pop() for _ in range(len(self._over))]
+        for number, missing in ended:
+            for rank in missing:
+                self.peers.by_rank[rank].discard(number)
+        over = tuple(number for number, _ in ended)
+        self._arena.count_acks(over)
         return over
 
     def _read(self) -> list[int]:
-        """Receive what there is; return the exchanges that peers are done with."""
-        for neighbour in self._neighbours.values():
-            # Without this, a rank that never waits would never learn who is done. A lost rank
-            # matters only to those who wait for that rank.
-            with contextlib.suppress(LostRankError):
-                neighbour.receive()
-        return self._taken_done()
+        """Receive what there is; return the exchanges that peers are done with.
 
-    def _taken_done(self) -> list[int]:
-        return [number for one in self._neighbours.values() for number in one.taken_done()]
+        Without this, a rank that never waits would never learn who is done.
+        """
+        self.peers.receive()
+        return self._taken_acks()
+
+    def _taken_acks(self) -> list[int]:
+        return [number for one in self.peers.by_rank.values() for number in one.taken_acks()]
 
 
-class _Exchange:
-    """An exchange in flight, over when all data was read or nothing refers to it anymore."""
+class HostExchange:
+    """An exchange in flight; it ends with ``close``, or when nothing refers to it any more."""
 
     def __init__(
         self,
-        notice: Notice,
-        subject: str,
+        record: Record,
+        signature: str,
         laid: Tensor,
-        neighbours: Mapping[int, Neighbour],
-        over: list[int],
+        peers: LocalPeers,
+        over: list[tuple[int, set[int]]],
+        known: set[int],
     ) -> None:
-        self._era = fault_domain().era
-        self._notice = notice
-        self._subject = subject
+        self._record = record
+        self.signature = signature
         self.laid = laid
         """This rank's bytes, valid until the exchange is over."""
-        self._neighbours = neighbours
-        self.close = weakref.finalize(self, over.append, notice.number)
+        self._peers = peers
+        self._missing = {*peers.by_rank}  # the ranks whose data was not taken
+        self._known = known
+        self.close = weakref.finalize(self, over.append, (record.number, self._missing))
 
-    def read(self, *, alike: bool = True) -> Iterator[tuple[int, Tensor]]:
+    def publish(self, failure: str = "") -> None:
+        """Send the peers the record of our bytes, or of a failure; call once, from any thread."""
+        record = self._record
+        if failure:
+            record = record._replace(nbytes=0, signature=FAILED, text=failure)
+        self._peers.send(record.packed())
+        if not failure:
+            self._known.add(record.signature)
+
+    def missing(self) -> list[LocalPeer]:
+        """Return the peers whose data was neither taken nor has arrived."""
+        number = self._record.number
+        peers = [self._peers.by_rank[rank] for rank in self._missing]
+        return [peer for peer in peers if not peer.has_published(number)]
+
+    def read(
+        self,
+        *,
+        alike: bool = True,
+        wait: Callable[[Sequence[LocalPeer], str], None] | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield each peer's rank and bytes, without a copy, in the order of arrival.
 
         Args:
             alike: True if all ranks lay equally many bytes.
+            wait: waits for a record; None: ``LocalPeers.wait``.
 
         Raises:
             ProtocolError: if a peer runs a different collective.
-            LostRankError: if a peer is gone, or silent for longer than the group's time-out.
+            LostRankError: if a peer is gone, or all missing peers are silent for the time-out.
             PeerError: the error of the fault that ended the era.
         """
-        number, own_nbytes = self._notice.number, self._notice.nbytes
-        missing = dict(self._neighbours)
-        while missing:
-            for rank, peer in self._neighbours.items():
-                if rank in missing and peer.has_laid(number):
-                    del missing[rank]
-                    notice, laid = peer.laid(number)
-                    subject = peer.subject_of(notice)
-                    nbytes = own_nbytes if alike else notice.nbytes
-                    if (notice.nbytes, subject) != (nbytes, self._subject):
-                        raise ProtocolError(
-                            f"collective {number} of the process group is a "
-                            f"{_described(notice, subject)}, on rank {rank} of it and a "
-                            f"{_described(self._notice, self._subject)}, on this rank: they run "
-                            "different units or different models, or in another order"
-                        )
-                    yield rank, laid
-            if missing:
-                wait_for(
-                    missing.values(),
-                    self._era,
-                    f"collective {number}, a {_described(self._notice, self._subject)}",
-                )
+        number, own_nbytes = self._record.number, self._record.nbytes
+        by_rank, wait = self._peers.by_rank, wait or self._peers.wait
+        while self._missing:
+            for rank in [one for one in by_rank if one in self._missing]:
+                peer = by_rank[rank]
+                if not peer.has_published(number):
+                    continue
+                self._missing.remove(rank)
+                record, laid = peer.laid(number)
+                if record.signature == FAILED:
+                    raise LostRankError(f"rank {rank} of the process group failed: {record.text}")
+                signature = peer.signature_of(record)
+                nbytes = own_nbytes if alike else record.nbytes
+                if (record.nbytes, signature) != (nbytes, self.signature):
+                    raise ProtocolError(
+                        f"exchange {number} of this host differs: rank {rank} of the process "
+                        f"group runs {_described(record, signature)}; this rank runs "
+                        f"{_described(self._record, self.signature)}. All ranks must run the "
+                        "same units of the same model in the same order"
+                    )
+                yield rank, laid
+            if waited_for := self.missing():
+                wait(waited_for, self.text())
+
+    def text(self) -> str:
+        """Return words for messages."""
+        return f"exchange {self._record.number} ({_described(self._record, self.signature)})"
 
 
-def subject_of(kind: str, dtype: torch.dtype, label: str) -> str:
+def signature_of(kind: str, dtype: torch.dtype, label: str) -> str:
     """Return the text that ranks compare and that error messages show."""
     return f"{kind} of {str(dtype).removeprefix('torch.')}" + (f" for {label}" if label else "")
 
 
-def _described(notice: Notice, subject: str) -> str:
-    return f"{subject}, {notice.nbytes} bytes"
+def _described(record: Record, signature: str) -> str:
+    return f"{signature}, {record.nbytes} bytes"
 
 
 class _Gather:
-    def __init__(self, exchange: _Exchange, starts: list[int], rows: list[Tensor]) -> None:
+    def __init__(self, exchange: HostExchange, starts: list[int], rows: list[Tensor]) -> None:
         self._exchange = exchange
         self._starts = starts
         self._rows = rows
@@ -220,7 +262,7 @@ class _Gather:
 
 
 class _Mean:
-    def __init__(self, exchange: _Exchange, start: int, own: Tensor, output: Tensor) -> None:
+    def __init__(self, exchange: HostExchange, start: int, own: Tensor, output: Tensor) -> None:
         self._exchange = exchange
         self._start = start
         self._own = own
@@ -237,7 +279,7 @@ class _Mean:
 
 
 class _MeanOfAll:
-    def __init__(self, exchange: _Exchange, rank: int, values: Tensor) -> None:
+    def __init__(self, exchange: HostExchange, rank: int, values: Tensor) -> None:
         self._exchange = exchange
         self._rank = rank
         self._values = values
@@ -251,7 +293,9 @@ class _MeanOfAll:
 
 
 class _Exchanged:
-    def __init__(self, exchange: _Exchange, rank: int, head: int, rows: Sequence[Tensor]) -> None:
+    def __init__(
+        self, exchange: HostExchange, rank: int, head: int, rows: Sequence[Tensor]
+    ) -> None:
         self._exchange = exchange
         self._rank = rank
         self._head = head

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fullshard import _torch
 from fullshard._version import __version__
-from fullshard.comm.meeting import own_host
+from fullshard.comm.rendezvous import own_host
 
 _SEEN = set(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME"

@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.comm import Collectives
 from fullshard.comm.c10d import default_choice, ways_of
-from fullshard.comm.levels import Levels
-from fullshard.comm.meeting import SWITCH, TRANSPORT, Wish
-from fullshard.comm.native import Native
+from fullshard.comm.rendezvous import SWITCH, TRANSPORT, Wish
 from fullshard.comm.shared import Shared
+from fullshard.comm.twolevel import TwoLevels
 from fullshard.doctor.facts import Facts, by_host, counted, named_ranks
 from fullshard.errors import ConfigError
 
 SHARED_MEMORY = "shared memory"
-MESSAGES = "messages between hosts"
+BETWEEN_HOSTS = "shared memory and gloo"
 
 
 class Wire(NamedTuple):
@@ -43,9 +42,15 @@ def wire_of(mesh: DeviceMesh, dim: int, wire: Collectives) -> Wire:
         return Wire(ranks, "none", "none", True)
     kind, adds_wide = mesh.device_type, wire.adds_wide
     ways = ways_of(group, default_choice(group, kind))
-    backend = _torch.backend_name(group, kind)
-    names = {Shared: SHARED_MEMORY, Levels: MESSAGES, Native: f"{backend}'s own"}
-    return Wire(ranks, names[type(ways.gathers)], names[type(ways.reduces)], adds_wide)
+    own = f"{_torch.backend_name(group, kind)}'s own"
+    return Wire(ranks, _name(ways.gathers, own), _name(ways.reduces, own), adds_wide)
+
+
+def _name(way: object, own: str) -> str:
+    if isinstance(way, Shared):
+        return SHARED_MEMORY
+    shares = isinstance(way, TwoLevels) and len(way.hosts) < way.world
+    return BETWEEN_HOSTS if shares else own
 
 
 def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:
@@ -57,20 +62,24 @@ def reason(wire: Wire, all_ranks: Sequence[Facts]) -> str:
         return "a group of one rank"
     if wire.gathers == SHARED_MEMORY:
         return f"its {len(ranks)} ranks are on one host and can read each other's memory"
-    if wire.gathers != MESSAGES and "gloo" not in wire.gathers:
-        return f"its ranks use GPUs on {hosts}"
-    if wire.gathers != MESSAGES:
-        asking = [one for one in ranks if one.variables.get(TRANSPORT) == Wish.BACKEND]
-        if asking:
-            return f"{TRANSPORT} is {Wish.BACKEND} on {named_ranks(asking)}"
-        return f"its ranks are on {hosts}, and only gloo could connect them"
-    if num_hosts > 1:
+    if wire.gathers == BETWEEN_HOSTS:
         return f"its ranks are on {hosts}, and each shard is sent once to each other host"
+    if "gloo" not in wire.gathers:
+        return f"its ranks use GPUs on {hosts}"
+    asking = [one for one in ranks if one.variables.get(TRANSPORT) == Wish.BACKEND]
+    if asking:
+        return f"{TRANSPORT} is {Wish.BACKEND} on {named_ranks(asking)}"
     off = [one for one in ranks if one.variables.get(SWITCH) == "0"]
-    why = "the system does not allow it, or their users differ"
     if off:
-        why = f"{SWITCH} is 0 on {named_ranks(off)}"
-    return f"its ranks are on one host, but do not all share memory: {why}"
+        return f"{SWITCH} is 0 on {named_ranks(off)}"
+    if num_hosts == len(ranks):
+        return f"its ranks are on {hosts}, one on each"
+    if len({len(those) for those in by_host(ranks).values()}) > 1:
+        return f"its ranks are on {hosts}, and not equally many on each"
+    return (
+        f"its ranks are on {hosts}, but do not all share memory: the system does not allow it, or "
+        "their users differ"
+    )
 
 
 def mesh_shape(given: str | None, world: int) -> dict[str, int] | None:

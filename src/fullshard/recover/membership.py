@@ -1,4 +1,4 @@
-"""Membership: the ranks decide, at the end of an attempt, what comes next and who takes part.
+"""Membership: the vote, at the end of an attempt, on the next one and the ranks in it.
 
 They use a store that outlives every rank. Each rank publishes how its attempt ended. The first rank
 that sees the votes of all live ranks writes the decision; compare-and-set keeps later writers from
@@ -49,7 +49,7 @@ class Outcome(enum.Enum):
 
 
 class Next(enum.Enum):
-    """What the members do next."""
+    """The next action of the members."""
 
     OVER = "over"
     """All members that are left are done."""
@@ -60,7 +60,7 @@ class Next(enum.Enum):
 
 
 class Decision(NamedTuple):
-    """What comes next, and which members take part."""
+    """The result of a vote: the next action, and the members that take part."""
 
     next: Next
     members: tuple[int, ...]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fullshard import _torch, watch
 from fullshard.checkpoint.pending import settle
 from fullshard.comm.blocking import all_gather_bytes
+from fullshard.comm.c10d import drop_transports
 from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.heartbeat import stall_s
 from fullshard.comm.own_store import own_store
@@ -275,6 +276,7 @@ def leave(error: BaseException | None) -> None:
         watching.report_exit("has left its process groups")
     del watching
     gc.collect()  # models are reference cycles
+    drop_transports()
     _torch.drop_groups()
     gc.collect()
     if old is not None and _is_held(old()):

@@ -19,70 +19,62 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import fully_shard
-from fullshard.comm import C10d, desks, meeting
+from fullshard.comm import C10d, handshake, rendezvous
 from fullshard.comm.c10d import Transport, TransportRequest, ways_of
-from fullshard.comm.desks import Desk, NearDesk, Told, address, listen
-from fullshard.comm.levels import Levels
+from fullshard.comm.handshake import Handshake, PeerInfo, address, listen
 from fullshard.comm.memory import Memory
 from fullshard.comm.native import Native
 from fullshard.comm.shared import Shared
+from fullshard.comm.twolevel import TwoLevels
 from fullshard.errors import ConfigError
 from tests.ranks.pool import RankPool
 from tests.ranks.test_shared import gather
 
 
-def reach(how: str) -> tuple[str, list[tuple[int, ...]]]:
-    """What is used, and who shares memory, if rank 1 cannot, or must not."""
+def reach(how: str) -> str:
+    """What is used if rank 1 cannot share memory, or must not."""
     group, patch = dist.new_group(), pytest.MonkeyPatch()  # the default one may have met
     with patch.context() as patched:
-        patched.setattr(desks, "_TIMEOUT_S", 0.5 if how.startswith("no calls") else 10.0)
+        patched.setattr(handshake, "_TIMEOUT_S", 0.5 if how.startswith("no calls") else 10.0)
         if group.rank() == 1 and how == "another host":
-            patched.setenv(meeting.HOST, "x")
+            patched.setenv(rendezvous.HOST, "x")
         elif group.rank() == 1 and how == "not allowed":
-            patched.setenv(meeting.SWITCH, "0")
+            patched.setenv(rendezvous.SWITCH, "0")
         elif group.rank() == 1 and how == "no such system":
             patched.delattr(os, "memfd_create")
         elif group.rank() == 1 and how == "no calls":
-            patched.setattr(NearDesk, "_dialled", _refuse)
-        elif group.rank() == 1 and how == "no calls to hosts":
-            patched.setenv(meeting.HOST, "x")
-            patched.setattr(Desk, "_dialled", _refuse)
-        elif how == "encrypted":
-            patched.setenv(meeting.HOST, str(group.rank()))
-            patched.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
-        elif group.rank() == 1 and how == "no address":
-            patched.setenv(meeting.HOST, "x")
-            patched.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+            patched.setattr(Handshake, "_connected", _refuse)
         assert gather(C10d(group, "cpu"))()
     way = ways_of(group, TransportRequest(Transport.SHARED)).gathers
-    return type(way).__name__, list(way._routes.circles) if isinstance(way, Levels) else []
+    assert not isinstance(way, Native) or way.carrier not in (None, group)
+    return type(way).__name__
 
 
 def _refuse(*_: object) -> None:
     raise PermissionError("not here")
 
 
-@pytest.mark.parametrize("how", ["another host", "not allowed", "no such system"])
-def test_a_rank_that_cannot_share_memory_gets_messages(pool: RankPool, how: str) -> None:
-    assert pool.run(3, reach, how) == [(Levels.__name__, [(0, 2), (1,)])] * 3
-
-
-def test_if_neighbours_cannot_connect_nobody_shares_memory(pool: RankPool) -> None:
-    assert pool.run(3, reach, "no calls") == [(Levels.__name__, [(0,), (1,), (2,)])] * 3
-
-
-@pytest.mark.parametrize("how", ["no calls to hosts", "encrypted", "no address"])
-def test_if_hosts_cannot_connect_gloo_carries_everything(pool: RankPool, how: str) -> None:
-    assert pool.run(3, reach, how) == [(Native.__name__, [])] * 3
+@pytest.mark.parametrize(
+    ("how", "way"),
+    [
+        ("another host", TwoLevels),
+        ("no calls", TwoLevels),
+        ("not allowed", TwoLevels),
+        ("no such system", Native),
+    ],
+)
+def test_if_a_rank_cannot_share_memory_gloo_carries_everything(
+    pool: RankPool, how: str, way: type
+) -> None:
+    assert pool.run(3, reach, how) == [way.__name__] * 3
 
 
 def first_step_unconnected() -> str:
     """Train a step on ranks that cannot connect, which they find out after their patience."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(desks, "_TIMEOUT_S", 3.0)
+        patch.setattr(handshake, "_TIMEOUT_S", 3.0)
         patch.setenv("FULLSHARD_PATIENCE_S", "0.5")
-        patch.setenv(meeting.HOST, str(dist.get_rank()))
-        patch.setattr(Desk, "_dialled", _refuse)
+        patch.setattr(Handshake, "_connected", _refuse)
         mesh = DeviceMesh("cpu", range(dist.get_world_size()))
         model = fully_shard(nn.Linear(6, 6), mesh=mesh)
         model(torch.ones(2, 6)).sum().backward()
@@ -90,11 +82,11 @@ def first_step_unconnected() -> str:
 
 
 def test_a_first_step_outlasts_vain_attempts_to_connect(pool: RankPool) -> None:
-    assert pool.run(3, first_step_unconnected) == [Native.__name__] * 3
+    assert pool.run(3, first_step_unconnected) == [TwoLevels.__name__] * 3
 
 
 def test_else_memory_is_shared(pool: RankPool) -> None:
-    assert pool.run(3, reach, "") == [(Shared.__name__, [])] * 3
+    assert pool.run(3, reach, "") == [Shared.__name__] * 3
 
 
 def wished(own: str, numel: int) -> tuple[str, float]:
@@ -102,7 +94,7 @@ def wished(own: str, numel: int) -> tuple[str, float]:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patched:
         if group.rank() == 1:
-            patched.setenv(meeting.TRANSPORT, own)
+            patched.setenv(rendezvous.TRANSPORT, own)
         wire = C10d(group, "cpu")
         assert wire.adds_wide
         assert gather(wire)()
@@ -133,7 +125,7 @@ def refused_wish(own: str, *off: str) -> str:
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patched:
         if group.rank() == 1:
-            patched.setenv(meeting.TRANSPORT, own)
+            patched.setenv(rendezvous.TRANSPORT, own)
             for name in off:
                 patched.setenv(name, "0")
         with pytest.raises(ConfigError) as raised:
@@ -149,27 +141,27 @@ def test_an_unknown_transport_is_refused_on_all_ranks(pool: RankPool) -> None:
 
 
 def test_memory_that_must_be_shared_and_cannot_is_refused_on_all_ranks(pool: RankPool) -> None:
-    for said in pool.run(3, refused_wish, "shared", meeting.SWITCH):
+    for said in pool.run(3, refused_wish, "shared", rendezvous.SWITCH):
         assert "ranks 0, 1, 2 of the process group are on one host" in said
         assert "Set FULLSHARD_TRANSPORT=auto to run without shared memory" in said
 
 
-def some_desks(world: int) -> Iterator[tuple[NearDesk, socket.socket]]:
+def some_handshakes(world: int) -> Iterator[tuple[Handshake, socket.socket]]:
     """What ranks that share a process would have, all before anybody called."""
     names = [bytes([rank]) * 16 for rank in range(world)]
-    told = [Told(b"", name, secrets.token_bytes(16)) for name in names]
+    told = [PeerInfo(b"", name, secrets.token_bytes(16), b"", "") for name in names]
     for rank in range(world):
         listening = socket.socket(socket.AF_UNIX)
         assert listen(listening, names[rank])
         memory = Memory()
         memory.grow(1)
-        yield NearDesk(rank, told, set(range(world)) - {rank}, memory), listening
+        yield Handshake(rank, told, set(range(world)) - {rank}, memory), listening
 
 
 def test_programs_that_a_rank_starts_do_not_keep_the_memory_of_others() -> None:
-    both = list(some_desks(2))
+    both = list(some_handshakes(2))
     assert met(both) == [True] * 2
-    calls = [call for desk, _ in both for call in desk.taken().values()]
+    calls = [call for one, _ in both for call in one.taken().values()]
     keeps = os.system("ls -l /proc/self/fd | grep memfd:fullshard") == 0
     inherited = [os.get_inheritable(call.fd) for call in calls]
     for call in calls:
@@ -185,47 +177,94 @@ def called(rank: int) -> socket.socket:
     return stranger
 
 
-def met(both: Sequence[tuple[NearDesk, socket.socket]]) -> list[bool]:
+def met(both: Sequence[tuple[Handshake, socket.socket]]) -> list[bool]:
     with ThreadPoolExecutor(len(both)) as threads:
-        return list(threads.map(lambda desk: desk[0].meet_all(desk[1], lambda: None), both))
+        return list(threads.map(lambda one: one[0].meet_all(one[1], lambda: None), both))
 
 
-def test_strangers_of_the_same_user_stall_nobody_and_are_not_answered() -> None:
-    both = list(some_desks(3))
+def test_strangers_of_the_same_user_stall_nobody_and_get_no_memory() -> None:
+    """A stranger that says it is a rank gets a nonce and a proof that is worth nothing."""
+    both = list(some_handshakes(3))
     fd = os.open("/dev/null", os.O_RDONLY)
     strangers = []
     for rank in range(3):
         silent = [called(rank) for _ in range(300)]
-        garbage, short, wrong = called(rank), called(rank), called(rank)
+        garbage, short = called(rank), called(rank)
         garbage.sendall(b"?" * 10_000)
         short.sendall(b"?" * 3)
-        for claimed in (-1, rank, 2, 3, 1 << 30):
-            socket.send_fds(wrong, [struct.pack("=i16s", claimed, b"k" * 16)], [fd])
         called(rank).close()
-        strangers += [*silent, garbage, short, wrong]
+        strangers += [*silent, garbage, short]
+        for claimed in (-1, *range(4), 1 << 30):
+            hello = struct.pack("=i16s", claimed, b"n" * 16)
+            without_proof, wrong, early = called(rank), called(rank), called(rank)
+            without_proof.sendall(hello)
+            wrong.sendall(hello + b"k" * 16)
+            socket.send_fds(wrong, [b"."], [fd])
+            socket.send_fds(early, [hello + b"k" * 16], [fd])
+            strangers += [without_proof, wrong, early]
     os.close(fd)
     assert met(both) == [True] * 3
-    for desk, listening in both:
-        for call in desk.taken().values():
+    for one, listening in both:
+        for call in one.taken().values():
             call.close()
-        desk.close()
+        one.close()
         listening.close()
     for stranger in strangers:
         stranger.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""  # nothing was said, and all is closed
+            said, fds, *_ = socket.recv_fds(stranger, 1000, 1)
+            assert len(said) in (0, 36) and not fds
+            assert not said or stranger.recv(1) == b""
         stranger.close()
+
+
+def test_a_peer_gets_no_memory_before_it_has_proved_itself() -> None:
+    """Neither if this rank calls it, as a stranger may have taken the name of a dead rank."""
+    (_, own), (caller, listening) = some_handshakes(2)
+    own.setblocking(True)
+    own.settimeout(5)
+    with ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(handshake, "_TIMEOUT_S", 2.0)
+        has_met = thread.submit(caller.meet_all, listening, lambda: None)
+        call = own.accept()[0]
+        call.settimeout(5)
+        assert struct.unpack("=i16s", call.recv(1000))[0] == 1
+        call.sendall(struct.pack("=i16s", 0, b"n" * 16))
+        said, fds, *_ = socket.recv_fds(call, 1000, 1)
+        assert len(said) == 16 and not fds  # its proof
+        call.sendall(said)  # as good as any other
+        said, fds, *_ = socket.recv_fds(call, 1000, 1)
+        assert not said and not fds
+        assert not has_met.result()
+    for end in (own, call, listening):
+        end.close()
+    caller.close()
+
+
+def other_version() -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(handshake, "VERSION", 7)
+        with pytest.raises(ConfigError) as raised:
+            C10d(dist.new_group(), "cpu").connect()
+    return str(raised.value)
+
+
+def test_versions_that_cannot_connect_are_refused_on_all_ranks(pool: RankPool) -> None:
+    for said in pool.run(3, other_version):
+        assert "ranks 0, 2 version 1 of the protocol, rank 1 version 7" in said
+        assert "install the same version on all hosts" in said
 
 
 def test_other_users_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither who calls nor who answers."""
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    monkeypatch.setattr(desks, "_TIMEOUT_S", 0.2)
-    both = list(some_desks(2))
+    monkeypatch.setattr(handshake, "_TIMEOUT_S", 0.2)
+    both = list(some_handshakes(2))
     assert met(both) == [False] * 2
-    for desk, listening in both:
-        assert not desk._calls
-        desk.close()
+    for one, listening in both:
+        assert not one._calls
+        one.close()
         listening.close()
 
 

@@ -1,4 +1,4 @@
-"""Notices that cannot be sent: both ends learn it."""
+"""Records that cannot be sent: both ends learn it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from contextlib import contextmanager
 
 import pytest
 
-from fullshard.comm import neighbours
-from fullshard.comm.links import HostLink
+from fullshard.comm import local_peer
+from fullshard.comm.local_peer import LocalPeer, Record
 from fullshard.comm.memory import LentMemory, Memory
-from fullshard.comm.neighbours import Line, Notice
 from fullshard.errors import LostRankError
 
-LARGE = Notice(0, 0, 0, 0, (), "x" * 8_000_000).packed()
+LARGE = Record(0, 0, 0, 0, (), "x" * 8_000_000).packed()
 """More than a socket takes."""
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, socket.socket]]:
-    """A line, and the socket of the rank at its other end."""
+def ends() -> Iterator[tuple[LocalPeer, socket.socket]]:
+    """A peer, and the socket of the rank at its other end."""
     own, other = socket.socketpair()
     other.settimeout(10)
-    line = Line(1, own, LentMemory(Memory().opened_for_reading()))
-    yield line, other
+    peer = LocalPeer(1, own, LentMemory(Memory().opened_for_reading()), 30.0)
+    yield peer, other
     other.close()
-    line.close()
+    peer.close()
 
 
 def read_to_end(end: socket.socket) -> int:
@@ -40,37 +39,37 @@ def read_to_end(end: socket.socket) -> int:
 
 
 def test_a_thread_that_cannot_start(
-    ends: tuple[Line, socket.socket], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[LocalPeer, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, other = ends
+    peer, other = ends
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start"):
-        line.tell(LARGE)
+        peer.send(LARGE)
     assert read_to_end(other) < len(LARGE)
     with pytest.raises(LostRankError):
-        list(line.notices())
+        peer.receive()
 
 
 def test_a_thread_that_fails(
-    ends: tuple[Line, socket.socket], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[LocalPeer, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, other = ends
-    send = neighbours._Outbox._send
+    peer, other = ends
+    send = local_peer._Outbox._send
 
-    def fail(outbox: neighbours._Outbox, packed: bytes) -> int:
+    def fail(outbox: local_peer._Outbox, packed: bytes) -> int:
         if threading.current_thread().name == "fullshard-outbox":
             raise MemoryError
         return send(outbox, packed)
 
-    monkeypatch.setattr(neighbours._Outbox, "_send", fail)
-    line.tell(LARGE)
+    monkeypatch.setattr(local_peer._Outbox, "_send", fail)
+    peer.send(LARGE)
     assert read_to_end(other) < len(LARGE)
     with pytest.raises(LostRankError):
-        list(line.notices())
+        peer.receive()
 
 
 @contextmanager
@@ -93,20 +92,10 @@ def forked() -> Iterator[None]:
 
 
 def test_children_do_not_keep_the_connections_of_a_host(
-    ends: tuple[Line, socket.socket],
+    ends: tuple[LocalPeer, socket.socket],
 ) -> None:
     """Workers of a DataLoader outlive a rank that is killed, whose end the others wait to see."""
-    line, other = ends
+    peer, other = ends
     with forked():
-        line.close()
-        assert read_to_end(other) == 0
-
-
-def test_children_do_not_keep_the_connections_to_other_hosts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        link = HostLink(1, socket.create_connection(listening.getsockname()))
-        other, _ = listening.accept()
-    other.settimeout(10)
-    with other, forked():
-        link.close()
+        peer.close()
         assert read_to_end(other) == 0

@@ -1,7 +1,7 @@
 """Discovery of which ranks of a process group share a host, and connections among them.
 
-The ranks exchange names, addresses and keys through the store, and connect to each other. A fault
-ends a meeting at any moment: ranks meet again in the next era, under another name.
+The ranks exchange socket names and secrets through the store, then connect. A fault ends a
+rendezvous at any moment: in the next era, ranks have another one, under another name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,23 +22,22 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from fullshard import _torch
-from fullshard.comm.addresses import listener
-from fullshard.comm.desks import NBYTES, Desk, NearDesk, Told, listen
 from fullshard.comm.fault_domain import Era
+from fullshard.comm.handshake import NBYTES, Handshake, PeerInfo, listen
 from fullshard.comm.liveness import Liveness
 from fullshard.comm.memory import LentMemory, Memory
 from fullshard.comm.own_store import own_store
-from fullshard.comm.routes import Routes, circles_of
 from fullshard.comm.store_round import Missing, StoreRound
 from fullshard.comm.text import named_ranks
-from fullshard.errors import ConfigError, LostRankError, UnsupportedError
+from fullshard.errors import ConfigError, LostRankError
 
 log = logging.getLogger("fullshard")
 
 TRANSPORT = "FULLSHARD_TRANSPORT"
 """Environment variable: the transport between ranks on CPUs over gloo, one of ``Wish``."""
 SWITCH = "FULLSHARD_SHARED_MEMORY"
-"""Environment variable; a rank on which it is 0 shares memory with no other."""
+"""Environment variable; a rank on which it is 0 shares memory with no other. If hosts then have
+different numbers of ranks that do, no rank shares memory."""
 HOST = "FULLSHARD_HOST"
 """Environment variable; ranks on which it differs share no memory, as if on different hosts."""
 
@@ -47,9 +46,9 @@ class Wish(enum.StrEnum):
     """The transport that a rank asks for."""
 
     AUTO = "auto"
-    """Shared memory within a host where it works, messages between hosts."""
+    """Shared memory within a host where it works, gloo between hosts."""
     SHARED = "shared"
-    """As ``AUTO``, but ranks of one host that cannot share memory are an error."""
+    """As ``AUTO``, but an error if ranks of one host do not share memory."""
     BACKEND = "backend"
     """The process group's own collectives, if any rank asks for them."""
 
@@ -85,17 +84,25 @@ class Met(NamedTuple):
     memory: LentMemory
 
 
-class Meeting(NamedTuple):
-    """The result of ``meet``; all ranks have the same ``circles``."""
+class Rendezvous(NamedTuple):
+    """The result of ``meet``; all ranks have the same ``hosts`` and ``name``."""
 
-    circles: tuple[tuple[int, ...], ...]
-    """The ranks that read each other's memory; every rank is in one circle, perhaps alone."""
+    hosts: tuple[tuple[int, ...], ...]
+    """Groups of ranks that read each other's memory; each rank is in one, perhaps by itself."""
+    name: str
+    """A name that no other rendezvous of the job has."""
     memory: Memory | None = None
-    """This rank's memory, readable by all other ranks of its circle; None if it is alone."""
-    neighbours: Mapping[int, Met] = MappingProxyType({})
-    """The other ranks of this rank's circle, beginning with the next higher rank."""
-    partners: Mapping[int, socket.socket] | None = MappingProxyType({})
-    """Connections to the ``Routes.partners``; None on all ranks if one failed or for BACKEND."""
+    """This rank's memory, which the other ranks of its host read; None if a rank has none."""
+    peers: Mapping[int, Met] = MappingProxyType({})
+    """The other ranks of this rank's host, beginning with the next higher rank."""
+
+
+def groups_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of the ranks with equal keys, in the order of their first ranks."""
+    groups: dict[Hashable, list[int]] = {}
+    for rank, key in enumerate(keys):
+        groups.setdefault(key, []).append(rank)
+    return tuple(map(tuple, groups.values()))
 
 
 _LOOK_S = 0.5
@@ -109,11 +116,11 @@ class _Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str, era: Era) -> None:
-        """``name``: of this meeting among all meetings of the group."""
+        """``name``: of this rendezvous among all of the group."""
         self.rank, self.world = group.rank(), group.size()
         self._ranks = dist.get_process_group_ranks(group)
         whose = _digest(" ".join(map(str, self._ranks)).encode()).hex()
-        self._name = f"fullshard/meeting/{group.group_name}/{whose}/{name}"
+        self.name = f"fullshard/rendezvous/{group.group_name}/{whose}/{name}"
         self._store = own_store()
         self._era = era
         self._timeout_s = _torch.timeout_of(group, "cpu").total_seconds()
@@ -123,14 +130,14 @@ class _Exchange:
         self._number = 0
         self._last: StoreRound | None = None
 
-    def told(self, own: bytes) -> list[bytes]:
+    def all_texts(self, own: bytes) -> list[bytes]:
         """Publish ``own``; return what each rank published.
 
         Raises:
             LostRankError: a rank has ended, or published nothing before the time-out of the group.
             FullshardError: a fault has ended the era.
         """
-        now = StoreRound(self._store, f"{self._name}/{self._number}")
+        now = StoreRound(self._store, f"{self.name}/{self._number}")
         self._number += 1
         now.publish(self.rank, own.hex())
         if self.rank == 0:
@@ -165,20 +172,26 @@ class _Exchange:
         return ()
 
 
-def meet(group: dist.ProcessGroup, name: str, era: Era) -> Meeting:
-    """Meet the other ranks of ``group``; a collective.
+def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
+    """Connect the ranks of ``group`` that can share memory; a collective.
 
-    Ranks share memory if they run on one host as one user, and can and may share memory.
+    Ranks share memory if they run on one host as one user, and neither the system nor a variable
+    forbids it. No rank shares memory if the groups of ranks that could differ in size: a host with
+    one rank would have to send and add up as much as all ranks of a larger host together.
 
     Args:
         group: the ranks.
-        name: differs for each meeting of the group, and is equal on all ranks.
-        era: the era that ends the meeting with it.
+        name: differs for each rendezvous of the group, and is equal on all ranks.
+        era: the era that ends the rendezvous with it.
+
+    Returns:
+        The rendezvous; None on all ranks if one asks for ``Wish.BACKEND``.
 
     Raises:
         ConfigError: on all ranks, if one asks for ``Wish.SHARED`` and ranks of one host cannot
-            share memory, or if one asks for a transport that does not exist.
-        LostRankError: a rank has not come before the time-out of ``group``.
+            share memory, if one asks for a transport that does not exist, or if ranks run versions
+            of fullshard that cannot connect.
+        LostRankError: a rank has ended, or has not come before the time-out of ``group``.
         FullshardError: a fault has ended ``era``.
     """
     exchange = _Exchange(group, name, era)
@@ -187,74 +200,76 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Meeting:
     with contextlib.ExitStack() as opened:
         listening = opened.enter_context(socket.socket(socket.AF_UNIX))
         memory = _memory()
-        if memory is not None and listen(listening, socket_name):
+        may_share = memory is not None and os.environ.get(SWITCH) != "0"
+        if may_share and listen(listening, socket_name):
             place = _digest(own_host() + str(os.geteuid()).encode())
         else:
             place = secrets.token_bytes(NBYTES)
-        wished = _wish().encode()[:NBYTES].ljust(NBYTES, b"\0")
-        about = _digest(own_host()) + wished
-        own = place + socket_name + secret + about
-        told = [Told.unpacked(one) for one in exchange.told(own)]
-        wishes = [one.wish for one in told]
+        own = PeerInfo(place, socket_name, secret, _digest(own_host()), _wish()).packed()
+        infos = _unpacked(exchange.all_texts(own))
+        wishes = [one.wish for one in infos]
         _check_wishes(wishes)
         if Wish.BACKEND in wishes:
-            return Meeting(tuple((one,) for one in range(world)), partners=None)
-        circles = circles_of([one.place for one in told])
-        circle = Routes(circles, rank).own
-        desk = NearDesk(rank, told, set(circle) - {rank}, memory)
-        opened.callback(desk.close)
-        flags = exchange.told(bytes([desk.meet_all(listening, exchange.check)]))
-        has_met = {c: all(flags[member] == b"\1" for member in c) for c in circles}
-        circles = circles_of([c if has_met[c] else r for r, c in _by_rank(circles)])
+            return None
+        hosts = groups_by_key([one.place for one in infos])
+        host = _own(hosts, rank)
+        handshake = Handshake(rank, infos, set(host) - {rank}, memory)
+        opened.callback(handshake.close)
+        has_met = handshake.meet_all(listening, exchange.check)
+        flags = exchange.all_texts(bytes([has_met, memory is not None]))
+        have_met = {h: all(flags[member][0] for member in h) for h in hosts}
+        hosts = groups_by_key([h if have_met[h] else r for r, h in _by_rank(hosts)])
+        if len(set(map(len, hosts))) > 1:
+            hosts = groups_by_key(range(world))
         if Wish.SHARED in wishes:
-            _check_shared(circles, [one.host for one in told])
-        met = desk.taken() if has_met[circle] else {}
+            _check_shared(hosts, [one.host for one in infos])
+        host = _own(hosts, rank)
+        met = handshake.taken() if len(host) > 1 else {}
     order = [r for r in (*range(rank + 1, world), *range(rank)) if r in met]
-    neighbours = {r: Met(met[r].connection, LentMemory(met[r].fd)) for r in order}
-    partners = _partners(exchange, Routes(circles, rank)) if len(circles) > 1 else {}
-    return Meeting(circles, memory if neighbours else None, neighbours, partners)
+    peers = {r: Met(met[r].connection, LentMemory(met[r].fd)) for r in order}
+    all_have_memory = all(flag[1] for flag in flags)
+    return Rendezvous(hosts, exchange.name, memory if all_have_memory else None, peers)
 
 
-def _check_shared(circles: tuple[tuple[int, ...], ...], hosts: Sequence[bytes]) -> None:
+def _unpacked(packed: Sequence[bytes]) -> list[PeerInfo]:
+    """Return the messages of all ranks; raise on all if their versions differ."""
+    found = {one[0] for one in packed}
+    if len(found) > 1:
+        ranks = groups_by_key([one[0] for one in packed])
+        raise ConfigError(
+            "ranks run versions of fullshard that cannot connect: "
+            + ", ".join(
+                f"{named_ranks(r)} version {packed[r[0]][0]} of the protocol" for r in ranks
+            )
+            + "; install the same version on all hosts"
+        )
+    return [PeerInfo.unpacked(one) for one in packed]
+
+
+def _own(hosts: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    return next(host for host in hosts if rank in host)
+
+
+def _check_shared(hosts: Sequence[tuple[int, ...]], names: Sequence[bytes]) -> None:
     """Raise if ranks of one host do not share memory."""
-    for apart in circles_of(hosts):
-        if apart not in circles:
+    for apart in groups_by_key(names):
+        if apart not in hosts:
             raise ConfigError(
                 f"{TRANSPORT}={Wish.SHARED}: {named_ranks(apart)} of the process group are on one "
                 f"host, but cannot share memory: their users differ, {SWITCH}=0 is set on a rank, "
-                f"or the system refuses. Set {TRANSPORT}={Wish.AUTO} to run without shared memory"
+                "the system refuses, or hosts have different numbers of ranks. Set "
+                f"{TRANSPORT}={Wish.AUTO} to run without shared memory"
             )
 
 
-def _partners(exchange: _Exchange, routes: Routes) -> dict[int, socket.socket] | None:
-    """Connect to the ranks of other circles that this rank exchanges messages with."""
-    with contextlib.ExitStack() as opened:
-        listening, address, port = None, bytes(NBYTES), 0
-        with contextlib.suppress(OSError, UnsupportedError):
-            listening, address = listener()
-            opened.callback(listening.close)
-            port = listening.getsockname()[1]
-        secret = secrets.token_bytes(NBYTES)
-        own = address + port.to_bytes(NBYTES) + secret + bytes(2 * NBYTES)
-        told = [Told.unpacked(one) for one in exchange.told(own)]
-        desk = Desk(exchange.rank, told, set(routes.partners))
-        opened.callback(desk.close)
-        has_met = False
-        if listening is not None and all(any(one.place) for one in told):
-            has_met = desk.meet_all(listening, exchange.check)
-        if any(flag != b"\1" for flag in exchange.told(bytes([has_met]))):
-            return None
-        return {peer: call.connection for peer, call in desk.taken().items()}
-
-
-def _by_rank(circles: Iterable[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return every rank with its circle, in the order of ranks."""
-    return sorted((rank, circle) for circle in circles for rank in circle)
+def _by_rank(hosts: Iterable[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return every rank with its host, in the order of ranks."""
+    return sorted((rank, host) for host in hosts for rank in host)
 
 
 def _memory() -> Memory | None:
-    """Return memory to share, or None if this process cannot or must not share memory."""
-    if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
+    """Return memory for what this rank sends, or None where the system has no such files."""
+    if not hasattr(os, "memfd_create"):
         return None
     try:
         memory = Memory()

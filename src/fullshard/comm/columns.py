@@ -1,0 +1,205 @@
+"""Collectives among the ranks of one column: those that have the same index on each host.
+
+They run in gloo groups of fullshard's own. All data begins with the digest of its collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.heartbeat import stall_s
+from fullshard.comm.shared import HostExchange
+from fullshard.errors import LostRankError, ProtocolError
+
+HEAD_NBYTES = 64
+"""Size of the digest of an exchange, in front of all data that goes to another host."""
+
+
+_MOST_GROUPS = 4
+"""Most groups of one kind in a column. A group takes three threads and a connection per host."""
+
+
+class OwnGroups(NamedTuple):
+    """Gloo groups that belong to fullshard alone, of ranks of one process group."""
+
+    everyone: dist.ProcessGroup
+    """All ranks, for all-to-all exchanges and to compare labels."""
+    gathers: Sequence[dist.ProcessGroup]
+    """This rank's column, in one group per sending host, at most ``_MOST_GROUPS`` groups.
+
+    A gloo receiver first sends "ready" on the connection that then carries the data. If both ends
+    of a connection sent data, each "ready" would queue behind data, and the ends would send in
+    turns instead of at the same time.
+    """
+    reductions: Sequence[dist.ProcessGroup]
+    """The column in further groups. Gloo matches the collectives of a group by their order, and
+    ranks may start a reduction before or after a later gather."""
+
+    def gather_from(self, host: int) -> dist.ProcessGroup:
+        """Return the group in which ``host`` sends its shards."""
+        return self.gathers[host % len(self.gathers)]
+
+    def reduce_from(self, host: int) -> dist.ProcessGroup:
+        """Return the group in which ``host`` sends its sums."""
+        return self.reductions[host % len(self.reductions)]
+
+    def all(self) -> list[dist.ProcessGroup]:
+        """Return all groups."""
+        return [self.everyone, *self.gathers, *self.reductions]
+
+    @classmethod
+    def of(
+        cls, name: str, hosts: Sequence[Sequence[int]], rank: int, timeout: timedelta
+    ) -> OwnGroups:
+        """Make the groups of ``rank``, under a ``name`` that nobody else uses; a collective."""
+        host, index = next((h, host.index(rank)) for h, host in enumerate(hosts) if rank in host)
+
+        def column(kind: str) -> list[dist.ProcessGroup]:
+            return [
+                own_group(f"{name}/{kind}/{index}/{sender}", host, len(hosts), timeout)
+                for sender in range(min(len(hosts), _MOST_GROUPS))
+            ]
+
+        everyone = own_group(f"{name}/all", rank, sum(map(len, hosts)), timeout)
+        return cls(everyone, column("gathers"), column("reductions"))
+
+
+def own_group(name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group under a ``name`` that nobody else uses; a collective of its ranks."""
+    return _torch.own_gloo_group(name, rank, size, timeout, timedelta(seconds=stall_s()))
+
+
+class EventFd:
+    """A flag that threads of gloo set, and that ends a poll; one thread waits for it."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._fd).atexit = False  # gloo's threads may still set it
+
+    def fileno(self) -> int:
+        """Return the file descriptor to poll."""
+        return self._fd
+
+    def set(self) -> None:
+        """Set the flag, from any thread."""
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Clear the flag."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+
+class Crossing:
+    """Collectives of a column under way.
+
+    Gloo's threads refer to this object until the collectives have ended. It must not refer to a
+    process group: destroying a group in one of that group's threads aborts the process.
+    """
+
+    def __init__(
+        self,
+        event: EventFd,
+        then: Callable[[], None] | None = None,
+        exchange: HostExchange | None = None,
+    ) -> None:
+        """Once all have ended well, ``then`` is called and ``exchange`` published.
+
+        If they or ``then`` fail, the failure is published.
+        """
+        self.is_over = False
+        self._failure: Exception | None = None
+        self._event = event
+        self._then = then
+        self._exchange = exchange
+        self._num_left = 1  # one stands for ``end_of_adding``
+        self._lock = threading.Lock()
+
+    def add(self, work: dist.Work | None) -> None:
+        """Add a collective that was started."""
+        assert work is not None
+        with self._lock:
+            self._num_left += 1
+        work.get_future().then(self._take)
+
+    def end_of_adding(self, failure: BaseException | None = None) -> None:
+        """Declare that all collectives were added; ``failure``: this rank's own error, if any."""
+        if failure is not None and not isinstance(failure, Exception):
+            failure = LostRankError(type(failure).__name__)
+        self._count(failure)
+
+    def _take(self, future: torch.futures.Future[object]) -> None:
+        failure = None
+        try:
+            future.value()
+        except Exception as error:
+            failure = LostRankError(
+                f"a collective among hosts failed: a rank there is gone or silent: {error}"
+            )
+        self._count(failure)
+
+    def _count(self, failure: Exception | None) -> None:
+        with self._lock:
+            self._failure = self._failure or failure
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        then, exchange = self._then, self._exchange
+        self._then = self._exchange = None
+        try:
+            if then is not None and self._failure is None:
+                then()
+        except Exception as failure:
+            self._failure = failure.with_traceback(None)
+        try:
+            if exchange is not None:
+                exchange.publish(failure="" if self._failure is None else str(self._failure))
+        except Exception as failure:
+            self._failure = self._failure or failure.with_traceback(None)
+        self.is_over = True
+        self._event.set()
+
+    def check(self) -> None:
+        """Raise if the collectives failed."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def numbers_in(memory: Tensor, like: Tensor) -> Tensor:
+    """Return the numbers at the start of the bytes ``memory``, as many as in ``like``."""
+    return memory[: like.numel() * like.dtype.itemsize].view(like.dtype)
+
+
+def head_of(exchange: HostExchange) -> Tensor:
+    """Return the digest of an exchange, which is the same on all hosts."""
+    digest = hashlib.blake2b(exchange.text().encode(), digest_size=HEAD_NBYTES).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def check_head(row: Tensor, exchange: HostExchange, rank: int) -> None:
+    """Raise if ``rank`` sent these bytes for another collective, or failed in this one."""
+    head = row[:HEAD_NBYTES]
+    if torch.equal(head, head_of(exchange)):
+        return
+    if not head.any():
+        raise LostRankError(f"rank {rank} of the process group failed in {exchange.text()}")
+    raise ProtocolError(
+        f"rank {rank} of the process group, on another host, sent data of another collective; this "
+        f"rank runs {exchange.text()}. All ranks must run the same units of the same model in the "
+        "same order"
+    )

@@ -1,0 +1,374 @@
+"""Gathers and means among hosts of equally many ranks: memory within a host, gloo among hosts.
+
+The ranks of the same index on each host are a *column*. A gather brings the shards of a column to
+all its ranks, and each rank reads the other columns from its peers' memory. In a reduction each
+rank adds up the rows that its host's ranks hold for its column, in fp32 or wider; then the column
+exchanges these sums. In a mean, each rank does the same for one slice of the values, then copies
+the other slices from the ranks of its host. So each shard, and each sum, goes once to each other
+host.
+
+Columns use gloo groups of their own. A fault breaks these off, and ranks make new ones.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.columns import (
+    HEAD_NBYTES,
+    Crossing,
+    EventFd,
+    OwnGroups,
+    check_head,
+    head_of,
+    numbers_in,
+)
+from fullshard.comm.labels import Compared
+from fullshard.comm.ledger import COMPARISON, ledger_of
+from fullshard.comm.local_peer import LocalPeer
+from fullshard.comm.means import put_mean, put_sum, wide_dtype
+from fullshard.comm.memory import aligned
+from fullshard.comm.protocol import Pending, put
+from fullshard.comm.shared import HostExchange, Shared, signature_of
+
+__all__ = ["TwoLevels"]
+
+
+class TwoLevels:
+    """The gathers and means of one process group whose ranks are on several hosts.
+
+    This class starts no thread. Once the rows of a host have arrived, its part of a reduction or
+    mean is sent when this rank next starts or waits for a collective. Until then others may wait.
+    """
+
+    adds_wide = True
+
+    def __init__(
+        self, hosts: Sequence[Sequence[int]], rank: int, near: Shared, groups: OwnGroups
+    ) -> None:
+        """``hosts``: the ranks of each host, equally many; ``near``: the transport in our host."""
+        self.hosts = hosts
+        self.rank = rank
+        self.world = sum(map(len, hosts))
+        self.near = near
+        self.groups = groups
+        self.host = next(h for h, host in enumerate(hosts) if rank in host)
+        self.index = hosts[self.host].index(rank)
+        self.columns = {one: column for column in zip(*hosts, strict=True) for one in column}
+        """The ranks of the column of each rank, in the order of hosts."""
+        self.event = EventFd()
+        near.peers.also_wait_for(self.event.fileno())
+        weakref.finalize(self, _torch.end_own_gloo_groups, groups.all(), os.getpid())
+        self._compared = Compared("cpu")
+        self._sums: deque[_HostSum] = deque()  # not yet sent to other hosts, in order
+
+    def all_gather(
+        self,
+        group: dist.ProcessGroup,
+        outputs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        label: str,
+    ) -> Pending:
+        """See ``Collectives.all_gather``."""
+        self._begin(group, "gather", sources[0].dtype, label, sum(one.nbytes for one in sources))
+        rows = [output.view(self.world, -1) for output in outputs]
+        for row, source in zip(rows, sources, strict=True):
+            put(source, row[self.rank])
+        return _Gather(self, rows, sources, label)
+
+    def reduce_scatter_mean(
+        self, group: dist.ProcessGroup, output: Tensor, source: Tensor, label: str
+    ) -> Pending:
+        """See ``Collectives.reduce_scatter_mean``."""
+        self._begin(group, "reduction", source.dtype, label, source.nbytes)
+        return self._started(_Reduction(self, output, source, label))
+
+    def all_reduce_mean(self, group: dist.ProcessGroup, values: Tensor, label: str) -> Pending:
+        """See ``Collectives.all_reduce_mean``; each column adds up one slice, so bits are equal."""
+        self._begin(group, "mean", values.dtype, label, values.nbytes)
+        return self._started(_MeanOfAll(self, values, label))
+
+    def break_off(self) -> None:
+        """End all waits for other hosts; the groups are of no use afterwards."""
+        for group in self.groups.all():
+            _torch.break_off(group)
+
+    def _begin(
+        self, group: dist.ProcessGroup, kind: str, dtype: torch.dtype, label: str, nbytes: int
+    ) -> None:
+        """Compare what the ranks are about to start, if it is new, and go on with reductions."""
+        self.near.peers.receive()
+        self._advance()
+        signature = f"{signature_of(kind, dtype, label)}, {nbytes} bytes"
+        if self._compared.knows(signature):
+            return
+        with ledger_of(group).starting(COMPARISON):
+            self.drain()
+        self._compared.compare(group, signature, self.groups.everyone)
+
+    def drain(self) -> None:
+        """Start the exchange between hosts for all reductions and means that wait for it.
+
+        Call it before this rank blocks in another collective: ranks that wait for these reductions
+        do not reach that collective, so all would wait for each other.
+        """
+        while self._sums:
+            first = self._sums[0]
+            self.wait(first.missing(), first.exchange.text())
+
+    def _started(self, pending: _HostSum) -> _HostSum:
+        self._sums.append(pending)
+        self._advance()
+        return pending
+
+    def _advance(self) -> None:
+        """Go on with the reductions for which all rows of this host are here, in order."""
+        while self._sums and not self._sums[0].missing():
+            self._sums.popleft().cross()
+
+    def wait(self, missing: Sequence[LocalPeer], what: str) -> None:
+        """Wait until a record comes, or a collective of a column ends; see ``LocalPeers.wait``."""
+        self._advance()
+        self.near.peers.wait(missing, what)
+        self.event.clear()
+        self._advance()
+
+
+class _Gather:
+    """A gather in flight."""
+
+    def __init__(
+        self, levels: TwoLevels, rows: Sequence[Tensor], sources: Sequence[Tensor], label: str
+    ) -> None:
+        self._levels = levels
+        self._rows = rows
+        column = levels.columns[levels.rank]
+        ends = list(accumulate(aligned(one.nbytes) for one in sources))
+        self._starts = [HEAD_NBYTES + start for start in (0, *ends[:-1])]
+        nbytes = HEAD_NBYTES + ends[-1]
+        at = levels.host * nbytes
+        pieces = [(at + start, one) for start, one in zip(self._starts, sources, strict=True)]
+        dtype = sources[0].dtype
+        self._exchange = levels.near.lay("gather", label, len(column) * nbytes, pieces, dtype)
+        laid = self._exchange.laid.view(len(column), -1)
+        laid[levels.host][:HEAD_NBYTES] = head_of(self._exchange)
+        self._crossing = Crossing(levels.event, exchange=self._exchange)
+        try:
+            for host, slot in enumerate(laid):
+                self._crossing.add(_torch.broadcast(levels.groups.gather_from(host), slot, host))
+        except BaseException as failure:
+            self._crossing.end_of_adding(failure)
+            raise
+        self._crossing.end_of_adding()
+
+    def wait(self) -> None:
+        levels, exchange = self._levels, self._exchange
+        _finish(levels, exchange, lambda: self._crossing)
+        self._take(levels.rank, exchange.laid)
+        for rank, laid in exchange.read(wait=levels.wait):
+            self._take(rank, laid)
+        exchange.close()
+
+    def _take(self, peer: int, laid: Tensor) -> None:
+        """Copy the shards of the column of ``peer``, a rank of this host, from its memory."""
+        column = self._levels.columns[peer]
+        for rank, slot in zip(column, laid.view(len(column), -1), strict=True):
+            if rank == self._levels.rank:
+                continue
+            check_head(slot, self._exchange, rank)
+            for start, row in zip(self._starts, self._rows, strict=True):
+                target = row[rank]
+                target.copy_(slot[start : start + target.nbytes].view(target.dtype))
+
+
+class _HostSum(abc.ABC):
+    """Sums in two stages: over the ranks of this host, then over the column."""
+
+    def __init__(
+        self,
+        levels: TwoLevels,
+        exchange: HostExchange,
+        numel: int,
+        dtype: torch.dtype,
+        result: HostExchange | None = None,
+    ) -> None:
+        """``numel``: size of one rank's sum; ``result``: published after the column's exchange."""
+        self.exchange = exchange
+        self._levels = levels
+        self._dtype = dtype
+        self._wide = wide_dtype(dtype)
+        self._nbytes = numel * self._wide.itemsize
+        self._result = result
+        self._crossing: Crossing | None = None
+        self._failure: BaseException | None = None
+        self._column = levels.columns[levels.rank]
+
+    def missing(self) -> list[LocalPeer]:
+        """Return the peers of this host whose records have not arrived."""
+        return self.exchange.missing()
+
+    def cross(self) -> None:
+        """Add up the numbers of this host, and start to exchange the sums within the column.
+
+        If adding up fails, this rank sends a digest of zeros, so that the column's others raise.
+        """
+        levels, own = self._levels, self._levels.host
+        length = HEAD_NBYTES + aligned(self._nbytes)
+        with torch.inference_mode(False):  # gloo's threads write, outside of that mode
+            self._sent = torch.zeros(len(self._column), length, dtype=torch.uint8, device="cpu")
+            try:
+                laid = {levels.rank: self.exchange.laid, **dict(self.exchange.read())}
+                totals = [self._numbers(row) for row in self._sent]
+                self._add_up([laid[rank] for rank in sorted(laid)], totals)
+                self._sent[:, :HEAD_NBYTES] = head_of(self.exchange)
+            except BaseException as failure:
+                self._failure = failure.with_traceback(None)
+            self.exchange.close()
+            self._received = [
+                row if host == own else torch.empty_like(row) for host, row in enumerate(self._sent)
+            ]
+            crossing = Crossing(levels.event, self._ending(), self._result)
+            try:
+                for host, row in enumerate(self._received):
+                    sources = list(self._sent) if host == own else []
+                    group = levels.groups.reduce_from(host)
+                    crossing.add(_torch.scatter(group, row, sources, host))
+            except BaseException as failure:
+                self._failure = self._failure or failure.with_traceback(None)
+            self._crossing = crossing
+            crossing.end_of_adding(self._failure)
+            if self._failure is not None and not isinstance(self._failure, Exception):
+                raise self._failure
+
+    @abc.abstractmethod
+    def _add_up(self, laid: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+        """Write the sums of the ranks of this host into ``totals``, one for each of the column."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """See ``Pending``."""
+
+    def _ending(self) -> Callable[[], None] | None:
+        """Return a function to call once the column has exchanged its sums, in a thread of gloo."""
+        return None
+
+    def _numbers(self, row: Tensor) -> Tensor:
+        return row[HEAD_NBYTES : HEAD_NBYTES + self._nbytes].view(self._wide)
+
+    def _finish(self) -> None:
+        """Wait until the column has exchanged its sums, and check them."""
+        _finish(self._levels, self.exchange, self._found)
+        _check_heads(self._column, self._received, self.exchange)
+
+    def _found(self) -> Crossing | None:
+        if self._failure is not None:
+            raise self._failure
+        return self._crossing
+
+
+def _check_heads(column: Sequence[int], rows: Sequence[Tensor], exchange: HostExchange) -> None:
+    for rank, row in zip(column, rows, strict=True):
+        check_head(row, exchange, rank)
+
+
+class _Reduction(_HostSum):
+    """A reduction in flight."""
+
+    def __init__(self, levels: TwoLevels, output: Tensor, source: Tensor, label: str) -> None:
+        self._output = output
+        rows = source.view(levels.world, -1)
+        self._row_nbytes = rows[0].nbytes
+        self._stride = aligned(self._row_nbytes)
+        pieces = [(rank * self._stride, row) for rank, row in enumerate(rows)]
+        nbytes = levels.world * self._stride
+        exchange = levels.near.lay("reduction", label, nbytes, pieces, source.dtype)
+        super().__init__(levels, exchange, rows[0].numel(), source.dtype)
+        exchange.publish()
+
+    def _add_up(self, laid: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+        for rank, total in zip(self._column, totals, strict=True):
+            start = rank * self._stride
+            row = slice(start, start + self._row_nbytes)
+            first, *others = (one[row].view(self._dtype) for one in laid)
+            put_sum(total, first, others)
+
+    def wait(self) -> None:
+        self._finish()
+        first, *others = map(self._numbers, self._received)
+        put_mean(self._output, first, others, terms=self._levels.world)
+
+
+class _MeanOfAll(_HostSum):
+    """A mean in flight, of which each rank of a host computes one slice."""
+
+    def __init__(self, levels: TwoLevels, values: Tensor, label: str) -> None:
+        self._values = values
+        num_slices = len(levels.hosts[levels.host])
+        length = -(-values.numel() // num_slices)
+        self._start = min(length * levels.index, values.numel())
+        self._slices = values.tensor_split([length * i for i in range(1, num_slices)])
+        lay, dtype = levels.near.lay, values.dtype
+        exchange = lay("mean", label, aligned(values.nbytes), [(0, values)], dtype)
+        result = lay("slice of the mean", label, aligned(length * dtype.itemsize), [], dtype)
+        super().__init__(levels, exchange, self._slices[levels.index].numel(), dtype, result)
+        exchange.publish()
+
+    def _add_up(self, laid: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+        end = self._start + totals[0].numel()
+        nbytes = self._values.numel() * self._dtype.itemsize
+        first, *others = (one[:nbytes].view(self._dtype)[self._start : end] for one in laid)
+        put_sum(totals[0], first, others)
+        for total in totals[1:]:
+            total.copy_(totals[0])
+
+    def _ending(self) -> Callable[[], None] | None:
+        assert self._result is not None
+        column, received, exchange = self._column, self._received, self.exchange
+        place = numbers_in(self._result.laid, self._slices[self._levels.index])
+        totals, world = [self._numbers(row) for row in received], self._levels.world
+
+        def end() -> None:
+            _check_heads(column, received, exchange)
+            first, *others = totals
+            put_mean(place, first, others, terms=world)
+
+        return end
+
+    def wait(self) -> None:
+        self._finish()
+        levels, result = self._levels, self._result
+        assert result is not None
+        own = self._slices[levels.index]
+        own.copy_(numbers_in(result.laid, own))
+        for rank, laid in result.read(wait=levels.wait):
+            part = self._slices[levels.hosts[levels.host].index(rank)]
+            part.copy_(numbers_in(laid, part))
+        result.close()
+
+
+def _finish(
+    levels: TwoLevels, exchange: HostExchange, found: Callable[[], Crossing | None]
+) -> None:
+    """Wait until the collectives of the column have ended.
+
+    A reduction or mean starts them only once the data of all ranks of this host has arrived.
+
+    Raises:
+        LostRankError: a rank is gone.
+        ProtocolError: another rank of this host runs a different collective.
+        PeerError: the error of the fault that ended the era.
+    """
+    while (crossing := found()) is None or not crossing.is_over:
+        missing = exchange.missing() if crossing is None else []
+        levels.wait(missing, exchange.text())
+    crossing.check()
