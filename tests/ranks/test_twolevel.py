@@ -240,20 +240,23 @@ def sent_in(hosts: str, dtype: torch.dtype) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "ab"])
 def test_bytes_between_hosts_are_those_of_two_levels(
     pool: RankPool, hosts: str, dtype: torch.dtype
 ) -> None:
-    """A shard goes once to the other host; each rank gets one row from it, summed in fp32."""
-    counts = pool.run(4, sent_in, hosts, dtype)
+    """A shard goes once to the other host; each rank gets one row from it, sums in fp32."""
+    counts = pool.run(len(hosts), sent_in, hosts, dtype)
+    local = len(hosts) // 2
     for host in "ab":
         gathers, reductions, means = (
-            sum(counts[rank][kind] for rank in range(4) if hosts[rank] == host) for kind in range(3)
+            sum(counts[rank][kind] for rank in range(len(hosts)) if hosts[rank] == host)
+            for kind in range(3)
         )
-        shard_nbytes, row_nbytes = 1280 * dtype.itemsize, 1280 * 4
-        assert gathers == 2 * (shard_nbytes + 64)
-        assert reductions == 2 * (row_nbytes + 64)
-        assert means == 2 * (row_nbytes // 2 + 64)  # each rank one slice of two
+        shard_nbytes = 1280 * dtype.itemsize
+        row_nbytes = shard_nbytes if local == 1 else 1280 * 4
+        assert gathers == local * (shard_nbytes + 64)
+        assert reductions == local * (row_nbytes + 64)
+        assert means == local * (row_nbytes // local + 64)  # each rank one slice
 
 
 def memory_in_use(hosts: str) -> int:

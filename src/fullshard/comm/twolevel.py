@@ -205,13 +205,14 @@ class _HostSum(abc.ABC):
         """``numel``: size of one rank's sum; ``result``: published after the column's exchange."""
         self.exchange = exchange
         self._levels = levels
+        self._column = levels.columns[levels.rank]
         self._dtype = dtype
-        self._wide = wide_dtype(dtype)
-        self._nbytes = numel * self._wide.itemsize
+        is_sum = len(levels.columns) > len(self._column)
+        self._sent_dtype = wide_dtype(dtype) if is_sum else dtype  # else the rows of one rank cross
+        self._nbytes = numel * self._sent_dtype.itemsize
         self._result = result
         self._crossing: Crossing | None = None
         self._failure: BaseException | None = None
-        self._column = levels.columns[levels.rank]
 
     def missing(self) -> list[LocalPeer]:
         """Return the peers of this host whose records have not arrived."""
@@ -263,7 +264,7 @@ class _HostSum(abc.ABC):
         return None
 
     def _numbers(self, row: Tensor) -> Tensor:
-        return row[HEAD_NBYTES : HEAD_NBYTES + self._nbytes].view(self._wide)
+        return row[HEAD_NBYTES : HEAD_NBYTES + self._nbytes].view(self._sent_dtype)
 
     def _finish(self) -> None:
         """Wait until the column has exchanged its sums, and check them."""
