@@ -143,7 +143,7 @@ def test_an_unknown_transport_is_refused_on_all_ranks(pool: RankPool) -> None:
 def test_memory_that_must_be_shared_and_cannot_is_refused_on_all_ranks(pool: RankPool) -> None:
     for said in pool.run(3, refused_wish, "shared", rendezvous.SWITCH):
         assert "ranks 0, 1, 2 of the process group are on one host" in said
-        assert "Set FULLSHARD_TRANSPORT=auto to run without shared memory" in said
+        assert "Set FULLSHARD_TRANSPORT=auto to let such ranks exchange by gloo" in said
 
 
 def some_handshakes(world: int) -> Iterator[tuple[Handshake, socket.socket]]:

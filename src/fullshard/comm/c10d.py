@@ -43,9 +43,9 @@ class Transport(enum.Enum):
     NATIVE = "native"
     """The backend's own collectives."""
     SHARED = "shared"
-    """Shared memory within a host (``Shared``). Among hosts, gloo groups of our own: below shared
-    memory if hosts have equally many ranks (``TwoLevels``), else alone. The backend's own
-    collectives if a rank asks for them. Sums are in fp32 or wider in any case."""
+    """Shared memory within a host (``Shared``), and gloo groups of our own among hosts
+    (``TwoLevels``). If hosts have different numbers of ranks, each rank counts as a host. The
+    backend's own collectives if a rank asks for them. Sums are in fp32 or wider in any case."""
 
 
 class _Way(Protocol):

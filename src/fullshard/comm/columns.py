@@ -25,8 +25,6 @@ from fullshard.errors import LostRankError, ProtocolError
 
 HEAD_NBYTES = 64
 """Size of the digest of an exchange, in front of all data that goes to another host."""
-
-
 _MOST_GROUPS = 4
 """Most groups of one kind in a column. A group takes three threads and a connection per host."""
 

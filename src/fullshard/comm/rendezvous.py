@@ -166,7 +166,7 @@ class _Exchange:
         if now_s > self._until_s:
             late = named_ranks(ranks)
             raise LostRankError(
-                f"{late} did not come to connect to {named_ranks(self._ranks)} within the "
+                f"{late} did not connect to {named_ranks(self._ranks)} within the "
                 f"{self._timeout_s:.0f} s that their process group waits"
             )
         return ()
@@ -182,7 +182,7 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
     Args:
         group: the ranks.
         name: differs for each rendezvous of the group, and is equal on all ranks.
-        era: the era that ends the rendezvous with it.
+        era: the current era; a fault that ends it ends the rendezvous, too.
 
     Returns:
         The rendezvous; None on all ranks if one asks for ``Wish.BACKEND``.
@@ -258,7 +258,7 @@ def _check_shared(hosts: Sequence[tuple[int, ...]], names: Sequence[bytes]) -> N
                 f"{TRANSPORT}={Wish.SHARED}: {named_ranks(apart)} of the process group are on one "
                 f"host, but cannot share memory: their users differ, {SWITCH}=0 is set on a rank, "
                 "the system refuses, or hosts have different numbers of ranks. Set "
-                f"{TRANSPORT}={Wish.AUTO} to run without shared memory"
+                f"{TRANSPORT}={Wish.AUTO} to let such ranks exchange by gloo"
             )
 
 

@@ -166,7 +166,7 @@ class State(View):
 
     @property
     def _comm_ctx(self) -> CommContext:
-        """What all sharded modules that share streams share: equal for them."""
+        """The context of the streams; contexts of modules that share streams are equal."""
         engine = engine_of(self._unit)
         return CommContext(engine.lanes, engine)
 
