@@ -46,7 +46,6 @@ def reach(how: str) -> str:
             patched.setattr(Handshake, "_connected", _refuse)
         assert gather(C10d(group, "cpu"))()
     way = ways_of(group, TransportRequest(Transport.SHARED)).gathers
-    assert not isinstance(way, Native) or way.carrier not in (None, group)
     return type(way).__name__
 
 

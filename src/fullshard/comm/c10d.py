@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.columns import OwnGroups, own_group
+from fullshard.comm.columns import OwnGroups
 from fullshard.comm.heartbeat import clamped
 from fullshard.comm.ledger import (
     RENDEZVOUS,
@@ -45,7 +45,8 @@ class Transport(enum.Enum):
     SHARED = "shared"
     """Shared memory within a host (``Shared``), and gloo groups of our own among hosts
     (``TwoLevels``). If hosts have different numbers of ranks, each rank counts as a host. The
-    backend's own collectives if a rank asks for them. Sums are in fp32 or wider in any case."""
+    backend's own collectives if a rank asks for them or cannot share memory at all. Sums are in
+    fp32 or wider in any case."""
 
 
 class _Way(Protocol):
@@ -115,10 +116,6 @@ def _met(group: dist.ProcessGroup, of_era: _OfEra, native: Native) -> _Ways:
             return _Ways(native, native, native)
         rank, timeout = group.rank(), _torch.timeout_of(group, "cpu")
         timeout_s = clamped(timeout.total_seconds())
-        if met.memory is None:
-            carrier = own_group(met.name, rank, group.size(), timeout)
-            carried = Native("cpu", averages=False, adds_wide=True, carrier=carrier)
-            return _Ways(carried, carried, carried)
         if len(met.hosts) > 1:
             own = OwnGroups.of(met.name, met.hosts, rank, timeout)
     peers = [LocalPeer(r, *one, timeout_s) for r, one in met.peers.items()]
@@ -339,7 +336,7 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry | None)
         return
     found = _ways.get(group)
     ways = [*found.ways.values()] if found is not None and found.era.error is not None else []
-    _break_off_own(group, ways)
+    _break_off_own(ways)
     if kind in ("broadcast", "sum", TRANSFER):
         breaks = True
     else:
@@ -349,18 +346,16 @@ def _break_off(reference: weakref.ref[dist.ProcessGroup], waiting: Entry | None)
         _torch.break_off(group)
 
 
-def _break_off_own(group: dist.ProcessGroup, ways: Iterable[_Ways]) -> None:
+def _break_off_own(ways: Iterable[_Ways]) -> None:
     for one in ways:
         if isinstance(one.gathers, TwoLevels):
             one.gathers.break_off()
-        elif isinstance(one.gathers, Native) and one.gathers.carrier is not None:
-            one.gathers.break_off(group)
 
 
 def drop_transports() -> None:
     """Break off all gloo groups of our own, and drop all transports of this process."""
-    for group, found in [*_ways.items()]:
-        _break_off_own(group, found.ways.values())
+    for found in [*_ways.values()]:
+        _break_off_own(found.ways.values())
     _ways.clear()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.labels import Compared
 from fullshard.comm.means import ScaledSum, begun, put_mean, wide_dtype
-from fullshard.comm.protocol import Done, Pending, Splits, put
+from fullshard.comm.protocol import Done, Pending, Splits
 
 
 class Native:
@@ -33,21 +31,14 @@ class Native:
         With ``adds_wide``, sums of numbers below 32 bits are in fp32; a backend's would be in their
         own dtype. ``reduce_scatter_mean`` sends the numbers as they are and adds them up here;
         ``all_reduce_mean`` casts them first. ``carrier`` is a gloo group of the same ranks, which
-        is used instead of the process group. With it, ``reduce_scatter_mean`` adds up numbers of
-        all dtypes here. ``before`` is called before this rank blocks.
+        is used instead of the process group. ``before`` is called before this rank blocks.
         """
         self.adds_wide = adds_wide
         self.carrier = carrier
         self._before = before
-        if carrier is not None:
-            weakref.finalize(self, _torch.end_own_gloo_groups, [carrier], os.getpid())
         self._averages = averages
         self._in_order = device_type != "cpu"
         self._compared = Compared(device_type)
-
-    def break_off(self, group: dist.ProcessGroup) -> None:
-        """End all waits on gloo; the group that carries the collectives is of no use afterwards."""
-        _torch.break_off(self.carrier or group)
 
     def _begin(self, group: dist.ProcessGroup, label: str) -> dist.ProcessGroup:
         """Compare the label of a collective, if it is new; return the group that carries it."""
@@ -65,8 +56,6 @@ class Native:
     ) -> Pending:
         """See ``Collectives.all_gather``."""
         group = self._begin(group, label)
-        if self.carrier is not None:
-            return _broadcast_all(group, outputs, sources)
         work = _torch.all_gather(group, outputs, sources, in_order=self._in_order)
         return work or Done()
 
@@ -75,7 +64,7 @@ class Native:
     ) -> Pending:
         """See ``Collectives.reduce_scatter_mean``."""
         group = self._begin(group, label)
-        if self.adds_wide and (self.carrier is not None or source.dtype.itemsize < 4):
+        if self.adds_wide and source.dtype.itemsize < 4:
             arrived, sent = torch.empty_like(source), source.view(torch.uint8)
             pending = _torch.all_to_all(group, arrived.view(torch.uint8), sent)
             return _Added(pending or Done(), output, arrived.view(group.size(), -1), source)
@@ -111,34 +100,9 @@ class Native:
         return _Kept(work or Done(), source, self._before)
 
 
-def _broadcast_all(
-    group: dist.ProcessGroup, outputs: Sequence[Tensor], sources: Sequence[Tensor]
-) -> Pending:
-    """Gather with one broadcast per rank and output; gloo's own copies all outputs."""
-    works = []
-    for output, source in zip(outputs, sources, strict=True):
-        rows = output.view(group.size(), -1)
-        put(source, rows[group.rank()])
-        works += [
-            _torch.broadcast(group, row.view(torch.uint8), rank) for rank, row in enumerate(rows)
-        ]
-    return _All(works)
-
-
 def _divided(work: dist.Work | None, values: Tensor, divisor: float) -> Pending:
     pending = work or Done()
     return pending if divisor == 1 else ScaledSum(pending, values, divisor)
-
-
-class _All:
-    """Several collectives."""
-
-    def __init__(self, works: Sequence[Pending]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class _Kept:

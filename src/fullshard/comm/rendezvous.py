@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -91,9 +90,9 @@ class Rendezvous(NamedTuple):
     """Groups of ranks that read each other's memory; each rank is in one, perhaps by itself."""
     name: str
     """A name that no other rendezvous of the job has."""
-    memory: Memory | None = None
-    """This rank's memory, which the other ranks of its host read; None if a rank has none."""
-    peers: Mapping[int, Met] = MappingProxyType({})
+    memory: Memory
+    """This rank's memory, which the other ranks of its host read."""
+    peers: Mapping[int, Met]
     """The other ranks of this rank's host, beginning with the next higher rank."""
 
 
@@ -185,7 +184,8 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
         era: the current era; a fault that ends it ends the rendezvous, too.
 
     Returns:
-        The rendezvous; None on all ranks if one asks for ``Wish.BACKEND``.
+        The rendezvous; None on all ranks if one asks for ``Wish.BACKEND``, or if the system of one
+        has no memory that processes can share.
 
     Raises:
         ConfigError: on all ranks, if one asks for ``Wish.SHARED`` and ranks of one host cannot
@@ -223,12 +223,13 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
             hosts = groups_by_key(range(world))
         if Wish.SHARED in wishes:
             _check_shared(hosts, [one.host for one in infos])
+        if memory is None or not all(flag[1] for flag in flags):
+            return None
         host = _own(hosts, rank)
         met = handshake.taken() if len(host) > 1 else {}
     order = [r for r in (*range(rank + 1, world), *range(rank)) if r in met]
     peers = {r: Met(met[r].connection, LentMemory(met[r].fd)) for r in order}
-    all_have_memory = all(flag[1] for flag in flags)
-    return Rendezvous(hosts, exchange.name, memory if all_have_memory else None, peers)
+    return Rendezvous(hosts, exchange.name, memory, peers)
 
 
 def _unpacked(packed: Sequence[bytes]) -> list[PeerInfo]:

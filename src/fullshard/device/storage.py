@@ -121,6 +121,16 @@ class Buffer:
             self.allocated = False
             self._meter.change(self.kind, -self.nbytes, self._storage)
 
+    def leave(self) -> None:
+        """Forget the memory, but do not free it; the buffer cannot be used any more.
+
+        For the memory of a collective that never ended: the backend may still read or write it, and
+        keeps it alive while it does.
+        """
+        if self.allocated:
+            self.allocated = False
+            self._meter.change(self.kind, -self.nbytes, self._storage)
+
 
 def empty_cache() -> None:
     """Return unused memory of the accelerator's allocator to the device; do nothing on a CPU."""

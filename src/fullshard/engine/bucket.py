@@ -156,15 +156,20 @@ class Bucket:
         row = layout.shard_numel + num_flags(len(layout.params))
         return layout.world * row * self.grad_dtypes().reduced.itemsize
 
+    @property
+    def is_materialized(self) -> bool:
+        """True if there is an unsharded side that can be used."""
+        return self.unsharded is not None and not self.unsharded.is_lost
+
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
-        """Return the unsharded side; the first call makes it, without memory."""
-        if self.unsharded is None:
+        """Return the unsharded side, without memory if it is made here."""
+        if not self.is_materialized:
             self.unsharded = self._make_unsharded(lanes, meter)
             params = self.unsharded.params
             dtypes = self.grad_dtypes(params[0].dtype)
             self.gradients = Gradients(self, params, dtypes, lanes, meter)
             self._requires_grad = None
-        return self.unsharded
+        return self.whole
 
     def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
         if isinstance(self.shards, FlatShard) and not self._any_hooks():

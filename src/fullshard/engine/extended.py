@@ -35,6 +35,7 @@ class ExtendedUnsharded:
     """
 
     borrows = False
+    is_lost = False
 
     def __init__(self, spec: BucketSpec, shards: Shards, lanes: Lanes, meter: StorageMeter) -> None:
         check_extendable(spec)
@@ -49,9 +50,7 @@ class ExtendedUnsharded:
             try:
                 self._make()
             except BaseException:
-                self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # GATHER may still write to memory
-                for part in self._parts:
-                    part.free()
+                self.free()
                 raise
         self.params = [part.param for part in self._parts]
 
@@ -98,6 +97,11 @@ class ExtendedUnsharded:
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
         """Free the memory once compute is done with it, unless ``keep_memory`` is set."""
         self._is_whole = False
+        if self._in_flight is not None:
+            self._in_flight, self.is_lost = None, True
+            for part in self._parts:
+                part.leave()
+            return
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)
         if keep_memory:
             return
@@ -282,6 +286,11 @@ class _Part:
         """Free the memory."""
         for buffer in (*self._buffers, *self._others):
             buffer.free()
+
+    def leave(self) -> None:
+        """Forget the memory; see ``Buffer.leave``."""
+        for buffer in (*self._buffers, *self._others):
+            buffer.leave()
 
     @property
     def _shape(self) -> torch.Size:

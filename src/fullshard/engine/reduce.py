@@ -99,6 +99,7 @@ class Gradients:
         self._replicas = copies and lanes.wire(Lane.REDUCE, copies)
         self._in_flight: _Reduction | None = None
         self._unsure: Unsure | None = None
+        self._meter = meter
         self._sets = ReducedSets(spec, meter)
         dtypes.expect(spec, params)
         bucket.waiting.move(params[0].device, dtypes.reduced)
@@ -254,8 +255,10 @@ class Gradients:
                     self._assign(shown, present, reduction.owed)
                 else:
                     self._unsure = Unsure(shown, reduction.owed)
-        finally:
-            self._end(reduction)
+        except BaseException:
+            self._leave(reduction)
+            raise
+        self._end(reduction)
 
     def _at_home(self, reduced: Reduced, row: Tensor) -> GradShard:
         """Return ``row`` as the gradients that users see, on the device of the shards."""
@@ -282,6 +285,14 @@ class Gradients:
         self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
         if reduction.source is not None:
             reduction.source.free()
+
+    def _leave(self, reduction: _Reduction) -> None:
+        """Forget a reduction that failed, and all memory that the backend may still use for it."""
+        self._in_flight = None
+        self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
+        if reduction.source is not None:
+            reduction.source.leave()
+        self._sets = ReducedSets(self._spec, self._meter)
 
     def _free_source(self, reduction: _Reduction) -> None:
         """Free the buffer that was reduced over shards; computation waits for that reduction."""
@@ -313,7 +324,7 @@ class Gradients:
         """Forget a reduction that will never end, because of a fault on another rank."""
         self._unsure = None
         if self._in_flight is not None:
-            self._end(self._in_flight)
+            self._leave(self._in_flight)
 
     def _take(self, numbers: Iterable[int]) -> list[Tensor | None]:
         """Take off all gradients, add the pending ones, and return the gradients of ``numbers``.

@@ -216,6 +216,10 @@ class ReduceInput:
         """Give the memory back."""
         self._buffer.free()
 
+    def leave(self) -> None:
+        """Forget the memory; see ``Buffer.leave``."""
+        self._buffer.leave()
+
 
 class _ChunkCat:
     """A copier that fills slots, the gaps between slots, and flags with one kernel per dtype."""

@@ -193,7 +193,7 @@ class Unit:
 
     def materialize(self, lanes: Lanes, meter: StorageMeter) -> list[nn.Parameter]:
         """Make missing unsharded sides of buckets; return the new unsharded parameters."""
-        fresh = [bucket for bucket in self.buckets if bucket.unsharded is None]
+        fresh = [bucket for bucket in self.buckets if not bucket.is_materialized]
         return [param for bucket in fresh for param in bucket.materialize(lanes, meter).params]
 
     def sides(self) -> tuple[AnyUnsharded | None, ...]:

@@ -28,7 +28,12 @@ class Unsharded:
     shard, from which the next ``start`` gathers. The scheduler makes sure that the three are called
     in turn. Each parameter is made from ``.data`` of a view of the buffer, so that it has its own
     version counter and no base: to autograd, the engine's writes to the buffer modify nothing.
+
+    ``is_lost``: True once ``free`` was called in the middle of a gather, which happens only after a
+    fault. The backend may still write to the memory, so the object cannot be used any more.
     """
+
+    is_lost = False
 
     def __init__(self, spec: BucketSpec, shard: Tensor, lanes: Lanes, meter: StorageMeter) -> None:
         self.shard = shard
@@ -120,8 +125,14 @@ class Unsharded:
 
         With ``keep_memory`` the buffer is not freed, and the next gather writes to the same place.
         """
-        self._in_flight = None  # of a step that a fault ended: it will never end
         if self._buffer is None:
+            return
+        if self._in_flight is not None:  # of a step that a fault ended: it will never end
+            self._in_flight, self.is_lost = None, True
+            self._buffer.leave()
+            self._gather.leave()
+            if self._secondary is not None:
+                self._secondary.leave()
             return
         self._lanes.join(Lane.GATHER, Lane.COMPUTE)
         with self._lanes.on(Lane.GATHER):
@@ -169,6 +180,11 @@ class _Secondary:
         if self.kept:
             self._slice.free()
             self.kept = False
+
+    def leave(self) -> None:
+        """Forget the slice; see ``Buffer.leave``."""
+        self._slice.leave()
+        self.kept = False
 
 
 class _Gather:
@@ -237,6 +253,13 @@ class _Gather:
         for staging in self._stagings:
             staging.empty()
 
+    def leave(self) -> None:
+        """Forget all memory; see ``Buffer.leave``."""
+        for buffer in self._written:
+            buffer.leave()
+        if self._from_host is not None:
+            self._from_host.leave()
+
 
 class _FromHost:
     """The way of an offloaded shard to this rank's slices of what is gathered.
@@ -280,6 +303,11 @@ class _FromHost:
         """Free the landing buffer, if there is one."""
         if self._landing is not None:
             self._landing.free()
+
+    def leave(self) -> None:
+        """Forget the landing buffer; see ``Buffer.leave``."""
+        if self._landing is not None:
+            self._landing.leave()
 
 
 def _staged(plan: GatherPlan, spec: BucketSpec) -> list[tuple[int, int]]:
