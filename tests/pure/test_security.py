@@ -97,8 +97,8 @@ def agreeing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_folder_of_a_model_cannot_run_code(tmp_path: Path, agreeing: list[str]) -> None:
     pytest.importorskip("transformers", reason="the extra hf is not installed")
-    from fullshard.train.chats import ChatTokenizer
     from fullshard.train.hf import load_hf
+    from fullshard.train.pretrained import PretrainedTokenizer
 
     (tmp_path / "own.py").write_text(CODE + "class Own: pass\n")
     own = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
@@ -109,7 +109,7 @@ def test_the_folder_of_a_model_cannot_run_code(tmp_path: Path, agreeing: list[st
     with pytest.raises(ConfigError, match="transformers cannot build it"):
         load_hf(str(tmp_path))
     with pytest.raises(ConfigError, match="tokenizer cannot be read"):
-        ChatTokenizer(tmp_path)
+        PretrainedTokenizer(tmp_path)
     assert agreeing == []
     assert not (tmp_path / "it_ran").exists()
 
@@ -144,10 +144,12 @@ def test_a_chat_template_reaches_no_code(
     pytest.importorskip("transformers", reason="the extra hf is not installed")
     from fullshard.train.chats import ChatTokenizer
     from fullshard.train.documents import Document
+    from fullshard.train.pretrained import PretrainedTokenizer
     from tests.pure.test_train_chats import CHATML, write_tokenizer
 
     monkeypatch.chdir(tmp_path)
-    tokenizer = ChatTokenizer(write_tokenizer(tmp_path / "tokenizer", CHATML + reach))
+    folder = write_tokenizer(tmp_path / "tokenizer", CHATML + reach)
+    tokenizer = ChatTokenizer(PretrainedTokenizer(folder))
     chat = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
     with pytest.raises(ConfigError, match=r"unsafe|undefined"):
         list(tokenizer.samples(Document("chat", json.dumps(chat), is_chat=True)))

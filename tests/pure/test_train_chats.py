@@ -14,6 +14,7 @@ from fullshard.errors import ConfigError
 from fullshard.train.chats import ChatTokenizer, Sample
 from fullshard.train.data import load_text
 from fullshard.train.documents import Document, split
+from fullshard.train.pretrained import PretrainedTokenizer
 from fullshard.train.rows import IGNORED, Packed
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -32,6 +33,7 @@ REASONS = (  # as those of Qwen3: an empty thought only before the last answer
     "{{ m.content }}<|im_end|>\n{% endfor %}" + ASK
 )
 FIRST = "{% for m in messages %}{{ m.content }}{% if not loop.last %} {% endif %}{% endfor %}"
+BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 BEHIND = FIRST + "{% if add_generation_prompt %} So:{% endif %}"  # which it does not write else
 
 
@@ -65,7 +67,8 @@ def said(*contents: str) -> list[dict[str, str]]:
 
 def samples(folder: Path, messages: Any, **more: Any) -> list[Sample]:
     text = json.dumps({"messages": messages, **more})
-    return list(ChatTokenizer(folder).samples(Document("chats.jsonl:000000001", text, True)))
+    tokenizer = ChatTokenizer(PretrainedTokenizer(folder))
+    return list(tokenizer.samples(Document("chats.jsonl:000000001", text, True)))
 
 
 def answers(folder: Path, sample: Sample) -> list[str]:
@@ -97,7 +100,7 @@ def test_the_answers_are_learned_and_the_end_of_each(tmp_path: Path, template: s
         f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in QUESTIONS
     )
     assert whole(folder, sample) == written
-    assert sample.nbytes == len("2, naïve 字<|im_end|> 4<|im_end|>".encode())
+    assert sample.nbytes == len("2, naïve 字 4".encode())
 
 
 def test_a_template_that_forgets_reasoning_gives_a_sample_for_each_answer(tmp_path: Path) -> None:
@@ -131,6 +134,9 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     ("template", "messages", "message"),
     [
         (CHATML, said("only a question"), "chats.jsonl:000000001 has no answer"),
+        (CHATML, [*said("a"), dict(said("a", "b")[1], weight=0)], 'all have the "weight" 0'),
+        (CHATML, said("", "a")[1:], "has no answer to learn: nothing comes before it"),
+        (BARE, said("a", ""), "has no answer to learn: its answers are written with no token"),
         (BEHIND, said("a", "b"), "not behind what asks for it.*mark answers in it"),
         ("{{ raise_exception('roles must alternate') }}", said("a", "b"), "roles must alternate"),
         ("{{ messages[0].content + 1 }}", said("a", "b"), "cannot write it"),
@@ -172,7 +178,9 @@ def test_chats_become_rows_of_which_only_answers_are_learned(
     assert sorted(ends) == sorted(kept) and 30 < len(kept) < 40
     per_token = text.bytes_per_token()[0] * text.held_out.learned.sum()  # type: ignore[union-attr]
     assert per_token == pytest.approx(text.held_out.nbytes)
-    write_tokenizer(folder, MARKED)
+    write_tokenizer(folder, MARKED)  # writes and marks the same
+    assert load_text(data, vocab_size=300, pretrained=folder).key == text.key
+    write_tokenizer(folder, CHATML.replace("<|im_start|>", "<s><|im_start|>"))
     assert load_text(data, vocab_size=300, pretrained=folder).key != text.key
 
 

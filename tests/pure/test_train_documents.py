@@ -1,7 +1,8 @@
-"""What ``--data`` reads: text, JSONL and parquet, files and folders."""
+"""What ``--data`` reads: text, JSON, JSONL and parquet, files and folders."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -27,18 +28,19 @@ def test_a_folder_is_read_sorted_and_without_what_is_no_text(tmp_path: Path) -> 
     (root / "zeros.txt").write_bytes(b"a\0b")
     (root / "empty.txt").touch()
     (root / ".hidden").write_text("hidden")
-    names = [document.name for document in collect(str(root))]
+    names = [document.name for document in collect(str(root)).documents]
     assert names == sorted(names)
     assert set(names) == {f"part{n % 3}/file{n:02d}.py" for n in range(5)}
+    assert collect(str(root)).left_out == ("picture.bin (not UTF-8)", "zeros.txt (not text)")
 
 
 def test_a_file_is_read_alone(tmp_path: Path) -> None:
     path = write_files(tmp_path, 2) / "part0" / "file00.py"
-    assert collect(str(path)) == [Document("file00.py", TEXT)]
+    assert collect(str(path)).documents == [Document("file00.py", TEXT)]
 
 
 def test_the_default_text_is_the_standard_library() -> None:
-    names = {document.name for document in collect(None)}
+    names = {document.name for document in collect(None).documents}
     assert {"typing.py", "json/decoder.py"} <= names
     folders = {part for name in names for part in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages"}
@@ -59,16 +61,16 @@ def test_each_record_of_jsonl_is_a_document_in_the_order_of_the_file(tmp_path: P
         json.dumps({"id": n, "text": text}, ensure_ascii=False) for n, text in enumerate(texts)
     ]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    documents = collect(str(tmp_path / "a.jsonl"))
+    documents = collect(str(tmp_path / "a.jsonl")).documents
     assert [document.text for document in documents] == texts
     assert documents[1].name == "a.jsonl:000000003"
     (tmp_path / "b.txt").write_text("more")
-    assert [document.text for document in collect(str(tmp_path))] == [*texts, "more"]
+    assert [document.text for document in collect(str(tmp_path)).documents] == [*texts, "more"]
 
 
 def test_half_a_surrogate_pair_in_json_can_still_be_written(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83db"}')
-    assert [document.text for document in collect(str(tmp_path))] == ["a?b"]
+    assert [document.text for document in collect(str(tmp_path)).documents] == ["a?b"]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_half_a_surrogate_pair_in_json_can_still_be_written(tmp_path: Path) -> N
         ('{"messages": [{"content": "a"}]}', "line 2: expected .*; found messages"),
         ('{"messages": []}', "line 2: expected .*; found messages"),
         ('{"text": 3}', "line 2: expected .*; found text"),
+        ('{"text": "a", "messages": []}', 'line 2: has both "text" and "messages"'),
         ("[1]", "line 2: expected .*; found list"),
         ('{"text": "a"', "line 2: not JSON"),
     ],
@@ -97,7 +100,7 @@ def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
     texts = [f"{TEXT}{number}" for number in range(12)]
     table = arrow.table({"id": list(range(13)), "text": [*texts, None]})
     parquet.write_table(table, tmp_path / "a.parquet")
-    assert [document.text for document in collect(str(tmp_path))] == texts
+    assert [document.text for document in collect(str(tmp_path)).documents] == texts
 
 
 @pytest.mark.parametrize(
@@ -114,3 +117,65 @@ def test_parquet_without_text_is_refused(tmp_path: Path, column: str | None, mes
         parquet.write_table(arrow.table({column: ["a"]}), path)
     with pytest.raises(ConfigError, match=message):
         collect(str(path))
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]}
+    for n in range(3)
+]
+
+
+def test_an_array_of_records_is_read_as_records_and_other_json_as_text(tmp_path: Path) -> None:
+    (tmp_path / "chats.json").write_text(json.dumps(CHATS))
+    documents = collect(str(tmp_path)).documents
+    assert [json.loads(document.text) for document in documents] == CHATS
+    assert all(document.is_chat for document in documents)
+    (tmp_path / "chats.json").write_text(json.dumps(CHATS[0]))
+    assert [document.name for document in collect(str(tmp_path)).documents] == [
+        "chats.json:000000001"
+    ]
+    other = json.dumps({"name": "a package"})
+    (tmp_path / "chats.json").write_text(other)
+    assert collect(str(tmp_path)).documents == [Document("chats.json", other)]
+    (tmp_path / "chats.json").write_text(json.dumps([CHATS[0], {"body": "a"}]))
+    with pytest.raises(ConfigError, match=r"record 2: expected .*found body"):
+        collect(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_what_gzip_compressed_is_read_like_the_rest(tmp_path: Path, name: str) -> None:
+    records = [{"text": "one"}, {"text": "two"}]
+    lines = "\n".join(map(json.dumps, records)) if name == "a.jsonl" else json.dumps(records)
+    content = "one" if name == "a.txt" else lines
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+    (tmp_path / "b.jsonl").write_text('{"text": "three"}')
+    texts = [document.text for document in collect(str(tmp_path)).documents]
+    assert texts == (["one", "three"] if name == "a.txt" else ["one", "two", "three"])
+    (tmp_path / f"{name}.gz").write_bytes(b"no gzip")
+    with pytest.raises(ConfigError, match=f"{name}.gz: cannot be read"):
+        collect(str(tmp_path))
+    (tmp_path / f"{name}.gz").rename(tmp_path / f"{name}.zst")
+    assert collect(str(tmp_path)).left_out == (
+        f"{name}.zst (decompress it, or compress it by gzip)",
+    )
+
+
+def test_of_a_folder_from_a_hub_the_split_to_train_on_is_read(tmp_path: Path) -> None:
+    for name in ("data/train-00000-of-00001", "data/test-00000-of-00001", "validation/a", "more"):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(CHATS[0]))
+    for name in ("README.md", "LICENSE", "dataset_infos.json"):
+        (tmp_path / name).write_text("{}")
+    found = collect(str(tmp_path))
+    assert {document.name.partition(".")[0] for document in found.documents} == {
+        "data/train-00000-of-00001",
+        "more",
+    }
+    assert found.left_out == (
+        "LICENSE (about the records)",
+        "README.md (about the records)",
+        "dataset_infos.json (about the records)",
+        "data/test-00000-of-00001.jsonl (split test)",
+        "validation/a.jsonl (split validation)",
+    )

@@ -28,7 +28,8 @@ TARGETS = {"llama": ["q_proj", "down_proj", "embed_tokens"], "mixtral": "all-lin
 def adapted(model: Any, kind: str, **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=3, target_modules=TARGETS[kind], task_type="CAUSAL_LM", **options)
+    options = {"target_modules": TARGETS[kind], **options}
+    config = LoraConfig(r=3, task_type="CAUSAL_LM", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
         return get_peft_model(model, config)
@@ -54,7 +55,7 @@ def reset(model: nn.Module, seed: int) -> None:
 
     torch.manual_seed(seed)
     for layer in model.modules():
-        if isinstance(layer, BaseTunerLayer):
+        if isinstance(layer, BaseTunerLayer) and hasattr(layer, "reset_lora_parameters"):
             layer.reset_lora_parameters("default", True)  # type: ignore[operator]
 
 
@@ -119,6 +120,70 @@ def test_weights_go_in_beside_adapters_and_out_with_them(
     pool: RankPool, tmp_path: Path, kind: str, way: str
 ) -> None:
     pool.run(2, in_and_out, tmp_path / "in", tmp_path / "out", kind, way)
+
+
+WHOLE = {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}
+TOKENS_ALONE = {"trainable_token_indices": [1, 8, 50], "target_modules": ["q_proj"]}
+
+
+def learn(model: Any) -> None:
+    """Change what ``peft`` trains beside adapters of layers."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name or "trainable_tokens_delta" in name:
+                parameter += torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+    teach(model)
+
+
+def merged_and_saved(folder: Path, out: Path, way: str, options: dict[str, Any]) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = built("llama", "cpu")
+    if dist.get_rank() == 0:
+        base.save_pretrained(folder)
+    dist.barrier()
+    twin = adapted(copy.deepcopy(base), "llama", **options)
+    is_whole = "modules_to_save" in options
+    device = "meta" if is_whole and way != "flat" else "cpu"
+    with torch.device(device):
+        model = adapted(built("llama", device), "llama", **options)
+    reset(twin, seed=5)
+    if device == "cpu":
+        reset(model, seed=5)
+    model = shard(model, way)
+    torch.manual_seed(5)
+    if is_whole:
+        loaded = checkpoint.load_weights(model, folder)
+        assert (loaded.missing, loaded.unexpected) == ([], [])
+    else:
+        with pytest.raises(UnsupportedError, match="before get_peft_model"):
+            checkpoint.load_weights(model, folder)
+    torch.testing.assert_close(logits(model), logits(twin), rtol=0, atol=0)
+    with fullshard.unshard_params(model):
+        learn(model)
+    learn(twin)
+    expected = logits(twin)
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            with fullshard.unshard_params(layer):
+                layer.merge()
+    checkpoint.save_weights(model, out)
+    family = type(base)
+    again, report = family.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    torch.testing.assert_close(logits(again.train()), expected, rtol=1e-5, atol=1e-5)
+    buckets = fullshard.stream_params(model, bucket_nbytes=1 << 20)
+    streamed = {name for bucket in buckets for name in bucket}
+    assert streamed == base.state_dict().keys()
+
+
+@pytest.mark.parametrize("options", [WHOLE, TOKENS_ALONE], ids=["modules", "tokens"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_trained_whole_beside_adapters_goes_out_under_its_own_name(
+    pool: RankPool, tmp_path: Path, way: str, options: dict[str, Any]
+) -> None:
+    pool.run(2, merged_and_saved, tmp_path / "in", tmp_path / "out", way, options)
 
 
 def test_first_values_that_depend_on_weights_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -236,6 +237,70 @@ def test_merged_it_is_one_model(pool: RankPool, tmp_path: Path, kind: str) -> No
     pool.run(2, tuned, config, 3, str(tmp_path / "x"))
     found = logits_of(exported(config, tmp_path / "x"))
     torch.testing.assert_close(found, logits_of(model), rtol=0, atol=1e-4)
+
+
+def balanced(config: TrainConfig, path: Path) -> list[tuple[float, float]]:
+    """The losses of steps, and those of transformers for the same rows, with the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    trainer = Trainer(config, text_of(config), World(dist.get_rank(), dist.get_world_size(), CPU))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = build_optimizer(theirs, config)
+    feed, found = trainer.feed, []
+    for step in range(1, config.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        total, parts = 0.0, config.accumulate * dist.get_world_size()
+        for microbatch in range(config.accumulate):
+            for rank in range(dist.get_world_size()):
+                rows = feed.order.rows(step=step, microbatch=microbatch, rank=rank)
+                tokens, labels = (one[..., :] for one in feed.rows.read(rows).tensors()[:2])
+                # Labels of transformers belong to the token before; the last column has none.
+                shifted = torch.cat([torch.full_like(labels[:, :1], -100), labels], 1)
+                longer = torch.cat([tokens, tokens[:, :1]], 1)
+                plain = theirs(longer, labels=shifted, output_router_logits=False).loss
+                with_both = theirs(tokens, labels=tokens)
+                without = theirs(tokens, labels=tokens, output_router_logits=False)
+                loss = (plain + with_both.loss - without.loss) / parts
+                loss.backward()
+                total += loss.item()
+        clip_grad_norm_(theirs.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((trainer.record(trainer.start(step)).loss, total))
+    return found
+
+
+def test_experts_are_balanced_as_their_configuration_says(pool: RankPool, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "mixtral")
+    path = tmp_path / "mixtral" / "config.json"
+    plain = json.loads(path.read_text())
+    (tmp_path / "text.txt").write_text("the answer of a question is that for it to and in " * 200)
+    config = replace(config, data=str(tmp_path / "text.txt"))
+    losses = []
+    for added in ({}, {"output_router_logits": True, "router_aux_loss_coef": 0.5}):
+        path.write_text(json.dumps(plain | added))
+        found = pool.run(2, balanced, config, path.parent)[0]
+        assert all(ours == pytest.approx(theirs, abs=1e-5) for ours, theirs in found)
+        losses.append(found[0][0])
+    assert losses[1] > losses[0] + 0.5
+
+
+def test_what_belongs_to_the_model_is_exported_with_it(pool: RankPool, tmp_path: Path) -> None:
+    from transformers import AutoConfig, GenerationConfig
+
+    config = config_of(tmp_path, "llama")
+    folder, out = tmp_path / "llama", tmp_path / "exported"
+    sampling = GenerationConfig(eos_token_id=[2, 1], temperature=0.3, top_p=0.8, do_sample=True)
+    sampling.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": 3}')
+    (folder / "README.md").write_text("not of the exported model")
+    pool.run(2, tuned, config, 1, str(out))
+    there = GenerationConfig.from_pretrained(out)
+    assert (there.eos_token_id, there.temperature, there.top_p) == ([2, 1], 0.3, 0.8)
+    assert AutoConfig.from_pretrained(out).use_cache
+    assert (out / "preprocessor_config.json").read_text() == '{"size": 3}'
+    assert not (out / "README.md").exists()
 
 
 class Leaking(nn.Module):

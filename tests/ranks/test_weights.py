@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "tied llama": {**SIZES, "tie_word_embeddings": True},
     "gpt2": {"vocab_size": 65, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "gpt_neox": {**SIZES, "rotary_pct": 0.5},  # the one whose names depend on its class
     "mixtral": {**SIZES, "num_local_experts": 4},
     "qwen3_moe": {
         **SIZES,
@@ -142,6 +143,75 @@ def test_weights_go_there_and_back(
     assert torch.equal(logits(theirs), torch.load(saved / kind / "logits.pt"))
     assert type(theirs) is type(built(kind, "meta"))
     assert everything_in(tmp_path / "ours").keys() == everything_in(saved / kind).keys()
+
+
+def loaded_from(folder: Path, kind: str, names: dict[str, str], extra: dict[str, Any]) -> Any:
+    """Load a file with renamed and further tensors; return what was loaded, and the difference."""
+    tensors = {names.get(name, name): value for name, value in everything_in(folder).items()}
+    altered = folder.parent / "altered"
+    if dist.get_rank() == 0:
+        altered.mkdir()
+        save_file(tensors | extra, altered / "model.safetensors")
+    dist.barrier()
+    model = sharded(kind, "ragged")
+    try:
+        loaded = checkpoint.load_weights(model, altered)
+    except ConfigError as error:
+        return str(error), 0.0
+    return loaded, (logits(model) - torch.load(folder / "logits.pt")).abs().max().item()
+
+
+OLD = {
+    "llama": [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(2)],
+    "gpt2": [f"transformer.h.{n}.attn.masked_bias" for n in range(2)],
+    "gpt_neox": [f"gpt_neox.layers.{n}.attention.masked_bias" for n in range(2)],
+}
+
+
+@pytest.mark.parametrize("kind", list(OLD))
+def test_buffers_that_old_files_hold_are_not_asked_for(
+    pool: RankPool, saved: Path, tmp_path: Path, kind: str
+) -> None:
+    extra = {name: torch.tensor([-1e9]) for name in OLD[kind]}
+    folder = Path(shutil.copytree(saved / kind, tmp_path / kind))
+    for loaded, apart in pool.run(2, loaded_from, folder, kind, {}, extra):
+        assert loaded == ([], []) and apart == 0
+
+
+def test_names_of_earlier_versions_are_understood(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    config = AutoConfig.for_model("bert", **SIZES)
+    family: Any = AutoModelForMaskedLM
+    theirs, ours = family.from_config(config), family.from_config(config)
+    tensors = {}
+    for name, value in theirs.state_dict().items():
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        if not name.startswith("cls.predictions.decoder"):  # tied
+            tensors[old.replace("LayerNorm.bias", "LayerNorm.beta")] = value.clone() + 0.01
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert checkpoint.load_weights(ours, tmp_path) == ([], [])
+    config.save_pretrained(tmp_path)
+    theirs = family.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, theirs.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("row", [0, 64])
+def test_a_tie_whose_two_tensors_differ_in_the_files_is_refused(
+    pool: RankPool, saved: Path, tmp_path: Path, world: int, row: int
+) -> None:
+    folder = Path(shutil.copytree(saved / "tied llama", tmp_path / "tied llama"))
+    head = everything_in(folder)["model.embed_tokens.weight"].clone()
+    extra = {"lm_head.weight": head}
+    for loaded, apart in pool.run(world, loaded_from, folder, "tied llama", {}, extra):
+        assert loaded == ([], []) and apart == 0
+    shutil.rmtree(folder.parent / "altered")
+    head[row, 3] += 0.5
+    for said, _ in pool.run(world, loaded_from, folder, "tied llama", {}, extra):
+        assert "model.embed_tokens.weight and lm_head.weight differ in the files" in said
+        assert "tie_word_embeddings=False" in said
 
 
 def everything_in(folder: Path) -> dict[str, Tensor]:

@@ -38,14 +38,56 @@ def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
             yield Adapted(clean_name(f"{path}." if path else ""), module)
 
 
-def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+class _Wrapper(NamedTuple):
+    """A module that ``peft`` trains whole, or some rows of, beside its frozen original.
+
+    Attributes:
+        used: how names of the tensors begin that the model computes with.
+        originals: how names of tensors begin that others stand in for.
+        path: how all these begin without the wrapper.
+        left_out: how names of tensors begin that the model does not compute with.
+    """
+
+    path: str
+    used: str
+    originals: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def _wrappers(model: nn.Module) -> Iterator[_Wrapper]:
+    if "peft" not in sys.modules:
+        return
+    from peft.utils import other
+
+    for name, module in model.named_modules():
+        path = clean_name(f"{name}." if name else "")
+        if isinstance(module, other.ModulesToSaveWrapper):
+            copies: dict[str, str] = {
+                adapter: f"{path}modules_to_save.{adapter}." for adapter in module.modules_to_save
+            }
+            active = [] if module.disable_adapters else list(module.active_adapters)
+            used = next((copies.pop(one) for one in active if one in copies), "")
+            original = f"{path}original_module."
+            stands_in = (original,) if used else ()
+            yield _Wrapper(path, used or original, stands_in, tuple(copies.values()))
+        elif isinstance(module, getattr(other, "TrainableTokensWrapper", ())):
+            yield _Wrapper(path, f"{path}token_adapter.", (), ())
+
+
+def plain_names(model: nn.Module, names: Iterable[str], *, in_use: bool = False) -> dict[str, str]:
     """Return the names that tensors of ``model`` have without adapters, in the given order.
 
-    Names of adapters' own tensors are left out.
+    Names of adapters' own tensors are left out. ``peft`` trains some modules whole, in copies; such
+    a copy has the name of the original. With ``in_use`` originals are left out that a copy stands
+    in for.
     """
-    layers = list(adapted_layers(model))
+    layers, wrappers = list(adapted_layers(model)), list(_wrappers(model))
     adapters = tuple(prefix for layer in layers for prefix in layer.prefixes)
+    adapters += tuple(prefix for one in wrappers for prefix in one.left_out)
+    if in_use:
+        adapters += tuple(prefix for one in wrappers for prefix in one.originals)
     bases = {f"{layer.path}{_BASE}": layer.path for layer in layers}
+    inside = {prefix: one.path for one in wrappers for prefix in (one.used, *one.originals)}
     found = {}
     for name in names:
         if name.startswith(adapters) and adapters:
@@ -55,7 +97,10 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         while head + between in bases:  # what has adapters may be the base of another such layer
             plain = bases[head + between] + own
             head, between, own = plain.rpartition(_BASE)
-        found[name] = plain.removeprefix(_INSIDE) if layers else plain
+        for prefix, path in inside.items():
+            if plain.startswith(prefix):
+                plain = path + plain.removeprefix(prefix)
+        found[name] = plain.removeprefix(_INSIDE) if layers or wrappers else plain
     return found
 
 
@@ -91,3 +136,17 @@ def reset_adapters(model: nn.Module, layer: Any) -> None:
                 "use True or 'gaussian', or give the adapters values before"
             )
         layer.reset_lora_parameters(adapter, how)
+
+
+def check_loadable(model: nn.Module) -> None:
+    """Refuse modules of which ``peft`` has copied rows to train them.
+
+    Raises:
+        UnsupportedError: there is one; its path.
+    """
+    for adapted in adapted_layers(model):
+        if hasattr(adapted.layer, "trainable_tokens_delta"):
+            raise UnsupportedError(
+                f"{adapted.path.rstrip('.')} trains single tokens, copies of rows that loading "
+                "would not change: load the weights before get_peft_model"
+            )

@@ -35,11 +35,10 @@ from fullshard.checkpoint.outgoing import (
 )
 from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.replicas import digests_of, refuse_apart, shared_digests
-from fullshard.checkpoint.stored import INDEX, SINGLE, pretrained
+from fullshard.checkpoint.stored import INDEX, SINGLE, own_class, pretrained
 from fullshard.comm.blocking import all_to_all_bytes
 from fullshard.comm.council import Council
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.frontend.sharded import ShardedModule
 
 log = logging.getLogger(__name__)
 
@@ -301,8 +300,7 @@ def _write_configuration(model: nn.Module, folder: Path, plan: _Plan) -> None:
     if inner is None or not hasattr(inner.config, "save_pretrained"):
         return
     config = copy.deepcopy(inner.config)
-    own = (base for base in type(inner).__mro__ if not issubclass(base, ShardedModule))
-    config.architectures = [next(own).__name__]
+    config.architectures = [own_class(inner).__name__]
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # what is written is not quantised
     dtypes = [one.dtype for one in plan.tensors if one.dtype.is_floating_point]

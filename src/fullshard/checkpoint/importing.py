@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import datafile
-from fullshard.checkpoint.adapted import adapted_layers, reset_adapters
+from fullshard.checkpoint.adapted import adapted_layers, check_loadable, reset_adapters
 from fullshard.checkpoint.pending import settle
 from fullshard.checkpoint.stored import (
     Chosen,
@@ -107,17 +107,30 @@ def load_weights(
 
     def plan() -> list[list[str]]:
         targets.append(_Target(model, files, init, convert or {}))
-        return [targets[0].chosen.missing, targets[0].chosen.unexpected]
+        chosen = targets[0].chosen
+        with StoredReader(folder, files) as reader:
+            unlike = [
+                f"{first} and {second}"
+                for first, second in chosen.doubles
+                if reader.differ(first, second, council.rank, council.world)
+            ]
+        return [chosen.missing, chosen.unexpected, unlike]
 
     def compare(said: list[list[list[str]]]) -> list[Any]:
-        missing = list(dict.fromkeys(name for one, _ in said for name in one))
-        nowhere = set(said[0][1]).intersection(*(own for _, own in said))
+        missing = list(dict.fromkeys(name for one, _, _ in said for name in one))
+        nowhere = set(said[0][1]).intersection(*(own for _, own, _ in said))
+        unlike = list(dict.fromkeys(pair for *_, pairs in said for pair in pairs))
         unexpected = [name for name in said[0][1] if name in nowhere]
         problems = []
         if strict and missing:
             problems.append(f"the files lack {some(missing)}")
         if strict and unexpected:
             problems.append(f"the model lacks {some(unexpected)}")
+        if unlike:
+            problems.append(
+                f"{some(unlike)} differ in the files, but are one tensor of the model: build it "
+                "with them apart (tie_word_embeddings=False)"
+            )
         if problems:
             raise ConfigError("they do not fit; " + "; ".join(problems))
         return [missing, unexpected, torch.initial_seed()]
@@ -144,6 +157,7 @@ class _Target:
         self._model = model
         self._files = files
         self._convert = convert
+        check_loadable(model)
         tree = Tree(model, "load_weights", without_values=True)
         rows = [row for row in tree.rows() if isinstance(row.value, Tensor)]
         names: dict[int, list[str]] = {}

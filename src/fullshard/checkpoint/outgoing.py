@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.checkpoint import datafile
-from fullshard.checkpoint.adapted import check_merged
+from fullshard.checkpoint.adapted import check_merged, plain_names
 from fullshard.checkpoint.collecting import Collected
 from fullshard.checkpoint.manifest import FileInfo, Manifest
 from fullshard.checkpoint.saving import merged, shared
@@ -82,7 +82,8 @@ def planned_tensors(
     if dtype is not None and not (dtype.is_floating_point and datafile.is_known(dtype)):
         raise ConfigError(f"dtype={dtype}: expected one of floating point that files can hold")
     entries = {n.removeprefix("model/"): manifest.entry(n) for n in manifest.names()}
-    shapes = {name: entry.shape for name, entry in entries.items()}
+    used = plain_names(model, entries, in_use=True)
+    shapes = {name: entry.shape for name, entry in entries.items() if name in used}
     found = []
     for stored in stored_tensors(model, shapes):
         own = datafile.dtype_of(entries[stored.source].dtype)

@@ -9,9 +9,10 @@ tensors on the meta device: the views that it takes of them say what is where.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.checkpoint import datafile
 from fullshard.checkpoint.adapted import plain_names
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
+from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout.region import Interval, Region, whole
 from fullshard.tensors.names import clean_name
 
+_COMPARED_NUMEL = 8 << 20
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -92,7 +95,7 @@ def stored_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> lis
         return [one._replace(name=plain[one.source]) for one in found]
     blanks = {own: torch.empty(tuple(shapes[name]), device="meta") for name, own in plain.items()}
     names = {id(blanks[own]): name for name, own in plain.items()}
-    with torch.no_grad(), _NoCopies():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), _NoCopies(), _own_classes(inner):  # type: ignore[no-untyped-call]
         views = revert(inner, dict(blanks))
     found = []
     for name, view in views.items():
@@ -105,7 +108,33 @@ def stored_tensors(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> lis
                 "read or written in parts; use from_pretrained and save_pretrained of transformers"
             )
         found.append(Stored(name, source, *box))
-    return found
+    first = {plain[one]: one for one in names.values()}
+    others = [name for name, own in plain.items() if first[own] != name]  # copies of modules
+    return found + [
+        stored._replace(source=name)
+        for name in others
+        for stored in found
+        if stored.source == first[plain[name]]
+    ]
+
+
+def own_class(module: nn.Module) -> type[Any]:
+    """Return the class that a module had before it was sharded."""
+    return next(base for base in type(module).__mro__ if not issubclass(base, ShardedModule))
+
+
+@contextmanager
+def _own_classes(model: nn.Module) -> Iterator[None]:
+    """Give sharded modules the classes that they had before, whose names transformers looks up."""
+    changed = [(module, type(module)) for module in model.modules()]
+    changed = [(module, cls) for module, cls in changed if issubclass(cls, ShardedModule)]
+    for module, _ in changed:
+        module.__class__ = own_class(module)
+    try:
+        yield
+    finally:
+        for module, cls in changed:
+            module.__class__ = cls
 
 
 def _reverter() -> Any:
@@ -198,11 +227,13 @@ class Chosen(NamedTuple):
         parts: by the name of the model's tensor.
         missing: names of the model's tensors that the files lack.
         unexpected: names in the files that nothing was made of.
+        doubles: pairs of different names in the files for one tensor of the model, which is tied.
     """
 
     parts: dict[str, list[Stored]]
     missing: list[str]
     unexpected: list[str]
+    doubles: list[tuple[str, str]]
 
 
 def choose(
@@ -213,8 +244,8 @@ def choose(
 ) -> Chosen:
     """Choose the stored tensors of a model's tensors.
 
-    Files may have the names of ``transformers``, or those of the model itself, with the prefix of
-    the base model or without.
+    Files may have the names of ``transformers``, of now or of earlier versions, or those of the
+    model itself, with the prefix of the base model or without.
 
     Args:
         model: the model.
@@ -227,9 +258,13 @@ def choose(
         by_source.setdefault(stored.source, []).append(stored)
     inner = pretrained(model)
     prefix = f"{inner.base_model_prefix}." if inner is not None else ""
+    renamed_files = {name: name for name in files}
+    for file, name in _names_of_now(inner, files).items():
+        renamed_files.setdefault(name, file)
     chosen: dict[str, list[Stored]] = {}
     missing: list[str] = []
     known: set[str] = set()
+    doubles: list[tuple[str, str]] = []
     for tied in names:
         options = [
             [part._replace(name=name) for part, name in zip(parts, renamed, strict=True)]
@@ -238,13 +273,19 @@ def choose(
             for renamed in _names([part.name for part in parts], prefix)
             if parts
         ]
-        complete = [one for one in options if all(part.name in files for part in one)]
+        complete = [
+            [part._replace(name=renamed_files[part.name]) for part in one]
+            for one in options
+            if all(part.name in renamed_files for part in one)
+        ]
         known.update(part.name for one in complete for part in one)
         if complete:
             chosen[tied[0]] = complete[0]
+            firsts = list(dict.fromkeys(one[0].name for one in complete if len(tied) > 1))
+            doubles += [(firsts[0], other) for other in firsts[1:]]
         else:
             missing.append(tied[0])
-    ignored = _patterns(inner, "_keys_to_ignore_on_load_unexpected")
+    ignored = [*_patterns(inner, "_keys_to_ignore_on_load_unexpected"), *_CONSTANTS]
     unexpected = [
         name
         for name in files
@@ -253,7 +294,31 @@ def choose(
     may_miss = _patterns(inner, "_keys_to_ignore_on_load_missing")
     may_lack = plain_names(model, missing)  # not those of adapters
     missing = [name for name in may_lack if not any(one.search(name) for one in may_miss)]
-    return Chosen(chosen, missing, unexpected)
+    return Chosen(chosen, missing, unexpected, doubles)
+
+
+# Buffers that models of transformers once saved, and now compute.
+_CONSTANTS = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.masked_bias$"))
+
+
+def _names_of_now(inner: Any, files: Iterable[str]) -> dict[str, str]:
+    """Return, for names in files that ``transformers`` would rename on loading, the new ones."""
+    if inner is None or _reverter() is None:
+        return {}
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    with _own_classes(inner):
+        found = conversion_mapping.get_model_conversion_mapping(inner)
+    new = {}
+    for name in files:
+        now = name
+        for one in found:
+            if isinstance(one, WeightRenaming):
+                now, _ = one.rename_source_key(now)
+        if now != name:
+            new[name] = now
+    return new
 
 
 def _names(names: list[str], prefix: str) -> Iterator[list[str]]:
@@ -308,6 +373,25 @@ class StoredReader:
             raise CheckpointError(f"{self._folder / file}: {stored.name}: {error}") from error
         read: Tensor = found.reshape(tuple(sizes))
         return read
+
+    def differ(self, first: str, second: str, rank: int, world: int) -> bool:
+        """Return whether two stored tensors differ in the share of ``rank`` of ``world``."""
+        shape = self._files[first].shape
+        if self._files[second].shape != shape:
+            return True
+        num_rows = shape[0] if shape else 1
+        start, stop = num_rows * rank // world, num_rows * (rank + 1) // world
+        step = max(1, _COMPARED_NUMEL * num_rows // max(1, math.prod(shape)))
+        one, other = unchanged(first, shape), unchanged(second, shape)
+        for at in range(start, stop, step):
+            sizes = (min(step, stop - at), *shape[1:])[: len(shape)]
+            starts = [at, *[0] * len(shape)][: len(shape)]
+            values = [self.read(stored, starts, sizes) for stored in (one, other)]
+            dtype = torch.promote_types(*(value.dtype for value in values))
+            flat = (value.to(dtype).reshape(-1).view(torch.uint8) for value in values)
+            if not torch.equal(*flat):
+                return True
+        return False
 
 
 def check_fits(stored: Stored, found: InFile, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from fullshard.errors import ConfigError
 
 from .config import HF, SIZES, ModelConfig, TrainConfig
 from .data import LEAST_TOKENS, MOST_TOKENS, TokenizedText, load_text
-from .hf import load_hf
+from .hf import load_hf, logits_and_loss
 from .model import GPT
 
 
@@ -112,9 +112,26 @@ def count_parameters(architecture: Architecture, config: TrainConfig) -> int:
 def next_token_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
     """Return fp32 logits ``[B, T, V]`` of the token after each of ``tokens`` ``[B, T]``.
 
-    Only this function knows that models of ``transformers`` wrap their logits in an object, and
-    that they keep samples of a row apart where ``positions`` ``[B, T]`` begin anew.
+    Models of ``transformers`` keep samples of a row apart where ``positions`` ``[B, T]`` begin
+    anew.
     """
-    output = model(tokens) if positions is None else model(tokens, position_ids=positions)
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
-    return logits.float()
+    return _forward(model, tokens, positions, adds_losses=False)[0]
+
+
+def logits_and_added_loss(
+    model: nn.Module, tokens: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``next_token_logits``, and what the model adds to its cross entropy, if anything."""
+    return _forward(model, tokens, positions, adds_losses=True)
+
+
+def _forward(
+    model: nn.Module, tokens: Tensor, positions: Tensor | None, *, adds_losses: bool
+) -> tuple[Tensor, Tensor | None]:
+    options = {} if positions is None else {"position_ids": positions}
+    if adds_losses and hasattr(getattr(model, "config", None), "model_type"):
+        logits, added = logits_and_loss(model, tokens, **options)
+        return logits.float(), added
+    output = model(tokens, **options)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return logits.float(), None

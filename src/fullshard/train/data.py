@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -31,12 +32,13 @@ from fullshard.errors import ConfigError
 from .chats import ChatTokenizer
 from .config import TrainConfig
 from .documents import Document, collect, split
+from .pretrained import PretrainedTokenizer
 from .rows import Indices, Packed, Rows, Tokens, Windows
 
 END = "<|end|>"  # end mark between documents; its id is 0
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
-_FORMAT = 4  # part of the cache key: raise it whenever the content of the cache changes
+_FORMAT = 5  # part of the cache key: raise it whenever the content of the cache changes
 _AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
 
 
@@ -71,6 +73,7 @@ class TokenizedText:
 
     Attributes:
         end: id of the mark between documents.
+        left_out: files of the folder that were not read, each with the reason.
     """
 
     train: TextPart
@@ -80,6 +83,7 @@ class TokenizedText:
     num_documents: int
     nbytes: int
     end: int
+    left_out: tuple[str, ...] = ()
 
     def question(self) -> list[int]:
         """Return the tokens of the first held-out chat up to its first answer; [] of texts."""
@@ -178,14 +182,17 @@ def load_text(
         ConfigError: see ``collect``; or the tokenizer is missing, does not fit the model, or cannot
             write chats.
     """
-    documents = collect(data)
+    collected = collect(data)
+    documents = collected.documents
     if pretrained is None and documents[0].is_chat:
         raise ConfigError(
             f"--data {data}: holds chats, which need a tokenizer with a chat template: give --init"
         )
-    given = None if pretrained is None else _read_tokenizer(pretrained, vocab_size)
-    key = _key(documents, vocab_size, given)
-    folder = _cache_root() / key
+    given = None
+    if pretrained is not None:
+        given = PretrainedTokenizer(pretrained)
+        given.check_size(vocab_size)
+    folder = _cache_root() / _key(documents, vocab_size, given)
     if not folder.exists():
         _fill_cache(folder, documents, vocab_size, given)
     facts = json.loads((folder / "facts.json").read_text())
@@ -193,50 +200,12 @@ def load_text(
         train=_read_part(folder, "train", facts),
         held_out=_read_part(folder, "held_out", facts),
         tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
-        key=key,
+        key=facts["key"],
         num_documents=len(documents),
+        left_out=collected.left_out,
         nbytes=sum(len(document.text.encode()) for document in documents),
         end=facts["end"],
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """The tokenizer of a folder.
-
-    Attributes:
-        folder: the folder.
-        tokenizer: without its chat template.
-        end: id of the token that ends its texts.
-    """
-
-    folder: Path
-    tokenizer: Tokenizer
-    end: int
-
-
-def _read_tokenizer(folder: Path, vocab_size: int) -> _Given:
-    """Return the tokenizer in ``folder``."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise ConfigError(f"--init {folder}: there is no tokenizer.json, which the text needs")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-        config = folder / "tokenizer_config.json"
-        end = json.loads(config.read_text()).get("eos_token") if config.exists() else None
-        end = end["content"] if isinstance(end, dict) else end
-    except Exception as error:  # tokenizers raises plain ones
-        raise ConfigError(f"--init {folder}: its tokenizer cannot be read ({error})") from error
-    number = None if end is None else tokenizer.token_to_id(end)
-    if number is None:
-        raise ConfigError(
-            f"--init {folder}: tokenizer_config.json names no eos_token that the tokenizer knows; "
-            "it separates documents"
-        )
-    size = max(tokenizer.get_vocab().values()) + 1
-    if size > vocab_size:
-        raise ConfigError(f"--init {folder}: {size} tokens, but the model has {vocab_size} rows")
-    return _Given(folder, tokenizer, number)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -260,7 +229,10 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> Indices:
 
 
 def _fill_cache(
-    folder: Path, documents: Sequence[Document], vocab_size: int, given: _Given | None
+    folder: Path,
+    documents: Sequence[Document],
+    vocab_size: int,
+    given: PretrainedTokenizer | None,
 ) -> None:
     """Write the tokens beside ``folder``, then rename: ``folder`` is complete or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -271,8 +243,8 @@ def _fill_cache(
             tokenizer = train_tokenizer([document.text for document in train], vocab_size)
             end = tokenizer.get_vocab()[END]
         else:
-            tokenizer, end = given.tokenizer, given.end
-        facts = {"end": end}
+            tokenizer, end = given.plain, given.end
+        facts: dict[str, Any] = {"end": end}
         for name, part in (("train", train), ("held_out", held_out)):
             if given is not None and documents[0].is_chat:
                 nbytes = _write_chats(unfinished, name, given, part)
@@ -280,6 +252,7 @@ def _fill_cache(
                 np.save(unfinished / f"{name}.npy", _encode(tokenizer, end, part))
                 nbytes = sum(len(document.text.encode()) for document in part)
             facts[f"{name}_nbytes"] = nbytes
+        facts["key"] = _digest([end, tokenizer.to_str()], unfinished)
         tokenizer.save(str(unfinished / "tokenizer.json"))
         (unfinished / "facts.json").write_text(json.dumps(facts))
         unfinished.rename(folder)
@@ -290,7 +263,16 @@ def _fill_cache(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _read_part(folder: Path, name: str, facts: dict[str, int]) -> TextPart:
+def _digest(facts: Any, folder: Path) -> str:
+    """Return a digest of ``facts`` and of all tokens in ``folder``."""
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for path in sorted(folder.glob("*.npy")):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _read_part(folder: Path, name: str, facts: dict[str, Any]) -> TextPart:
     def read(file: str) -> Any:
         path = folder / f"{file}.npy"
         return np.load(path, mmap_mode="r") if path.exists() else None
@@ -299,11 +281,13 @@ def _read_part(folder: Path, name: str, facts: dict[str, int]) -> TextPart:
     return TextPart(tokens, facts["end"], starts, learned, facts[f"{name}_nbytes"])
 
 
-def _write_chats(folder: Path, name: str, given: _Given, documents: Sequence[Document]) -> int:
+def _write_chats(
+    folder: Path, name: str, given: PretrainedTokenizer, documents: Sequence[Document]
+) -> int:
     """Write the samples of chats, and return the size of what is to be learned in bytes."""
-    tokenizer = ChatTokenizer(given.folder)
+    tokenizer = ChatTokenizer(given)
     samples = [sample for document in documents for sample in tokenizer.samples(document)]
-    kind = _dtype_of(given.tokenizer)
+    kind = _dtype_of(given.plain)
     tokens = [np.array(sample.tokens, kind) for sample in samples]
     learned = [np.array(sample.learned, np.bool_) for sample in samples]
     lengths = [len(sample.tokens) for sample in samples]
@@ -329,13 +313,13 @@ def _dtype_of(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32
 
 
-def _key(documents: Sequence[Document], vocab_size: int, given: _Given | None) -> str:
+def _key(documents: Sequence[Document], vocab_size: int, given: PretrainedTokenizer | None) -> str:
+    """Return a digest of everything that decides the tokens, but for the date of a template."""
     is_chat = documents[0].is_chat
-    digest = hashlib.sha256(json.dumps([_FORMAT, vocab_size, is_chat]).encode())
+    version = importlib.metadata.version("tokenizers")
+    digest = hashlib.sha256(json.dumps([_FORMAT, version, vocab_size, is_chat]).encode())
     if given is not None:
-        digest.update(json.dumps([given.end, given.tokenizer.to_str()]).encode())
-        if is_chat:
-            digest.update(ChatTokenizer(given.folder).template.encode())
+        digest.update(given.identity(of_chats=is_chat).encode())
     for document in documents:
         for part in (document.name.encode(), document.text.encode()):
             digest.update(len(part).to_bytes(8, "little") + part)

@@ -1,14 +1,17 @@
-"""Reading of ``--data`` (text files, JSONL and parquet) into named documents: texts or chats."""
+"""Reading of ``--data`` (text, JSON, JSONL, parquet) into named documents: texts or chats."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import re
 import sysconfig
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fullshard.errors import ConfigError
 
@@ -18,6 +21,9 @@ _SKIPPED_FOLDERS = frozenset(
 HELD_OUT_OF_256 = 16  # one document in sixteen
 # Fields of a JSONL record, columns of a parquet file.
 _TEXT, _CHAT, _TOOLS = "text", "messages", "tools"
+_BOTH = f'--data {{}}: has both "{_TEXT}" and "{_CHAT}"; leave out the one not to be learned'
+_GZIP = ".gz"
+_COMPRESSED = (".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +51,35 @@ class Document:
         return hashlib.sha256(self.name.encode()).digest()
 
 
-def collect(data: str | None) -> list[Document]:
-    """Return the texts to train on, sorted by name.
+class Corpus(NamedTuple):
+    """The documents of a file or folder.
+
+    Attributes:
+        documents: sorted by name; only texts, or only chats.
+        left_out: files that were not read, each with the reason.
+    """
+
+    documents: list[Document]
+    left_out: tuple[str, ...]
+
+
+def collect(data: str | None) -> Corpus:
+    """Return the texts to train on.
+
+    A file of records (``*.jsonl``, ``*.parquet``, ``*.json`` with an array or one record) gives a
+    document for each: its field or column ``text``, or ``messages``, a chat, with its ``tools`` if
+    there are any. Any other file of UTF-8 is one text. Files may be compressed by gzip (``*.gz``).
+    Hidden files are never read. Of a folder with records, as hubs have them, files such as README
+    and LICENSE are left out. If the names of files or folders split the records into ``train`` and
+    others, only ``train`` is read.
 
     Args:
-        data: a file, or a folder of which every UTF-8 file is read except hidden ones; of
-            ``*.jsonl`` and ``*.parquet`` files, the field or column ``text`` of every record, or
-            ``messages``: a chat, with its ``tools`` if there are any. ``None`` reads the ``*.py``
-            of Python's standard library, without tests and tables.
-
-    Returns:
-        Texts only, or chats only.
+        data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
+            tests and tables.
 
     Raises:
         ConfigError: the path is missing or holds no text, a record has neither ``text`` nor
-            ``messages``, there are texts beside chats, or a JSONL or parquet file cannot be read.
+            ``messages``, or both, there are texts beside chats, or a file cannot be read.
     """
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -70,14 +90,30 @@ def collect(data: str | None) -> list[Document]:
             raise ConfigError(f"--data {data}: there is no such file or folder")
         files = [root] if root.is_file() else [p for p in root.rglob("*") if _is_visible(p, root)]
     folder = root.parent if root.is_file() else root
-    documents = [
-        document
-        for path in files
-        for document in _read(path, path.relative_to(folder).as_posix())
-        if document.text
-    ]
+    names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
+    left_out: dict[Path, str] = {}
+    records = {path: found for path in names if (found := _records(path)) is not None}
+    if records:
+        left_out |= {path: "about the records" for path in names if _ABOUT.match(path.name)}
+    splits = {path: _split_of(name) for path, name in names.items() if path in records}
+    if "train" in splits.values():
+        others = {path: own for path, own in splits.items() if own not in ("", "train")}
+        left_out |= {path: f"split {own}" for path, own in others.items()}
+    documents: list[Document] = []
+    for path, name in names.items():
+        if path in left_out:
+            continue
+        if path in records:
+            read = list(_documents(records[path], name))
+        else:
+            read = _text(path, name, left_out)
+        documents += [document for document in read if document.text]
+    told = tuple(f"{names[path]} ({why})" for path, why in left_out.items())
     if not documents:
-        raise ConfigError(f"--data {data or root}: holds no text (UTF-8 files that are not empty)")
+        more = f"; left out: {', '.join(told[:8])}" if told else ""
+        raise ConfigError(
+            f"--data {data or root}: holds no text (UTF-8 files that are not empty){more}"
+        )
     chats = [document for document in documents if document.is_chat]
     if chats and len(chats) < len(documents):
         text = next(document for document in documents if not document.is_chat)
@@ -85,7 +121,7 @@ def collect(data: str | None) -> list[Document]:
             f"--data {data or root}: {chats[0].name} is a chat and {text.name} is a text; give "
             "only chats or only texts"
         )
-    return sorted(documents, key=lambda document: document.name)
+    return Corpus(sorted(documents, key=lambda document: document.name), told)
 
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
@@ -116,12 +152,31 @@ def _size(documents: Sequence[Document]) -> int:
     return sum(len(document.text) for document in documents)
 
 
-def _read(path: Path, name: str) -> Iterator[Document]:
-    if path.suffix not in (".jsonl", ".parquet"):
-        yield Document(name, _read_text(path))
-        return
-    read = _read_jsonl if path.suffix == ".jsonl" else _read_parquet
-    for number, record in read(path):
+Records = Iterator[tuple[int, Mapping[str, Any]]]
+"""Numbers of records in their file, and the records."""
+
+_ABOUT = re.compile(r"README|LICENSE|dataset_infos?\.json$|dataset_dict\.json$|state\.json$")
+_SPLIT = re.compile(r"(?:^|[-._/ ])(train|test|validation|valid|val|dev|eval)(?=$|[-._/ 0-9])")
+
+
+def _split_of(name: str) -> str:
+    """Return the split that a file of records belongs to by its name, as hubs name them, or ""."""
+    found = _SPLIT.search(name)
+    return "" if found is None else found[1]
+
+
+def _records(path: Path) -> Records | None:
+    """Return the records of a file, or None if it is no file of records."""
+    kind = path.with_suffix("").suffix if path.suffix == _GZIP else path.suffix
+    if kind == ".jsonl":
+        return _read_jsonl(path)
+    if kind == ".json":
+        return _read_json(path)
+    return _read_parquet(path) if kind == ".parquet" else None
+
+
+def _documents(records: Records, name: str) -> Iterator[Document]:
+    for number, record in records:
         own = f"{name}:{number:09d}"  # names sort in file order
         if _TEXT in record:
             yield Document(own, record[_TEXT])
@@ -130,20 +185,40 @@ def _read(path: Path, name: str) -> Iterator[Document]:
             yield Document(own, json.dumps(chat), is_chat=True)
 
 
-def _read_text(path: Path) -> str:
-    """Return the file's exact text, or an empty string if the file is not text."""
+def _bytes(path: Path) -> bytes:
+    """Return what a file holds, without compression.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return "" if "\0" in text else text
+        found = path.read_bytes()
+        return gzip.decompress(found) if path.suffix == _GZIP else found
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"--data {path}: cannot be read ({error})") from error
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _text(path: Path, name: str, left_out: dict[Path, str]) -> list[Document]:
+    """Return the text of a file; none, but an entry in ``left_out``, if the file is not text."""
+    if path.suffix in _COMPRESSED:
+        left_out[path] = "decompress it, or compress it by gzip"
+        return []
+    try:
+        text = _bytes(path).decode()
+    except UnicodeDecodeError:
+        left_out[path] = "not UTF-8"
+        return []
+    if "\0" in text:
+        left_out[path] = "not text"
+        return []
+    return [Document(name, text)]
+
+
+def _read_jsonl(path: Path) -> Records:
     """Yield line numbers and records, skipping empty lines."""
     try:
-        lines = path.read_bytes().decode().split("\n")  # no splitlines: JSON may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
+        lines = _bytes(path).decode().split("\n")  # no splitlines: JSON may hold U+2028
+    except UnicodeDecodeError as error:
         raise ConfigError(f"--data {path}: cannot be read as UTF-8 ({error})") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -152,19 +227,43 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             record = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"--data {path}, line {number}: not JSON ({error})") from error
-        known = record if isinstance(record, dict) else {}
-        if isinstance(known.get(_TEXT), str):
-            # JSON may hold half a surrogate pair.
-            yield number, {_TEXT: known[_TEXT].encode(errors="replace").decode()}
-        elif _is_chat(known):
-            yield number, known
-        else:
-            found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            raise ConfigError(
-                f'--data {path}, line {number}: expected an object with the field "{_TEXT}", a '
-                f'string, or "{_CHAT}", objects with "role" and "content"; found '
-                f"{found or 'nothing'}"
-            )
+        yield number, _record(record, f"{path}, line {number}")
+
+
+def _read_json(path: Path) -> Records | None:
+    """Return the records of an array, or a single one; None if the file has no records."""
+    try:
+        found = json.loads(_bytes(path))
+    except ValueError:
+        return None  # one text
+    records = found if isinstance(found, list) else [found]
+    if not any(isinstance(one, dict) and {_TEXT, _CHAT} & one.keys() for one in records):
+        return None
+    return (
+        (number, _record(one, f"{path}, record {number}"))
+        for number, one in enumerate(records, start=1)
+    )
+
+
+def _record(record: Any, where: str) -> Mapping[str, Any]:
+    """Return a record with a text or a chat.
+
+    Raises:
+        ConfigError: it has neither, or both.
+    """
+    known = record if isinstance(record, dict) else {}
+    is_text = isinstance(known.get(_TEXT), str)
+    if is_text and _CHAT in known:
+        raise ConfigError(_BOTH.format(where))
+    if is_text:  # JSON may hold half a surrogate pair
+        return {_TEXT: known[_TEXT].encode(errors="replace").decode()}
+    if _is_chat(known):
+        return known
+    found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    raise ConfigError(
+        f'--data {where}: expected an object with the field "{_TEXT}", a string, or "{_CHAT}", '
+        f'objects with "role" and "content"; found {found or "nothing"}'
+    )
 
 
 def _is_chat(record: Mapping[str, Any]) -> bool:
@@ -176,7 +275,7 @@ def _is_chat(record: Mapping[str, Any]) -> bool:
     )
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _read_parquet(path: Path) -> Records:
     """Yield row numbers and records; a null becomes an empty text, or is left out of a chat."""
     try:
         import pyarrow as arrow
@@ -189,6 +288,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             names = schema.names
+            if _TEXT in names and _CHAT in names:
+                raise ConfigError(_BOTH.format(path))
             if _TEXT in names:
                 kind = schema.field(_TEXT).type
                 if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .architecture import next_token_logits
+from .architecture import logits_and_added_loss, next_token_logits
 from .config import TrainConfig
 from .data import TokenizedText
 from .rows import IGNORED
@@ -58,6 +58,20 @@ def losses_of(model: nn.Module, batch: Sequence[Tensor], world: World) -> Tensor
     return label_losses(model, *map(world.put, batch))
 
 
+def training_loss(
+    model: nn.Module, batch: Sequence[Tensor], world: World, *, of_label: float, of_row: float
+) -> Tensor:
+    """Return the loss to learn a batch by.
+
+    It is the sum of ``losses_of`` times ``of_label``, and what the model itself adds, such as the
+    loss that balances experts, times ``of_row`` for each row.
+    """
+    tokens, labels, *positions = map(world.put, batch)
+    logits, added = logits_and_added_loss(model, tokens, *positions)
+    loss = _cross_entropy(logits, labels).sum() * of_label
+    return loss if added is None else loss + added * (len(tokens) * of_row)
+
+
 def label_losses(
     model: nn.Module, tokens: Tensor, labels: Tensor, positions: Tensor | None = None
 ) -> Tensor:
@@ -65,5 +79,10 @@ def label_losses(
 
     All arguments are ``[B, T]``; see ``Batch``.
     """
-    logits = next_token_logits(model, tokens, positions).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return _cross_entropy(next_token_logits(model, tokens, positions), labels)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )

@@ -13,9 +13,21 @@ from fullshard.checkpoint import save_weights
 from .adapters import merge_adapters, save_adapters
 from .config import TrainConfig
 from .data import END, TokenizedText
+from .hf import caching
 from .world import World
 
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
+_BESIDE_WEIGHTS = (
+    "tokenizer*",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "generation_config.json",
+    "*processor_config.json",
+)
+"""Files of ``--init`` that belong to the exported model too: how to read, answer and sample."""
 
 
 def export(
@@ -30,14 +42,15 @@ def export(
     else:
         if config.lora is not None:
             merge_adapters(model)
-        save_weights(model, folder)
+        with caching(model, config.model):
+            save_weights(model, folder)
     if world.is_first:
-        _write_tokenizer(folder, config, text)
+        _write_others(folder, config, text)
 
 
-def _write_tokenizer(folder: Path, config: TrainConfig, text: TokenizedText) -> None:
+def _write_others(folder: Path, config: TrainConfig, text: TokenizedText) -> None:
     if config.init is not None:
-        files = [file for pattern in _TOKENIZER for file in Path(config.init).glob(pattern)]
+        files = [file for pattern in _BESIDE_WEIGHTS for file in Path(config.init).glob(pattern)]
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)

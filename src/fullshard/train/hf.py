@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard import unshard_params
 from fullshard.errors import ConfigError
+
+from .config import HF
 
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
@@ -31,6 +34,7 @@ class HfArchitecture:
 
     path: str
     config: Any  # a PretrainedConfig
+    caches: Any = True  # its ``use_cache`` in the file
 
     @property
     def vocab_size(self) -> int:
@@ -59,6 +63,7 @@ class HfArchitecture:
             model = family.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
             if checkpoint_activations:
                 _enable_checkpoints(model)
+            model.loss_function = _no_cross_entropy
         except Exception as error:  # inconsistent sizes fail anywhere in the model's code
             raise _refusal(self.path, error) from error
         built: nn.Module = model.train()
@@ -103,8 +108,42 @@ def load_hf(path: str) -> HfArchitecture:
     _check_kernels(path, config)
     if not hasattr(config.get_text_config(), "vocab_size"):
         raise ConfigError(f"--model hf:{path}: a {config.model_type} is no language model")
+    caches = getattr(config, "use_cache", None)
     config.use_cache = False  # the key-value cache is useless in training
-    return HfArchitecture(path, config)
+    return HfArchitecture(path, config, caches)
+
+
+def logits_and_loss(
+    model: nn.Module, tokens: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits, and what the model adds to its cross entropy, if that can be told.
+
+    Mixtures of experts add a loss that balances experts, if their configuration says so.
+    """
+    _asked.clear()
+    output = model(tokens, labels=tokens, **options)
+    # Where a model computes its cross entropy by itself, nothing else can be told apart.
+    return output.logits, output.loss if _asked else None
+
+
+_asked: list[bool] = []  # filled when a model asks for its cross entropy
+
+
+def _no_cross_entropy(logits: Tensor, *_: object, **__: object) -> Tensor:
+    """Stand in for the cross entropy of a model, which ``label_losses`` computes."""
+    _asked.append(True)
+    return logits.new_zeros((), dtype=torch.float32)
+
+
+@contextmanager
+def caching(model: nn.Module, path: str) -> Iterator[None]:
+    """Give ``model.config`` the ``use_cache`` of the file at ``path`` in the block."""
+    config: Any = model.config
+    own, config.use_cache = config.use_cache, load_hf(path.removeprefix(HF)).caches
+    try:
+        yield
+    finally:
+        config.use_cache = own
 
 
 def _check_kernels(path: str, config: Any) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from .adapters import add_adapters
 from .architecture import Architecture, choose_architecture, next_token_logits
 from .config import Dtype, LayoutName, TrainConfig
 from .data import Feed, TokenizedText
-from .evaluation import Evaluation, losses_of
+from .evaluation import Evaluation, training_loss
 from .gauges import (
     begin_wire_check,
     end_wire_check,
@@ -297,14 +298,17 @@ class Trainer:
         """Accumulate the gradients of a step and return this worker's loss in fp64.
 
         Over all workers the mean of these losses is that of all tokens that the step learns, which
-        may be unlike from row to row.
+        may be unlike from row to row, plus the mean over rows of what the model itself adds.
         """
-        share = self.world.size / self.feed.num_learned(step)
-        read = self.feed.read(step=step, rank=self.world.rank)
-        total = self.microbatches.backward(
-            lambda part: losses_of(self.model, part, self.world).sum() * share, read
+        loss = partial(
+            training_loss,
+            self.model,
+            world=self.world,
+            of_label=self.world.size / self.feed.num_learned(step),
+            of_row=self.world.size / len(self.feed.order.rows_of_step(step)),
         )
-        return total.double()
+        read = self.feed.read(step=step, rank=self.world.rank)
+        return self.microbatches.backward(loss, read).double()
 
     @torch.no_grad()
     def _check_kept_apart(self) -> None:

@@ -45,6 +45,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     if config.init is not None and not [*Path(config.init).glob("*.safetensors")]:
         raise ConfigError(f"--init {config.init}: there is no *.safetensors in it")
     text = load_text_for(architecture, config)
+    _tell_left_out(text)
     _check_enough(config, text, num_workers)
     if config.resume and newest is not None:
         ours = describe(
@@ -108,6 +109,17 @@ def _check_enough(config: TrainConfig, text: TokenizedText, num_workers: int) ->
             "--seq"
         )
     _tell_cut(rows, config.seq)
+
+
+def _tell_left_out(text: TokenizedText) -> None:
+    """Print a note if files of the folder were not read."""
+    if text.left_out:
+        more = f" and {len(text.left_out) - 8} more" if len(text.left_out) > 8 else ""
+        print(
+            f"fullshard: note: {_count(len(text.left_out), 'file')} of --data not read: "
+            f"{', '.join(text.left_out[:8])}{more}",
+            file=sys.stderr,
+        )
 
 
 def _tell_cut(rows: Rows, seq: int) -> None:

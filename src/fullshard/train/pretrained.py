@@ -1,0 +1,96 @@
+"""The tokenizer of the weights that a run begins with, as ``transformers`` reads it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from fullshard.errors import ConfigError
+
+
+class PretrainedTokenizer:
+    """The tokenizer in a folder of ``transformers``.
+
+    Attributes:
+        folder: the folder.
+        source: what ``AutoTokenizer`` makes of it.
+        plain: the same tokens from the library ``tokenizers``: never cut or padded, and each
+            token's offsets include the spaces that belong to it.
+        end: id of the token that ends texts.
+
+    Raises:
+        ConfigError: transformers is not installed, the tokenizer cannot be read, or it has no token
+            that ends texts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source: Any = _read(folder)
+        self.plain = _plain(folder, self.source)
+        end = self.source.eos_token_id
+        if end is None:
+            raise ConfigError(
+                f"--init {folder}: its tokenizer has no eos_token, which separates documents; name "
+                "it in tokenizer_config.json"
+            )
+        self.end: int = end
+
+    def check_size(self, vocab_size: int) -> None:
+        """Raise ``ConfigError`` if the model has fewer rows than this has tokens."""
+        size = max(self.plain.get_vocab().values()) + 1
+        if size > vocab_size:
+            raise ConfigError(
+                f"--init {self.folder}: {size} tokens, but the model has {vocab_size} rows"
+            )
+
+    def identity(self, *, of_chats: bool) -> str:
+        """Return a text that changes with everything that decides the tokens of a document."""
+        facts = [self.plain.to_str(), self.plain.encode_special_tokens, self.end]
+        if of_chats:
+            facts += [self.source.chat_template, self.source.special_tokens_map]
+            facts += map(importlib.metadata.version, ("transformers", "jinja2"))
+        return json.dumps(facts)
+
+
+def _read(folder: Path) -> Any:
+    try:
+        import jinja2  # noqa: F401 - transformers asks for it late, in words of its own
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "--init needs transformers: pip install -e '.[hf]' in a clone of fullshard"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, KeyError and more
+        reason = textwrap.shorten(str(error), width=300)
+        raise ConfigError(f"--init {folder}: its tokenizer cannot be read ({reason})") from error
+
+
+def _plain(folder: Path, source: Any) -> Tokenizer:
+    if not getattr(source, "is_fast", False):
+        raise ConfigError(f"--init {folder}: there is no tokenizer.json, which the text needs")
+    facts = json.loads(source.backend_tokenizer.to_str())
+    # A tokenizer.json keeps what an earlier call asked for.
+    facts |= {"truncation": None, "padding": None}
+    _keep_offsets(facts)
+    plain = Tokenizer.from_str(json.dumps(facts))
+    plain.encode_special_tokens = bool(getattr(source, "split_special_tokens", False))
+    return plain
+
+
+def _keep_offsets(value: Any) -> None:
+    """Make all post-processors in ``value`` leave offsets as they are; tokens do not change."""
+    if isinstance(value, dict):
+        if "trim_offsets" in value:
+            value["trim_offsets"] = False
+        for inner in value.values():
+            _keep_offsets(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _keep_offsets(inner)
