@@ -32,8 +32,8 @@ NAMES = frozenset("join wait wait_event wait_stream mark record synchronize".spl
 TRANSPORTS = frozenset(
     f"comm/{name}.py"
     for name in (
-        "arena c10d handshake labels local_peer means native protocol public rendezvous shared"
-        " twolevel"
+        "arena c10d columns handshake labels local_peer means native protocol public rendezvous"
+        " shared twolevel"
     ).split()
 )
 """What carries bytes; the checker looks at what is asked of it."""

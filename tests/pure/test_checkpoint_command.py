@@ -46,6 +46,21 @@ def test_list(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["step"] for one in found["checkpoints"]] == [1, 2]
 
 
+def test_the_folder_of_a_run_stands_for_its_checkpoints(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / ".unfinished-step-3-12345678").rmdir()
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    for step in (1, 2):
+        checkpoints = run_folder / "checkpoints"
+        checkpoints.mkdir(exist_ok=True)
+        (root / f"step-{step}").rename(checkpoints / f"step-{step}")
+    code, out = run(capsys, "list", run_folder)
+    assert code == 0 and [line.split()[0] for line in out.splitlines()[1:]] == ["step-1", "step-2"]
+    assert run(capsys, "verify", run_folder)[0] == 0
+
+
 def test_list_says_what_was_put_aside(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step-1").rename(root / "step-1.replaced-1f0e66a2")
     assert "step-1.replaced-1f0e66a2: put aside" in run(capsys, "list", root)[1]

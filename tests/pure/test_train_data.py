@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fullshard.train import data, worker
+from fullshard.train.config import TrainConfig
 from fullshard.train.data import (
     END,
     RowOrder,
@@ -127,3 +133,47 @@ def test_more_workers_with_smaller_batches_read_the_same_step() -> None:
         return [i for r in ranks for i in order.rows(step=9, microbatch=0, rank=r).tolist()]
 
     assert step(8, 1) == step(4, 2) == step(2, 4)
+
+
+def test_one_of_several_processes_makes_the_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, made = str(write_files(tmp_path / "a")), []
+    fill = data._fill_cache
+
+    def slowly(*args: Any) -> None:
+        made.append(args)
+        time.sleep(0.2)
+        fill(*args)
+
+    monkeypatch.setattr(data, "_fill_cache", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: load_text(root, vocab_size=400).key, range(4)))
+    assert len(set(found)) == len(made) == 1
+
+
+def test_tokenizing_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, "_TELL_S", 0.0)
+    load_text(str(write_files(tmp_path / "a")), vocab_size=400)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and all(line.startswith("tokenizing: 0 of 0 million") for line in told)
+
+
+def test_the_text_is_loaded_before_workers_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives have a time-out, and tokenizing may take longer."""
+
+    def join() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(worker, "join_world", join)
+    config = TrainConfig(data=str(write_files(tmp_path / "a")), out=str(tmp_path / "run"))
+    with pytest.raises(InterruptedError):
+        worker.run_worker(config, prepared=False)
+    monkeypatch.setattr(data, "_fill_cache", None)
+    assert load_text(config.data, vocab_size=2048).num_documents == 30
+    with pytest.raises(InterruptedError):  # what fails is told later, on all workers
+        worker.run_worker(replace(config, data="nowhere"), prepared=False)

@@ -66,6 +66,8 @@ OPTIONS = [
     ("--optimizer muon --init a_file --lora 4", "AdamW trains adapters"),
     ("--dtype fp8", "'fp8' is not one of"),
     ("--name a/b", "--name a/b: must be a plain name"),
+    ("--name ..", "--name ..: must be a plain name"),
+    ("--seed -1", "--seed is -1, it must be at least 0"),
     ("--out a_file", "--out a_file: cannot be written"),
     ("surplus", "unexpected extra argument"),
 ]
@@ -78,6 +80,7 @@ DATA = [
     ("--data short.txt", "too little text: 0 sequences of 128 tokens"),
     ("--batch 900 --accumulate 2", "and one step of 2 workers needs 3600: give more --data"),
     ("--replicas 3", "--replicas is 3, it must divide the 2 workers"),
+    ("--min-workers 9", "--min-workers is 9, and there are only 2 workers"),
     ("--nproc 4 --batch 100", "and one step of 4 workers needs 400: give more --data"),
     ("--data few.txt --batch 1 --nproc 1", "too little text to hold any out"),
 ]

@@ -35,6 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 @app.command("list")
 def list_command(path: Root, *, as_json: AsJson = False) -> None:
     """List the complete checkpoints in a folder, the newest last, and what else is there."""
+    path = _of_run(path)
     complete = list_checkpoints(path)
     others = [one.name for one in _folders(path) if one not in {info.path for info in complete}]
     if as_json:
@@ -76,7 +77,7 @@ def verify_command(path: Root, *, as_json: AsJson = False) -> None:
     """
     found: dict[str, list[str]] = {}
     console = Console(stderr=True, markup=False)
-    for folder in _folders(path):
+    for folder in _folders(_of_run(path)):
         with console.status(f"reading {folder}"):
             found[str(folder)] = list(faults(folder))
     if as_json:
@@ -134,6 +135,11 @@ def convert_command(
             told=lambda done, total: progress.update(task, completed=done, total=total),
         )
     print(f"{target} is written")
+
+
+def _of_run(path: Path) -> Path:
+    """Return the checkpoints of a run of the trainer if ``path`` is its folder, else ``path``."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def _folders(path: Path) -> list[Path]:

@@ -50,6 +50,7 @@ class ExtendedUnsharded:
             try:
                 self._make()
             except BaseException:
+                self._lanes.join(Lane.COMPUTE, Lane.GATHER)  # GATHER may still write to memory
                 self.free()
                 raise
         self.params = [part.param for part in self._parts]

@@ -289,7 +289,6 @@ class Gradients:
     def _leave(self, reduction: _Reduction) -> None:
         """Forget a reduction that failed, and all memory that the backend may still use for it."""
         self._in_flight = None
-        self._lanes.join(Lane.COMPUTE, Lane.REDUCE)
         if reduction.source is not None:
             reduction.source.leave()
         self._sets = ReducedSets(self._spec, self._meter)

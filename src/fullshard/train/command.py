@@ -134,7 +134,7 @@ def _folder(given: dict[str, Any], from_file: dict[str, Any]) -> str:
             return str(options["out"])
         if "name" in options:
             name: str = options["name"]
-            if Path(name).name != name:
+            if Path(name).name != name or name == "..":
                 raise ConfigError(f"--name {name}: must be a plain name; --out takes a folder")
             return str(Path("runs") / name)
     return _DEFAULT.out

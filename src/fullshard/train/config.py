@@ -157,6 +157,7 @@ class TrainConfig:
         if self.memory_every is not None and not Path("/dev/shm").is_dir():
             raise ConfigError("--memory-every needs /dev/shm, a folder in memory, as Linux has it")
         _at_least("max_skipped", self.max_skipped, 0)
+        _at_least("seed", self.seed, 0)
         if self.stop_after is not None:
             _at_least("stop_after", self.stop_after, 1)
         if self.model not in SIZES and not self.model.startswith(HF):

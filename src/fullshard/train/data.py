@@ -10,14 +10,18 @@ with.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,7 @@ END = "<|end|>"  # end mark between documents; its id is 0
 LEAST_TOKENS = 257  # one per byte value, and END
 MOST_TOKENS = 1 << 15  # only unusually large texts fill more; ids are uint16
 _FORMAT = 5  # part of the cache key: raise it whenever the content of the cache changes
+_TELL_S = 5.0  # seconds between two lines about progress
 _AT_ONCE = 1024  # documents encoded together: few, as ids in Python lists are large
 
 
@@ -194,7 +199,9 @@ def load_text(
         given.check_size(vocab_size)
     folder = _cache_root() / _key(documents, vocab_size, given)
     if not folder.exists():
-        _fill_cache(folder, documents, vocab_size, given)
+        with _alone(folder):  # one process of a machine makes the tokens
+            if not folder.exists():
+                _fill_cache(folder, documents, vocab_size, given)
     facts = json.loads((folder / "facts.json").read_text())
     return TokenizedText(
         train=_read_part(folder, "train", facts),
@@ -226,6 +233,36 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 @functools.lru_cache(maxsize=2)
 def _permutation(num_rows: int, seed: int, epoch: int) -> Indices:
     return np.random.default_rng((seed, epoch)).permutation(num_rows)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a lock beside ``folder``; wait for other processes that do, however long."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("a") as file:
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _told(documents: Sequence[Document], at_once: int) -> Iterator[Sequence[Document]]:
+    """Yield groups of ``at_once`` documents, and print how far that is, every few seconds."""
+    began_s = told_s = time.monotonic()
+    size = sum(len(document.text) for document in documents)
+    done = 0
+    for start in range(0, len(documents), at_once):
+        group = documents[start : start + at_once]
+        yield group
+        done += sum(len(document.text) for document in group)
+        now_s = time.monotonic()
+        if now_s - told_s >= _TELL_S:
+            told_s = now_s
+            left_s = (now_s - began_s) * (size - done) / max(1, done)
+            print(
+                f"tokenizing: {done / 1e6:,.0f} of {size / 1e6:,.0f} million characters, "
+                f"{left_s:.0f} s left",
+                file=sys.stderr,
+            )
 
 
 def _fill_cache(
@@ -286,7 +323,8 @@ def _write_chats(
 ) -> int:
     """Write the samples of chats, and return the size of what is to be learned in bytes."""
     tokenizer = ChatTokenizer(given)
-    samples = [sample for document in documents for sample in tokenizer.samples(document)]
+    groups = _told(documents, 1)
+    samples = [sample for (document,) in groups for sample in tokenizer.samples(document)]
     kind = _dtype_of(given.plain)
     tokens = [np.array(sample.tokens, kind) for sample in samples]
     learned = [np.array(sample.learned, np.bool_) for sample in samples]
@@ -300,10 +338,9 @@ def _write_chats(
 def _encode(tokenizer: Tokenizer, end: int, documents: Sequence[Document]) -> Tokens:
     pieces = [
         np.array([end, *encoding.ids], dtype=_dtype_of(tokenizer))
-        for start in range(0, len(documents), _AT_ONCE)
+        for group in _told(documents, _AT_ONCE)
         for encoding in tokenizer.encode_batch(
-            [document.text for document in documents[start : start + _AT_ONCE]],
-            add_special_tokens=False,
+            [document.text for document in group], add_special_tokens=False
         )
     ]
     return np.concatenate(pieces)

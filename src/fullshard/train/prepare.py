@@ -35,6 +35,11 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         raise ConfigError(
             f"--replicas is {config.replicas}, it must divide the {_count(num_workers, 'worker')}"
         )
+    if config.min_workers is not None and config.min_workers > num_workers:
+        raise ConfigError(
+            f"--min-workers is {config.min_workers}, and there are only "
+            f"{_count(num_workers, 'worker')}"
+        )
     run = RunDir(Path(config.out))
     newest = run.newest_checkpoint()
     if config.resume and newest is None:

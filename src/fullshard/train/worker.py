@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -40,9 +41,10 @@ from .rundir import RunDir
 from .runlock import RunLock
 from .sample import sample
 from .saves import Saves
-from .world import World, is_first_here, join_world, speaks
+from .world import World, join_world, speaks
 
 Result = TypeVar("Result")
+Loaded = tuple[Architecture, TokenizedText]
 
 _PROMPT = "    def __init__(self"  # suits the default text; for other text the prompt is empty
 
@@ -57,12 +59,13 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
     Raises:
         ConfigError: ``prepare`` refuses; raised on all workers alike.
     """
+    loaded = _load_ahead(config)
     with join_world() as world:
         if config.min_workers is None:
-            _work(_going_on(config, world), world, prepared=prepared)
+            _work(_going_on(config, world), world, loaded, prepared=prepared)
         else:
             fullshard.resilient(
-                partial(_live, config, world),
+                partial(_live, config, world, loaded),
                 max_restarts=config.nproc,
                 min_world=config.min_workers,
             )
@@ -71,18 +74,19 @@ def run_worker(config: TrainConfig, *, prepared: bool) -> None:
 def _work(
     config: TrainConfig,
     world: World,
+    loaded: Loaded | None,
     life: fullshard.Life | None = None,
     *,
     prepared: bool,
 ) -> None:
-    text = _load_text(config, world)
+    text = _load_text(config, world, loaded)
     lock = None if prepared else _together(world, lambda: _prepare_first(config, world))
     with lock or nullcontext():
         trained = train(config, text, world, life)
         _finish(config, text, trained, world)
 
 
-def _live(config: TrainConfig, world: World, life: fullshard.Life) -> None:
+def _live(config: TrainConfig, world: World, loaded: Loaded | None, life: fullshard.Life) -> None:
     """Train with the workers that are left, from what they have or was saved before."""
     world = dataclasses.replace(world, rank=life.rank, size=life.world)
     if life.number:
@@ -90,7 +94,7 @@ def _live(config: TrainConfig, world: World, life: fullshard.Life) -> None:
         fits = world.size % config.replicas == 0
         replicas = config.replicas if fits else 1
         config = dataclasses.replace(config, resume=resumes, replicas=replicas)
-    _work(config, world, life, prepared=True)
+    _work(config, world, loaded, life, prepared=True)
 
 
 def _going_on(config: TrainConfig, world: World) -> TrainConfig:
@@ -109,19 +113,24 @@ def _prepare_first(config: TrainConfig, world: World) -> RunLock | None:
     return lock
 
 
-def _load_text(config: TrainConfig, world: World) -> TokenizedText:
-    """Return the text, after checking that text and model are the same on all machines.
+def _load(config: TrainConfig) -> Loaded:
+    architecture = choose_architecture(config)
+    return architecture, load_text_for(architecture, config)
 
-    The first worker of each machine loads first, so that one worker per machine fills the cache if
-    machines do not share it.
+
+def _load_ahead(config: TrainConfig) -> Loaded | None:
+    """Load model and text; return None if that fails, which all workers learn later.
+
+    Tokenizing may take longer than workers wait for each other, so this comes before they do.
     """
+    with suppress(Exception):
+        return _load(config)
+    return None
 
-    def load() -> tuple[Architecture, TokenizedText]:
-        architecture = choose_architecture(config)
-        return architecture, load_text_for(architecture, config)
 
-    ahead = _together(world, load if is_first_here() else lambda: None)
-    architecture, text = ahead or load()
+def _load_text(config: TrainConfig, world: World, loaded: Loaded | None) -> TokenizedText:
+    """Return the text, after checking that text and model are the same on all machines."""
+    architecture, text = _together(world, lambda: loaded or _load(config))
     _check_same("--model", json.dumps(architecture.description(), sort_keys=True), world)
     _check_same("--data", text.key, world)
     return text
@@ -179,7 +188,7 @@ def _finish(config: TrainConfig, text: TokenizedText, trained: Trained, world: W
     console.print(f"\na sample of what it writes now:\n\n{written}\n")
     if not draw_loss(run.metrics, run.picture):
         console.print("no picture is drawn: pip install matplotlib brings loss.png")
-    bits = read_metrics(run.metrics)[-1]["eval_bits_per_byte"]
+    bits = read_metrics(run.metrics)[-1].get("eval_bits_per_byte", math.nan)  # if not finite
     drawn = f", drawn in {run.picture}" if run.picture.exists() else ""
     console.print(
         f"metrics      {run.metrics}: {bits:.2f} held-out bits per byte at the end{drawn}"

@@ -116,11 +116,6 @@ def num_local_workers() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def is_first_here() -> bool:
-    """Return whether this worker is the first on its machine."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def speaks() -> bool:
     """Return whether this worker prints refusals: rank 0, or, before init, one per machine."""
     return os.environ.get("RANK" if dist.is_initialized() else "LOCAL_RANK", "0") == "0"
