@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fullshard.comm import collectives_of, mirror_world
 from fullshard.errors import ConfigError
 from fullshard.optim import Muon
 from fullshard.plan import plan
+from fullshard.train.planned import drift
 
 
 class Tokens(nn.Module):
@@ -121,3 +123,14 @@ def test_the_command_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a step on this CPU, nothing sent; " in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured"]["step_s"] > 0
+
+
+def test_a_run_is_compared_with_its_plan_only_since_it_was_resumed(tmp_path: Path) -> None:
+    """With other workers, steps before had shards of another size."""
+    plan_file, metrics = tmp_path / "plan.json", tmp_path / "metrics.jsonl"
+    steps = [{"step": n, "shard_nbytes": 500 if n <= 2 else 300} for n in range(1, 5)]
+    metrics.write_text("".join(json.dumps(one) + "\n" for one in steps))
+    facts = {"rest": {"parameters": 300}, "has_times": False}
+    for after, told in ((2, "300 B, planned 300 B (+0.0%) of parameters"), (4, None)):
+        plan_file.write_text(json.dumps(facts | {"after": after}))
+        assert drift(plan_file, metrics, on_device=False) == told

@@ -185,7 +185,8 @@ class Plan:
     def _lines(self) -> Iterator[str]:
         ranks = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         has = in_bytes(self.hardware.memory_nbytes)
-        verdict = "fits" if self.fits else "DOES NOT FIT"
+        over = in_bytes(self.peak_nbytes - self.hardware.memory_nbytes)
+        verdict = "fits" if self.fits else f"DOES NOT FIT, by {over}"
         yield f"rank {self.rank} of {ranks} on {self.hardware.name}"
         yield ""
         yield f"memory   {in_bytes(self.peak_nbytes)} of {has} at the peak: {verdict}"

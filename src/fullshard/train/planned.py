@@ -60,11 +60,12 @@ def plan_of(
 
 
 def tell_plan(
-    config: TrainConfig, architecture: Architecture, *, num_workers: int, path: Path
+    config: TrainConfig, architecture: Architecture, *, num_workers: int, path: Path, after: int
 ) -> None:
     """Print one line of what a worker's steps will take, and write the plan to ``path``.
 
-    A model that cannot be run dry is trained all the same, and the line says why there is no plan.
+    The plan is of the steps behind step ``after``; earlier ones may have had other workers. A
+    model that cannot be run dry is trained all the same, and the line says why there is no plan.
     """
     path.unlink(missing_ok=True)
     if config.quantize is not None:
@@ -82,19 +83,24 @@ def tell_plan(
     if config.hardware is not None:
         words.append(f"{in_seconds(found.step_s)} a step")
     print(f"plan: a worker holds {', '.join(words)}")
-    plan_and_purpose = found.as_json() | {"has_times": config.hardware is not None}
+    plan_and_purpose = found.as_json() | {
+        "has_times": config.hardware is not None,
+        "after": after,
+    }
     path.write_text(json.dumps(plan_and_purpose), encoding="utf-8")
 
 
 def drift(path: Path, metrics: Path, *, on_device: bool) -> str | None:
-    """Return how the run differed from its plan; None if there is no plan.
+    """Return how the steps of this start differed from its plan; None if there is none.
 
     On a CPU the peak of a process is more than its tensors, so that memory cannot be compared.
     """
     if not path.exists():
         return None
     planned = json.loads(path.read_text(encoding="utf-8"))
-    records = read_metrics(metrics)
+    records = [one for one in read_metrics(metrics) if one["step"] > planned.get("after", 0)]
+    if not records:
+        return None
     words = []
     if on_device:
         peak = max(record["peak_memory_nbytes"] for record in records)

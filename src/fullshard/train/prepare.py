@@ -52,12 +52,14 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
     text = load_text_for(architecture, config)
     _tell_left_out(text)
     _check_enough(config, text, num_workers)
+    after = 0
     if config.resume and newest is not None:
         ours = describe(
             config, architecture.description(), text_key=text.key, num_workers=num_workers
         )
         info = read_origin(newest)
         check_continues(config, ours, newest, info)
+        after = info.step
         if info.sequences_per_step != ours.sequences_per_step:
             print(
                 f"fullshard: note: {newest} was trained on {info.sequences_per_step} sequences a "
@@ -79,7 +81,7 @@ def prepare(config: TrainConfig, *, num_workers: int) -> RunLock:
         f"{_count(text.num_documents, 'document')} ({text.nbytes / 1e6:.1f} MB, "
         f"{len(text.train.tokens):,} tokens), {_count(num_workers, 'worker')}, run {run.path}"
     )
-    tell_plan(config, architecture, num_workers=num_workers, path=run.plan)
+    tell_plan(config, architecture, num_workers=num_workers, path=run.plan, after=after)
     return lock
 
 
