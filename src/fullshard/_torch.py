@@ -204,9 +204,9 @@ def own_gloo_group(
     """
     store = dist.PrefixStore(f"fullshard/{name}", default_store())
     group = dist.ProcessGroup(store, rank, size)
-    backend = dist.ProcessGroupGloo(store, rank, size, min(timeout, connect))
-    backend._set_default_timeout(timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    gloo = dist.ProcessGroupGloo(store, rank, size, min(timeout, connect))
+    gloo._set_default_timeout(timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
 
 

@@ -37,7 +37,8 @@ CALLS = {
         "scatter",
         "size",
     },
-    "backend": {"_set_default_timeout", "abort", "name", "options"},
+    "backend": {"abort", "name", "options"},
+    "gloo": {"_set_default_timeout"},
     "given": {"_timeout", "config", "is_high_priority_stream", "lazy_init"},
 }
 """By the name that ``_torch`` gives the object."""
@@ -67,6 +68,7 @@ def test_the_table_has_all_calls() -> None:
     assert called("group") == CALLS["group"] | OF_PYTHON
     assert called("given") == CALLS["given"]
     assert called("backend") | {"abort"} == CALLS["backend"] | {"wrapped_pg"}
+    assert called("gloo") == CALLS["gloo"]
 
 
 def backends() -> Iterator[type]:
@@ -79,6 +81,7 @@ def backends() -> Iterator[type]:
 def test_process_groups_and_backends_have_what_is_called() -> None:
     assert set(dir(dist.ProcessGroup)) >= CALLS["group"] | {"bound_device_id"}
     assert hasattr(_distributed_c10d._ProcessGroupWrapper, "wrapped_pg")
+    assert set(dir(dist.ProcessGroupGloo)) >= CALLS["gloo"]
     for cls in backends():
         assert set(dir(cls)) >= CALLS["backend"], cls
 

@@ -106,6 +106,7 @@ def test_the_folder_of_a_model_cannot_run_code(tmp_path: Path, agreeing: list[st
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = {"tokenizer_class": "Own", "auto_map": own}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="transformers cannot build it"):
         load_hf(str(tmp_path))
     with pytest.raises(ConfigError, match="tokenizer cannot be read"):

@@ -59,7 +59,11 @@ def write_tokenizer(folder: Path, *, end: str = "</s>") -> None:
     )  # fmt: skip
     tokenizer.train_from_iterator(["the a of to in and is that for it"] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": {"__type": "AddedToken", "content": end, "special": True},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
 def written(folder: Path, kind: str, **changes: Any) -> Path:
@@ -196,7 +200,7 @@ def test_what_cannot_work_is_refused_before_any_worker_starts(shell: Shell, tmp_
 
     tokenizer = (folder / "tokenizer.json").read_bytes()
     write_tokenizer(folder, end="<nothing>")
-    refused("names no eos_token that the tokenizer knows")
+    refused("eos_token, '<nothing>', which separates documents, is not in tokenizer.json")
     (folder / "tokenizer.json").write_text("{}")
     refused("its tokenizer cannot be read")
     (folder / "tokenizer.json").unlink()

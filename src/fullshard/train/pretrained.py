@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 
 from fullshard.errors import ConfigError
 
+_FILES = ("tokenizer.json", "*.model", "vocab.*")
+
 
 class PretrainedTokenizer:
     """The tokenizer in a folder of ``transformers``.
@@ -39,6 +41,18 @@ class PretrainedTokenizer:
                 "it in tokenizer_config.json"
             )
         self.end: int = end
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Refuse an end mark that the folder names but lacks: transformers would add it."""
+        added = self.source.init_kwargs.get("added_tokens_decoder") or {}
+        path = self.folder / "tokenizer.json"
+        is_known = not path.exists() or Tokenizer.from_file(str(path)).id_to_token(self.end)
+        if not is_known and self.end not in added:
+            raise ConfigError(
+                f"--init {self.folder}: its eos_token, {self.source.eos_token!r}, which separates "
+                "documents, is not in tokenizer.json"
+            )
 
     def check_size(self, vocab_size: int) -> None:
         """Raise ``ConfigError`` if the model has fewer rows than this has tokens."""
@@ -65,6 +79,8 @@ def _read(folder: Path) -> Any:
         raise ConfigError(
             "--init needs transformers: pip install -e '.[hf]' in a clone of fullshard"
         ) from error
+    if not any(found for pattern in _FILES for found in folder.glob(pattern)):
+        raise ConfigError(f"--init {folder}: there is no tokenizer.json, which the text needs")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError and more
