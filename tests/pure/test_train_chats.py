@@ -135,9 +135,13 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     [
         (CHATML, said("only a question"), "chats.jsonl:000000001 has no answer"),
         (CHATML, [*said("a"), dict(said("a", "b")[1], weight=0)], 'all have the "weight" 0'),
-        (CHATML, said("", "a")[1:], "has no answer to learn: nothing comes before it"),
-        (BARE, said("a", ""), "has no answer to learn: its answers are written with no token"),
-        (BEHIND, said("a", "b"), "not behind what asks for it.*mark answers in it"),
+        (CHATML, said("", "a")[1:], "only the first message is left"),
+        (BARE, said("a", ""), "renders its answers as empty text"),
+        (
+            BEHIND,
+            said("a", "b"),
+            "does not render message 1 after its.*mark answers in the template",
+        ),
         ("{{ raise_exception('roles must alternate') }}", said("a", "b"), "roles must alternate"),
         ("{{ messages[0].content + 1 }}", said("a", "b"), "cannot write it"),
         ("{% for %}", said("a", "b"), "cannot write it"),

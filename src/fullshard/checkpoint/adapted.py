@@ -39,13 +39,13 @@ def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
 
 
 class _Wrapper(NamedTuple):
-    """A module that ``peft`` trains whole, or some rows of, beside its frozen original.
+    """A module of which ``peft`` trains a copy, or copies of some rows.
 
     Attributes:
-        used: how names of the tensors begin that the model computes with.
-        originals: how names of tensors begin that others stand in for.
-        path: how all these begin without the wrapper.
-        left_out: how names of tensors begin that the model does not compute with.
+        path: prefix of the tensor names in the model without ``peft``.
+        used: prefix of the tensors in use: those of the active copy, else of the original.
+        originals: prefixes of original tensors that an active copy replaces.
+        left_out: prefixes of copies that are not active.
     """
 
     path: str
@@ -77,9 +77,9 @@ def _wrappers(model: nn.Module) -> Iterator[_Wrapper]:
 def plain_names(model: nn.Module, names: Iterable[str], *, in_use: bool = False) -> dict[str, str]:
     """Return the names that tensors of ``model`` have without adapters, in the given order.
 
-    Names of adapters' own tensors are left out. ``peft`` trains some modules whole, in copies; such
-    a copy has the name of the original. With ``in_use`` originals are left out that a copy stands
-    in for.
+    Names of adapters' own tensors are left out. ``peft`` trains copies of some modules
+    (``modules_to_save``). The active copy gets the name of its original; inactive copies are left
+    out. With ``in_use``, an original that an active copy replaces is left out, too.
     """
     layers, wrappers = list(adapted_layers(model)), list(_wrappers(model))
     adapters = tuple(prefix for layer in layers for prefix in layer.prefixes)

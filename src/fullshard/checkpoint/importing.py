@@ -128,8 +128,8 @@ def load_weights(
             problems.append(f"the model lacks {some(unexpected)}")
         if unlike:
             problems.append(
-                f"{some(unlike)} differ in the files, but are one tensor of the model: build it "
-                "with them apart (tie_word_embeddings=False)"
+                f"{some(unlike)} differ in the files, but the model ties them: build the model "
+                "with tie_word_embeddings=False"
             )
         if problems:
             raise ConfigError("they do not fit; " + "; ".join(problems))

@@ -244,8 +244,8 @@ def choose(
 ) -> Chosen:
     """Choose the stored tensors of a model's tensors.
 
-    Files may have the names of ``transformers``, of now or of earlier versions, or those of the
-    model itself, with the prefix of the base model or without.
+    Files may have current or older names of ``transformers``, or those of the model itself, with
+    the prefix of the base model or without.
 
     Args:
         model: the model.
@@ -302,7 +302,7 @@ _CONSTANTS = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.masked_bias$"
 
 
 def _names_of_now(inner: Any, files: Iterable[str]) -> dict[str, str]:
-    """Return, for names in files that ``transformers`` would rename on loading, the new ones."""
+    """Return the current name of each stored tensor that ``transformers`` renames on loading."""
     if inner is None or _reverter() is None:
         return {}
     from transformers import conversion_mapping

@@ -44,9 +44,9 @@ class Transport(enum.Enum):
     """The backend's own collectives."""
     SHARED = "shared"
     """Shared memory within a host (``Shared``), and gloo groups of our own among hosts
-    (``TwoLevels``). If hosts have different numbers of ranks, each rank counts as a host. The
-    backend's own collectives if a rank asks for them or cannot share memory at all. Sums are in
-    fp32 or wider in any case."""
+    (``TwoLevels``). If hosts have different numbers of ranks, each rank counts as a host. All ranks
+    use the backend's own collectives if any rank asks for them or cannot create shared memory. Sums
+    are in fp32 or wider in any case."""
 
 
 class _Way(Protocol):

@@ -184,8 +184,8 @@ def meet(group: dist.ProcessGroup, name: str, era: Era) -> Rendezvous | None:
         era: the current era; a fault that ends it ends the rendezvous, too.
 
     Returns:
-        The rendezvous; None on all ranks if one asks for ``Wish.BACKEND``, or if the system of one
-        has no memory that processes can share.
+        The rendezvous; None on all ranks if any rank asks for ``Wish.BACKEND`` or runs on a system
+        without shareable memory.
 
     Raises:
         ConfigError: on all ranks, if one asks for ``Wish.SHARED`` and ranks of one host cannot

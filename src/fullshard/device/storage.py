@@ -122,10 +122,10 @@ class Buffer:
             self._meter.change(self.kind, -self.nbytes, self._storage)
 
     def leave(self) -> None:
-        """Forget the memory, but do not free it; the buffer cannot be used any more.
+        """Stop counting the memory, without freeing it; drop the buffer and do not use it again.
 
-        For the memory of a collective that never ended: the backend may still read or write it, and
-        keeps it alive while it does.
+        This is for a collective that never ended: the backend may still read or write the memory,
+        and keeps it alive while it does.
         """
         if self.allocated:
             self.allocated = False

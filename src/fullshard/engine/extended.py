@@ -96,7 +96,10 @@ class ExtendedUnsharded:
         self._lanes.join(Lane.COMPUTE, Lane.GATHER)
 
     def free(self, *, to_secondary: bool = False, keep_memory: bool = False) -> None:
-        """Free the memory once compute is done with it, unless ``keep_memory`` is set."""
+        """Free the memory once compute is done with it, unless ``keep_memory`` is set.
+
+        In the middle of a gather, nothing is freed, and ``is_lost`` is set.
+        """
         self._is_whole = False
         if self._in_flight is not None:
             self._in_flight, self.is_lost = None, True

@@ -124,6 +124,7 @@ class Unsharded:
         """Free the memory once compute is done with it, except a secondary shard if asked.
 
         With ``keep_memory`` the buffer is not freed, and the next gather writes to the same place.
+        In the middle of a gather, nothing is freed, and ``is_lost`` is set.
         """
         if self._buffer is None:
             return

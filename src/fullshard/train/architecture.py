@@ -121,7 +121,7 @@ def next_token_logits(model: nn.Module, tokens: Tensor, positions: Tensor | None
 def logits_and_added_loss(
     model: nn.Module, tokens: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``next_token_logits``, and what the model adds to its cross entropy, if anything."""
+    """Return ``next_token_logits`` and the loss that the model adds; see ``logits_and_loss``."""
     return _forward(model, tokens, positions, adds_losses=True)
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from fullshard.errors import ConfigError
@@ -95,7 +96,9 @@ class ChatTokenizer:
             return
         wanted = [n for n in wanted if n > 0]
         if not wanted:
-            raise ConfigError("has no answer to learn: nothing comes before it")
+            raise ConfigError(
+                "has no answer to learn: only the first message is left, which answers no question"
+            )
         text = write(messages)
         spans = [_span(write, messages, answer) for answer in wanted]
         if all(text.startswith(span.text) for span in spans):
@@ -119,7 +122,9 @@ class ChatTokenizer:
             for start, stop in encoded.offsets
         ]
         if not any(learned):
-            raise ConfigError("has no answer to learn: its answers are written with no token")
+            raise ConfigError(
+                "has no answer to learn: the chat template renders its answers as empty text"
+            )
         nbytes, counted = 0, 0
         for token, (start, stop), is_learned in zip(
             encoded.ids, encoded.offsets, learned, strict=True
@@ -175,7 +180,10 @@ class _Writer:
         (text,), (marks,) = written
         text = _valid(text)
         if text != self(messages):
-            raise ConfigError("is written in two ways by the template, with marks and without")
+            raise ConfigError(
+                "is rendered differently by the chat template if its {% generation %} marks are "
+                "read; the template must render both alike"
+            )
         return text, list(marks)
 
     def once_encoded(self, messages: Sequence[Any]) -> Sequence[Any]:
@@ -193,7 +201,8 @@ class _Writer:
         decoded = copy.deepcopy(list(messages))
         for one in _functions(decoded):
             if isinstance(one.get("arguments"), str):
-                one["arguments"] = json.loads(one["arguments"])
+                with suppress(ValueError):  # it is no JSON, but text
+                    one["arguments"] = json.loads(one["arguments"])
         return decoded
 
 
@@ -220,7 +229,8 @@ def _span(write: _Writer, messages: Sequence[Any], answer: int) -> _Span:
     text, question = write(messages[: answer + 1]), write(messages[:answer], ask=True)
     if not text.startswith(question):
         raise ConfigError(
-            f"cannot be marked: the chat template writes message {answer} not behind what asks for "
-            "it, so where the answer begins is not known; mark answers in it with {% generation %}"
+            f"cannot be marked: the chat template does not render message {answer} after its "
+            "generation prompt, so the start of the answer is unknown; mark answers in the "
+            "template with {% generation %}"
         )
     return _Span(text, len(question))

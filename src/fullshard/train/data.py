@@ -78,7 +78,7 @@ class TokenizedText:
 
     Attributes:
         end: id of the mark between documents.
-        left_out: files of the folder that were not read, each with the reason.
+        left_out: visible files that were not read, each with the reason.
     """
 
     train: TextPart
@@ -199,7 +199,7 @@ def load_text(
         given.check_size(vocab_size)
     folder = _cache_root() / _key(documents, vocab_size, given)
     if not folder.exists():
-        with _alone(folder):  # one process of a machine makes the tokens
+        with _alone(folder):  # one process of a machine tokenizes, if its files have locks
             if not folder.exists():
                 _fill_cache(folder, documents, vocab_size, given)
     facts = json.loads((folder / "facts.json").read_text())
@@ -237,7 +237,7 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> Indices:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock beside ``folder``; wait for other processes that do, however long."""
+    """Hold the lock file of ``folder``; wait without a time limit for a process that holds it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("a") as file:
         with suppress(OSError):  # the file system has no locks
@@ -245,8 +245,8 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _told(documents: Sequence[Document], at_once: int) -> Iterator[Sequence[Document]]:
-    """Yield groups of ``at_once`` documents, and print how far that is, every few seconds."""
+def _with_progress(documents: Sequence[Document], at_once: int) -> Iterator[Sequence[Document]]:
+    """Yield groups of ``at_once`` documents, and print the progress every few seconds."""
     began_s = told_s = time.monotonic()
     size = sum(len(document.text) for document in documents)
     done = 0
@@ -323,7 +323,7 @@ def _write_chats(
 ) -> int:
     """Write the samples of chats, and return the size of what is to be learned in bytes."""
     tokenizer = ChatTokenizer(given)
-    groups = _told(documents, 1)
+    groups = _with_progress(documents, 1)
     samples = [sample for (document,) in groups for sample in tokenizer.samples(document)]
     kind = _dtype_of(given.plain)
     tokens = [np.array(sample.tokens, kind) for sample in samples]
@@ -338,7 +338,7 @@ def _write_chats(
 def _encode(tokenizer: Tokenizer, end: int, documents: Sequence[Document]) -> Tokens:
     pieces = [
         np.array([end, *encoding.ids], dtype=_dtype_of(tokenizer))
-        for group in _told(documents, _AT_ONCE)
+        for group in _with_progress(documents, _AT_ONCE)
         for encoding in tokenizer.encode_batch(
             [document.text for document in group], add_special_tokens=False
         )

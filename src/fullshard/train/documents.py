@@ -56,7 +56,7 @@ class Corpus(NamedTuple):
 
     Attributes:
         documents: sorted by name; only texts, or only chats.
-        left_out: files that were not read, each with the reason.
+        left_out: visible files that were not read, each with the reason.
     """
 
     documents: list[Document]
@@ -69,9 +69,9 @@ def collect(data: str | None) -> Corpus:
     A file of records (``*.jsonl``, ``*.parquet``, ``*.json`` with an array or one record) gives a
     document for each: its field or column ``text``, or ``messages``, a chat, with its ``tools`` if
     there are any. Any other file of UTF-8 is one text. Files may be compressed by gzip (``*.gz``).
-    Hidden files are never read. Of a folder with records, as hubs have them, files such as README
-    and LICENSE are left out. If the names of files or folders split the records into ``train`` and
-    others, only ``train`` is read.
+    Of a folder, hidden files are never read. In a folder with records, as on the Hugging Face Hub,
+    README, LICENSE and similar files are left out. If names of files or folders give splits and one
+    is ``train``, the other splits are left out.
 
     Args:
         data: a file or a folder. ``None`` reads the ``*.py`` of Python's standard library, without
@@ -93,7 +93,7 @@ def collect(data: str | None) -> Corpus:
     names = {path: path.relative_to(folder).as_posix() for path in sorted(files)}
     left_out: dict[Path, str] = {}
     records = {path: found for path in names if (found := _records(path)) is not None}
-    if records:
+    if records and root.is_dir():
         left_out |= {path: "about the records" for path in names if _ABOUT.match(path.name)}
     splits = {path: _split_of(name) for path, name in names.items() if path in records}
     if "train" in splits.values():
@@ -160,7 +160,7 @@ _SPLIT = re.compile(r"(?:^|[-._/ ])(train|test|validation|valid|val|dev|eval)(?=
 
 
 def _split_of(name: str) -> str:
-    """Return the split that a file of records belongs to by its name, as hubs name them, or ""."""
+    """Return the split in the name of a file of records, such as "train"; "" if it has none."""
     found = _SPLIT.search(name)
     return "" if found is None else found[1]
 
@@ -199,7 +199,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _text(path: Path, name: str, left_out: dict[Path, str]) -> list[Document]:
-    """Return the text of a file; none, but an entry in ``left_out``, if the file is not text."""
+    """Return the file as one document; if it is not text, add it to ``left_out``."""
     if path.suffix in _COMPRESSED:
         left_out[path] = "decompress it, or compress it by gzip"
         return []

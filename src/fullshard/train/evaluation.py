@@ -61,10 +61,10 @@ def losses_of(model: nn.Module, batch: Sequence[Tensor], world: World) -> Tensor
 def training_loss(
     model: nn.Module, batch: Sequence[Tensor], world: World, *, of_label: float, of_row: float
 ) -> Tensor:
-    """Return the loss to learn a batch by.
+    """Return the training loss of a batch.
 
-    It is the sum of ``losses_of`` times ``of_label``, and what the model itself adds, such as the
-    loss that balances experts, times ``of_row`` for each row.
+    It is ``of_label`` times the sum of the label losses, plus ``of_row`` times the number of rows
+    times the loss that the model adds, for example to balance experts.
     """
     tokens, labels, *positions = map(world.put, batch)
     logits, added = logits_and_added_loss(model, tokens, *positions)

@@ -33,7 +33,9 @@ _BESIDE_WEIGHTS = (
 def export(
     model: nn.Module, config: TrainConfig, text: TokenizedText, world: World, folder: Path
 ) -> None:
-    """Write the model, or its adapters alone, and the tokenizer; all workers call it.
+    """Write the model, or its adapters alone, with what ``--init`` has beside its weights.
+
+    All workers call it.
 
     With ``config.merge`` the model has its adapters merged into its weights afterwards.
     """

@@ -116,13 +116,13 @@ def load_hf(path: str) -> HfArchitecture:
 def logits_and_loss(
     model: nn.Module, tokens: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits, and what the model adds to its cross entropy, if that can be told.
+    """Return logits, and the loss that the model adds to its cross entropy (0 if it adds none).
 
-    Mixtures of experts add a loss that balances experts, if their configuration says so.
+    Mixtures of experts add a loss that balances experts, if their configuration says so. The loss
+    is None if the model computes its cross entropy by itself, so that the rest cannot be separated.
     """
     _asked.clear()
     output = model(tokens, labels=tokens, **options)
-    # Where a model computes its cross entropy by itself, nothing else can be told apart.
     return output.logits, output.loss if _asked else None
 
 
@@ -130,7 +130,7 @@ _asked: list[bool] = []  # filled when a model asks for its cross entropy
 
 
 def _no_cross_entropy(logits: Tensor, *_: object, **__: object) -> Tensor:
-    """Stand in for the cross entropy of a model, which ``label_losses`` computes."""
+    """Replace the cross entropy of a model, which ``training_loss`` computes."""
     _asked.append(True)
     return logits.new_zeros((), dtype=torch.float32)
 

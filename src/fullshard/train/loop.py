@@ -297,8 +297,9 @@ class Trainer:
     def _forward_backward(self, step: int) -> Tensor:
         """Accumulate the gradients of a step and return this worker's loss in fp64.
 
-        Over all workers the mean of these losses is that of all tokens that the step learns, which
-        may be unlike from row to row, plus the mean over rows of what the model itself adds.
+        The mean of these losses over all workers is the mean cross entropy of all learned tokens of
+        the step, plus the mean over rows of the loss that the model adds. Rows may have different
+        numbers of learned tokens.
         """
         loss = partial(
             training_loss,

@@ -119,9 +119,10 @@ def _load(config: TrainConfig) -> Loaded:
 
 
 def _load_ahead(config: TrainConfig) -> Loaded | None:
-    """Load model and text; return None if that fails, which all workers learn later.
+    """Load model and text before this worker joins the process group; return None on failure.
 
-    Tokenizing may take longer than workers wait for each other, so this comes before they do.
+    Tokenizing may take longer than the time-out of the group. After a failure ``_load_text`` loads
+    again, and reports the error on all workers.
     """
     with suppress(Exception):
         return _load(config)
