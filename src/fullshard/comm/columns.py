@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.heartbeat import stall_s
+from fullshard.comm.labels import losing_ranks
 from fullshard.comm.shared import HostExchange
 from fullshard.errors import LostRankError, ProtocolError
 
@@ -141,11 +142,10 @@ class Crossing:
     def _take(self, future: torch.futures.Future[object]) -> None:
         failure = None
         try:
-            future.value()
+            with losing_ranks():
+                future.value()
         except Exception as error:
-            failure = LostRankError(
-                f"a collective among hosts failed: a rank there is gone or silent: {error}"
-            )
+            failure = error.with_traceback(None)
         self._count(failure)
 
     def _count(self, failure: Exception | None) -> None:

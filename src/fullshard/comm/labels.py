@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from fullshard import _torch
 from fullshard.comm.ledger import COMPARISON, ledger_of
-from fullshard.errors import ProtocolError
+from fullshard.errors import FullshardError, LostRankError, ProtocolError
 
 _DIGEST_NBYTES = 16
 _SAID_NBYTES = 256  # digest and text; a longer text is cut off, but the digest still differs
+
+
+@contextmanager
+def losing_ranks() -> Iterator[None]:
+    """Raise gloo's errors as ``LostRankError``, so that the watch looks for the rank."""
+    try:
+        yield
+    except FullshardError:
+        raise
+    except RuntimeError as error:
+        raise LostRankError(
+            f"a collective among hosts failed: a rank there is gone or silent: {error}"
+        ) from error
 
 
 class Compared:
@@ -57,9 +72,10 @@ class Compared:
             return
         ledger = ledger_of(group)
         with ledger.starting(COMPARISON):
-            work = _torch.all_gather(carrier or group, [heard], [said])
-            if work is not None:
-                work.wait()
+            with nullcontext() if carrier is None else losing_ranks():
+                work = _torch.all_gather(carrier or group, [heard], [said])
+                if work is not None:
+                    work.wait()
             rows = heard.view(group.size(), -1).tolist()
         ledger.era.check()  # what an aborted collective leaves behind is no label
         for rank, row in enumerate(rows):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fullshard.comm.fault_domain import Era, fault_domain
 from fullshard.comm.protocol import Pending
 from fullshard.comm.underway import KEPT, Entry, Mark, Underway, Wait
-from fullshard.errors import ProtocolError
+from fullshard.errors import LostRankError, ProtocolError
 
 RENDEZVOUS = "rendezvous"
 """The kind of collectives and waits in which ranks connect to each other."""
@@ -96,7 +96,12 @@ class Ledger:
         try:
             pending = _Awaited(start(), entry, self)
         except Exception as error:
-            explained = self.explained(error, entry)
+            if isinstance(error, LostRankError):  # the watch asks ranks that wait
+                self.waiting_since_s, self.waiting = time.monotonic(), entry
+            try:
+                explained = self.explained(error, entry)
+            finally:
+                self.waiting = None
             if explained is error:
                 raise
             raise explained from error

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.labels import Compared
+from fullshard.comm.labels import Compared, losing_ranks
 from fullshard.comm.means import ScaledSum, begun, put_mean, wide_dtype
 from fullshard.comm.protocol import Done, Pending, Splits
 
@@ -116,9 +116,12 @@ class _Kept:
         self._before = before
 
     def wait(self) -> None:
-        if self._before is not None:
-            self._before()
-        self._pending.wait()
+        if self._before is None:
+            self._pending.wait()
+            return
+        self._before()
+        with losing_ranks():
+            self._pending.wait()
 
 
 class _Put:

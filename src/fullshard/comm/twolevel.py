@@ -33,7 +33,7 @@ from fullshard.comm.columns import (
     head_of,
     numbers_in,
 )
-from fullshard.comm.labels import Compared
+from fullshard.comm.labels import Compared, losing_ranks
 from fullshard.comm.ledger import COMPARISON, ledger_of
 from fullshard.comm.local_peer import LocalPeer
 from fullshard.comm.means import put_mean, put_sum, wide_dtype
@@ -70,6 +70,8 @@ class TwoLevels:
         near.peers.also_wait_for(self.event.fileno())
         weakref.finalize(self, _torch.end_own_gloo_groups, groups.all(), os.getpid())
         self._compared = Compared("cpu")
+        self._last = ""  # the signature of the last collective
+        self._sizes_after: dict[str, set[tuple[str, int]]] = {}  # kinds and sizes, by what was last
         self._sums: deque[_HostSum] = deque()  # not yet sent to other hosts, in order
 
     def all_gather(
@@ -106,15 +108,26 @@ class TwoLevels:
     def _begin(
         self, group: dist.ProcessGroup, kind: str, dtype: torch.dtype, label: str, nbytes: int
     ) -> None:
-        """Compare what the ranks are about to start, if it is new, and go on with reductions."""
+        """Compare what the ranks are about to start, if it is new, and go on with reductions.
+
+        A size that is new after the collective before counts as new, too. So a rank that leaves the
+        order of the others waits here, and the watch sees it. If it went on, a rank could receive
+        more bytes than it expects, and gloo would abort its process.
+        """
         self.near.peers.receive()
         self._advance()
-        signature = f"{signature_of(kind, dtype, label)}, {nbytes} bytes"
-        if self._compared.knows(signature):
+        text = signature = f"{signature_of(kind, dtype, label)}, {nbytes} bytes"
+        sizes = self._sizes_after.setdefault(self._last, set())
+        is_known = self._compared.knows(signature)
+        if is_known and (kind, nbytes) not in sizes:
+            text = f"{signature} after {self._last}"
+        sizes.add((kind, nbytes))
+        self._last = signature
+        if self._compared.knows(text):
             return
         with ledger_of(group).starting(COMPARISON):
             self.drain()
-        self._compared.compare(group, signature, self.groups.everyone)
+        self._compared.compare(group, text, self.groups.everyone)
 
     def drain(self) -> None:
         """Start the exchange between hosts for all reductions and means that wait for it.
@@ -164,8 +177,10 @@ class _Gather:
         laid[levels.host][:HEAD_NBYTES] = head_of(self._exchange)
         self._crossing = Crossing(levels.event, exchange=self._exchange)
         try:
-            for host, slot in enumerate(laid):
-                self._crossing.add(_torch.broadcast(levels.groups.gather_from(host), slot, host))
+            with losing_ranks():
+                for host, slot in enumerate(laid):
+                    group = levels.groups.gather_from(host)
+                    self._crossing.add(_torch.broadcast(group, slot, host))
         except BaseException as failure:
             self._crossing.end_of_adding(failure)
             raise
@@ -240,10 +255,11 @@ class _HostSum(abc.ABC):
             ]
             crossing = Crossing(levels.event, self._ending(), self._result)
             try:
-                for host, row in enumerate(self._received):
-                    sources = list(self._sent) if host == own else []
-                    group = levels.groups.reduce_from(host)
-                    crossing.add(_torch.scatter(group, row, sources, host))
+                with losing_ranks():
+                    for host, row in enumerate(self._received):
+                        sources = list(self._sent) if host == own else []
+                        group = levels.groups.reduce_from(host)
+                        crossing.add(_torch.scatter(group, row, sources, host))
             except BaseException as failure:
                 self._failure = self._failure or failure.with_traceback(None)
             self._crossing = crossing
