@@ -104,7 +104,7 @@ def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, floa
         _here.store = _Counting(server)
         _here.store._waiters.append(_here.store._waiter())
         _asked[rank] = 0
-        _here.members = members = council._Members(None)
+        _here.members = members = council._Members(None, "save")
         members.rank, members.world, members.store = rank, world, _here.store
         members.numbers = iter(["bench/0"])
         barrier.wait()
@@ -127,7 +127,7 @@ def _ranks(world: int) -> Iterator[Callable[[Callable[[], None]], dict[str, floa
 
     with (
         patch.object(own_store, "OwnStore", _Counting),
-        patch.object(council, "_members", lambda: _here.members),
+        patch.object(council, "_members", lambda _: _here.members),
         patch.object(rounds, "own_store", lambda: _here.store),
         # A thousand threads share one interpreter: real ranks look around and beat by themselves.
         patch.object(store_round, "_LOOK_S", 2.0),

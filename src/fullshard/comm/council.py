@@ -57,7 +57,7 @@ class Council:
 
     def __init__(self, what: str, kind: str, label: str) -> None:
         self._what = what
-        members = _members()
+        members = _members(kind)
         self.rank, self.world = members.rank, members.world
         self._store, self._numbers = members.store, members.numbers
         self._ledger, self._kind, self._label = members.ledger, kind, label
@@ -267,7 +267,7 @@ def _described(error: Exception) -> dict[str, Any]:
 class _Members:
     """The state that the councils of a job share; ``group`` is None for a rank that is alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, kind: str) -> None:
         self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
         self.ledger: Ledger | None = None
         self.store: dist.Store = dist.HashStore()
@@ -277,7 +277,7 @@ class _Members:
             return
         # Ranks may have used this store before, in another process group: take new keys.
         name = torch.tensor([*secrets.token_bytes(8)], dtype=torch.uint8)
-        names = all_gather_bytes(name, "the key prefix of councils")
+        names = all_gather_bytes(name, f"the key prefix of councils, for a {kind}")
         start = f"fullshard/{bytes(names[0].tolist()).hex()}"
         self.numbers = (f"{start}/{number}" for number in itertools.count())
         self.store = own_store()
@@ -288,10 +288,11 @@ class _Members:
 _members_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Members] = weakref.WeakKeyDictionary()
 
 
-def _members() -> _Members:
+def _members(kind: str) -> _Members:
+    """Return the state; the first call on a group is a collective, for an operation ``kind``."""
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
-        return _Members(None)
+        return _Members(None, kind)
     if group not in _members_of:
-        _members_of[group] = _Members(group)
+        _members_of[group] = _Members(group, kind)
     return _members_of[group]
