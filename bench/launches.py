@@ -37,7 +37,7 @@ from bench.contenders import FSDP1, FSDP2, PER_PARAMETER, RAGGED
 from bench.machine import table
 from fullshard import _torch
 from fullshard.device.streams import CpuLanes
-from fullshard.engine import views
+from fullshard.engine import copies
 
 __all__ = ["LAYERS", "Launches", "as_on_a_gpu", "counted", "figures", "kernels", "report"]
 
@@ -199,7 +199,7 @@ def as_on_a_gpu(launches: Launches | None = None) -> Iterator[None]:
         mock.patch.object(_torch, "fuses_copies", lambda device: True),
         mock.patch.object(_torch, "has_average", lambda group, device_type: True),
         mock.patch.object(CpuLanes, "read", read),
-        mock.patch.object(views, "_DIRECT_NBYTES", views._DIRECT_NBYTES // SCALE),
+        mock.patch.object(copies, "_DIRECT_NBYTES", copies._DIRECT_NBYTES // SCALE),
     ):
         yield
 

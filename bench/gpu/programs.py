@@ -98,7 +98,7 @@ def threads(machine: Machine) -> Verdict:
         machine.synchronize()
         unit = unit_of(model)
         assert unit is not None and unit.engine is not None
-        is_ours = unit.engine.thread == threading.get_ident()
+        is_ours = unit.engine.steps.thread == threading.get_ident()
     moved = abs(first.item() - second.item())
     figures = {"loss before": first.item(), "loss after": second.item()}
     if not is_ours:

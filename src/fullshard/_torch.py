@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -894,6 +894,26 @@ def are_placed_alike(one: DTensor, other: DTensor) -> bool:
 def local_of(tensor: DTensor) -> Tensor:
     """Return the local tensor itself (``to_local`` makes a new view each time)."""
     return tensor._local_tensor
+
+
+def locals_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield local tensors in one pass in C; a plain tensor raises ``AttributeError``."""
+    return map(_local_of, tensors)
+
+
+def share_specs(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether all are DTensors, each pair with the very same spec object.
+
+    False does not mean that they are placed differently: see ``are_placed_alike``.
+    """
+    try:
+        return all(map(is_, map(_spec_of, tensors), map(_spec_of, others)))
+    except AttributeError:
+        return False
+
+
+_local_of = attrgetter("_local_tensor")
+_spec_of = attrgetter("_spec")
 
 
 def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fullshard import iter_full_params, unshard_params
 from fullshard.checkpoint import full_optim_state_dict, full_state_dict
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 from tests.fuzz.reference import Reference
 
 __all__ = ["Differs", "compare_all", "compare_tensors", "compare_values"]

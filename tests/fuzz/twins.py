@@ -21,7 +21,7 @@ from fullshard import FullyShardedDataParallel, UnshardHandle, checkpoint, unsha
 from fullshard.frontend.ownership import units_below
 from fullshard.frontend.places import places_of
 from fullshard.optim import clip_grad_norm_
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 from tests.fuzz.case import Case, Sharding
 from tests.fuzz.compare import (
     Differs,

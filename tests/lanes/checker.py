@@ -24,7 +24,8 @@ from fullshard import comm
 from fullshard.device import Lane, Lanes
 from fullshard.device.streams import StreamLanes
 from fullshard.device.wires import OnStream
-from fullshard.engine import executor, offload, shard
+from fullshard.engine import executor, shard
+from fullshard.engine import spec as bucket_spec
 from fullshard.optim import host_state
 from tests.lanes.booking import Booking, is_plain
 from tests.lanes.clocks import RaceError, Timeline, Trace
@@ -95,7 +96,7 @@ class Checker:
         with ExitStack() as stack:
             for target, name, stand_in in (
                 (executor, "make_lanes", self._make_lanes),
-                (offload, "host_tensor", self._host_tensor(offload.host_tensor)),
+                (bucket_spec, "host_tensor", self._host_tensor(bucket_spec.host_tensor)),
                 (host_state, "make_lanes", self._make_lanes),
                 (host_state, "host_tensor", self._host_tensor(host_state.host_tensor)),
                 (torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)),

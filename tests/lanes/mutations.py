@@ -49,8 +49,8 @@ EXEMPT = {
     ): "takes the time",
     ("StreamLanes.waited_s", "after.synchronize()"): "takes the time",
     ("Heartbeat.end", "self._thread.join(2 * BEAT_S)"): "a thread that nothing is written by",
-    ("Actor.act_all", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
-    ("Engine.trigger", "self.recorder.record(Event(trigger, actions))"): "records for people",
+    ("Engine.act_all", "self.lanes.join(Lane.COMPUTE, Lane.GATHER)"): "for CUDA graphs",
+    ("Engine._hear", "self.recorder.record(Event(trigger, actions))"): "records for people",
 }
 
 

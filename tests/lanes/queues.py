@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.engine.autograd import Backward
 from fullshard.schedule import triggers as when
-from fullshard.schedule.record import Event
+from fullshard.schedule.triggers import Event
 from tests.lanes.away import AWAY, bring
 from tests.lanes.checked import checked
 from tests.lanes.solo import solo

@@ -17,7 +17,7 @@ from fullshard import _torch, comm
 from fullshard.comm import Pending
 from fullshard.device import Buffer, BufferKind, Lane, StorageMeter, host_tensor
 from fullshard.device.streams import StreamLanes
-from fullshard.engine import offload
+from fullshard.engine import spec as bucket_spec
 from tests.lanes.checked import checked
 from tests.lanes.checker import Checker
 from tests.lanes.clocks import RaceError
@@ -181,7 +181,7 @@ def test_memory_of_a_collective_is_freed_in_flight() -> None:
 def test_the_host_writes_what_a_copy_still_reads(waited: bool) -> None:
     told = () if waited else ("read on compute", "written on host")
     with watched(*told) as checker:
-        host, device = offload.host_tensor(8, torch.float32, pinned=True), torch.zeros(8)
+        host, device = bucket_spec.host_tensor(8, torch.float32, pinned=True), torch.zeros(8)
         host.zero_()
         device.copy_(host, non_blocking=True)
         if waited:
@@ -198,7 +198,7 @@ def test_what_the_host_waited_for_everybody_has_waited_for() -> None:
 
 
 def test_nothing_stays_patched() -> None:
-    before = (torch.UntypedStorage.resize_, Tensor.tolist, offload.host_tensor)
+    before = (torch.UntypedStorage.resize_, Tensor.tolist, bucket_spec.host_tensor)
     with watched():
         pass
     assert before == (torch.UntypedStorage.resize_, Tensor.tolist, host_tensor)

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.layout.boxes import boxes
+from fullshard.layout.region import boxes
 
 
 @st.composite

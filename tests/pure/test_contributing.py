@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.pure.import_rules import ROOMS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "fullshard"
@@ -23,29 +26,34 @@ def test_a_question_is_answered_by_a_file_and_what_it_defines(file: str, begin: 
     assert re.search(rf"^ *(def|class) {begin}\b", (SOURCE / file).read_text(), re.M)
 
 
-def test_the_map_names_every_file_of_every_room() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = text[text.index("## Rooms") : text.index("## The scheduler")]
-    entries = re.split(r"^- ", rooms, flags=re.M)[1:]
-    named = {
-        room: set(re.findall(r"`(\w+)`", entry))
-        for entry in entries
-        for room in re.findall(r"\*\*`(\w+)/`", entry)
-    }
-    there = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert set(named) == there
-    missing = [
-        f"{room}/{path.stem}"
-        for room in there - {"train", "cli"}  # which use public names only
-        for path in (SOURCE / room).glob("[!_]*.py")
-        if path.stem not in named[room]
-    ]
-    assert missing == []
+MAP = (ROOT / "docs" / "architecture.md").read_text()
 
 
-def test_the_ways_through_the_files_name_files() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    ways = text[text.index("The way of one parameter") : text.index("## Vocabulary")]
-    named = re.findall(r"`(\w+/\w+)(?:\.\w+)?`", ways)
-    assert len(named) >= 15
-    assert [name for name in named if not (SOURCE / f"{name}.py").exists()] == []
+def test_the_map_has_each_package_with_the_first_sentence_of_its_docstring() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", MAP, re.M)
+    expected = []
+    for room in (room for room in ROOMS if room != "_version"):
+        package = SOURCE / room / "__init__.py"
+        path = package if package.exists() else SOURCE / f"{room}.py"
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        expected.append((room, doc.splitlines()[0].replace("``", "`")))
+    assert rows[-len(expected) :] == expected
+
+
+def test_the_paths_of_the_map_are_those_of_files_and_functions() -> None:
+    paths = MAP[MAP.index("## Sharding") : MAP.index("## Packages")]
+    steps = re.findall(r"(\w+/\w+\.py)(?:: (\w+))?", paths)
+    assert len(steps) >= 20
+    for path, name in steps:
+        text = (SOURCE / path).read_text()
+        assert not name or re.search(rf"^ *(def|class) {name}\b", text, re.M), (path, name)
+
+
+def test_the_tests_of_the_invariants_exist() -> None:
+    rows = MAP[MAP.index("## Ten invariants") : MAP.index("## Details")]
+    named = re.findall(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`", rows)
+    assert rows.count("\n| ") == 11 and len(named) >= 10  # ten, and the head of the table
+    for path, name in named:
+        file = ROOT / path
+        assert file.exists()
+        assert not name or re.search(rf"^def {name}\b", file.read_text(), re.M), (path, name)

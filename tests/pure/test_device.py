@@ -17,7 +17,8 @@ from fullshard.comm import Done, Label, Pending, SingleRank
 from fullshard.comm.native import Native
 from fullshard.device import Buffer, BufferKind, Lane, Lanes, StorageMeter, make_lanes
 from fullshard.device.streams import StreamLanes
-from fullshard.engine import Bucket, BucketSpec, offload
+from fullshard.engine import Bucket, BucketSpec
+from fullshard.engine import spec as bucket_spec
 from fullshard.layout import ParamSpec, PerParameter, Ragged
 from fullshard.tensors import DTensorForm, PlainForm
 
@@ -329,12 +330,12 @@ def test_who_waits_for_a_unit_from_the_host_does_not_wait_for_the_next(
     cuda: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        offload.Outbound,
+        bucket_spec.Outbound,
         "send",
         lambda self, shard: cuda.notes.append(f"copy on {cuda.current}"),
     )
     lanes, group = lanes_of(cuda), Group()
-    more = {"offload": offload.Offload(pinned=True)}
+    more = {"offload": bucket_spec.Offload(pinned=True)}
     buckets = [bucket_on(cuda, PerParameter(), **more) for _ in range(2)]
     for bucket in buckets:
         bucket.spec.comm.group = group  # type: ignore[misc]
@@ -402,11 +403,11 @@ def test_the_host_waits_for_a_copy_only_before_it_writes_its_memory_again(
     cuda: FakeAccelerator, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pinned memory takes an accelerator; the order of things does not."""
-    plain = offload.host_tensor
+    plain = bucket_spec.host_tensor
     monkeypatch.setattr(
-        offload, "host_tensor", lambda numel, dtype, pinned: plain(numel, dtype, pinned=False)
+        bucket_spec, "host_tensor", lambda numel, dtype, pinned: plain(numel, dtype, pinned=False)
     )
-    bucket = bucket_on(cuda, layout, offload=offload.Offload(pinned=True))
+    bucket = bucket_on(cuda, layout, offload=bucket_spec.Offload(pinned=True))
     whole = bucket.materialize(lanes_of(cuda), StorageMeter())
     cuda.notes.clear()
     whole.start()

@@ -16,9 +16,8 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.means import begun
 from fullshard.device import StorageMeter
-from fullshard.engine.policy import WirePolicy
+from fullshard.engine.policy import WireCheck, WirePolicy
 from fullshard.engine.reduce_input import Reduced, ReduceInput
-from fullshard.engine.wire import WireCheck
 from fullshard.layout import ParamSpec, PerParameter, Ragged, even_from, in_rows, plan_slots, subset
 from tests.pure.layout_model import aligns, elements, scatter, spec_lists, values, worlds
 

@@ -234,7 +234,7 @@ def check_rest(model: nn.Module, *, hides: bool = False) -> None:
     engine = engine_of(model)
     assert engine.scheduler.idle
     assert not len(engine.scheduler.reductions)
-    assert not engine._backward.tasks
+    assert not engine.backward.tasks
     holds = {u.name: engine.scheduler.residents.units[u.key].holds for u in engine.units}
     if hides:
         assert set(holds.values()) <= {0, Hold.HIDDEN}, holds
@@ -244,5 +244,5 @@ def check_rest(model: nn.Module, *, hides: bool = False) -> None:
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is shown unsharded"
     for unit in engine.units:
-        for _, whole in unit.pairs():
+        for whole in unit.unsharded_params():
             assert whole.grad is None, unit.name

@@ -410,7 +410,7 @@ def constants_of(engine: Engine) -> int:
 
 def staging_of(engine: Engine) -> int:
     """Bytes of the pinned memory from which offloaded shards cross."""
-    wholes = [bucket.whole for unit in engine.units for bucket in unit.buckets]
+    wholes = [bucket.materialized for unit in engine.units for bucket in unit.buckets]
     return nbytes_of(one._gather._from_host._outbound._host for one in wholes)
 
 

@@ -17,7 +17,7 @@ import fullshard
 from fullshard.device import Lane
 from fullshard.device.streams import CpuLanes
 from fullshard.frontend.ownership import unit_of
-from fullshard.schedule.record import Transcript
+from fullshard.schedule.triggers import Transcript
 from tests.ranks.autograd import DIM, Tower, engine_of, loss_of
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool

@@ -31,7 +31,7 @@ def all_nbytes(model: nn.Module) -> int:
         bucket.unsharded_nbytes
         for unit in unit_of(model).engine.units
         for bucket in unit.buckets
-        if not bucket.whole.borrows
+        if not bucket.materialized.borrows
     )
 
 

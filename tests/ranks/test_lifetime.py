@@ -70,7 +70,7 @@ def deleted(deed: Callable[[Net], Any]) -> None:
     kept = deed(model)
     unit = engine_of(model).units[0]
     watched = [model, model.blocks[0], engine_of(model), unit, *unit.buckets]
-    watched += [*model.parameters(), *(whole for _, whole in unit.pairs())]
+    watched += [*model.parameters(), *unit.unsharded_params()]
     references = [weakref.ref(one) for one in watched]
     del model, unit, watched
     gc.collect()

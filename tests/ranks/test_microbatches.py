@@ -30,7 +30,7 @@ from fullshard.comm.fault_domain import fault_domain
 from fullshard.comm.ledger import ledger_of
 from fullshard.comm.mesh import wrapped
 from fullshard.errors import ConfigError, LostRankError, PeerError
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 from tests.ranks.models import fill, full_parameters, noise
 from tests.ranks.pool import RankPool
 from tests.ranks.test_autograd_failures import Fuse, Trouble

@@ -33,7 +33,7 @@ from fullshard.checkpoint import (
 )
 from fullshard.errors import UnsupportedError
 from fullshard.optim import Muon, StepGuard, clip_grad_norm_
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 from tests.ranks.models import fill
 from tests.ranks.muon import BY_MUON, Model, Reference, backward
 from tests.ranks.pool import RankError, RankPool

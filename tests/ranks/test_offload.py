@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, PerParameter, Ragged, fully_shard
-from fullshard.engine import Offload, offload
-from fullshard.engine.offload import Outbound
+from fullshard.engine import Offload
+from fullshard.engine import spec as bucket_spec
+from fullshard.engine.spec import Outbound
 from fullshard.engine.unit import Unit
 from fullshard.frontend.ownership import units_below
 from fullshard.optim import ShardedOptimizer, clip_grad_norm_
@@ -33,7 +34,7 @@ LAYOUTS = {"per-parameter": PerParameter(), "ragged": Ragged()}
 def a_bus(pinned: bool = True) -> Iterator[list[tuple[str, torch.dtype, int]]]:
     """Modules sharded in the block are offloaded, to where they are; yields what crosses."""
     crossings: list[tuple[str, torch.dtype, int]] = []
-    send, bring_home, host_tensor = Outbound.send, offload.bring_home, offload.host_tensor
+    send, bring_home, host_tensor = Outbound.send, bucket_spec.bring_home, bucket_spec.host_tensor
 
     def sent(self: Outbound, shard: Tensor) -> None:
         send(self, shard)
@@ -51,7 +52,7 @@ def a_bus(pinned: bool = True) -> Iterator[list[tuple[str, torch.dtype, int]]]:
         patch.object(face, "checked_offload", lambda *_: Offload(pinned)),
         patch.object(Outbound, "send", sent),
         patch("fullshard.engine.reduce.bring_home", brought),
-        patch.object(offload, "host_tensor", unpinned),
+        patch.object(bucket_spec, "host_tensor", unpinned),
     ):
         yield crossings
 
@@ -161,7 +162,7 @@ def big_pieces() -> None:
         with torch.no_grad():
             model(torch.ones(1, 600, dtype=torch.float64))
         (unit,) = units_of(model)
-        assert len(unit.buckets[0].whole._gather._slices) == 2  # type: ignore[union-attr]
+        assert len(unit.buckets[0].materialized._gather._slices) == 2  # type: ignore[union-attr]
         assert [way for way, _, _ in crossings] == ["to device"]
         assert torch.equal(model.weight.full_tensor(), expected)  # type: ignore[attr-defined]
         model.unshard()  # type: ignore[operator]
@@ -193,7 +194,7 @@ def test_the_host_waits_before_it_writes_again() -> None:
 
     target, shard_ = torch.zeros(4), torch.arange(4.0)
     unpinned = partial(torch.zeros, dtype=torch.float32)
-    with patch.object(offload, "host_tensor", lambda numel, dtype, pinned: unpinned(numel)):
+    with patch.object(bucket_spec, "host_tensor", lambda numel, dtype, pinned: unpinned(numel)):
         outbound = Outbound(Offload(pinned=True), target, Lanes())  # type: ignore[arg-type]
         outbound.send(shard_)
         shard_.mul_(2)

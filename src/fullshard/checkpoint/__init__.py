@@ -1,4 +1,4 @@
-"""Checkpoints of models and optimizers on disk, and their full and sharded state dicts.
+"""Checkpoints of models and optimizers on disk, and full and sharded state dicts.
 
 ``save`` writes a folder of ``safetensors`` files, whole or not at all; ``load`` reads it into a
 model of any layout on any number of ranks, verified; ``Checkpointer`` does both in a training loop.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fullshard.errors import UnsupportedError
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 _INSIDE = "base_model.model."  # what PeftModel puts before the names of the model
 _BASE = "base_layer."

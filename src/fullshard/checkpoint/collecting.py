@@ -67,7 +67,7 @@ class Collected:
         """
         tree = Tree(model, "save")
         if whole:
-            tree.check_whole("save")
+            tree.check_complete("save")
         self.units, self.device = tree.units, tree.device
         if tree.mesh is not None:
             self._everyone = grid_of(tree.mesh)

@@ -32,7 +32,7 @@ from fullshard.frontend.contexts import unshard_params
 from fullshard.frontend.ownership import owner_of
 from fullshard.frontend.places import Place
 from fullshard.layout.region import Region, whole
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 _BUFFER_NBYTES = 32 << 20
 

@@ -15,7 +15,7 @@ from fullshard.checkpoint.tree import Row, Tree, full, sharded, some
 from fullshard.errors import ConfigError
 from fullshard.frontend.sharded import taken_as_it_is
 from fullshard.tensors import local_part, taken_by
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 
 def full_state_dict(

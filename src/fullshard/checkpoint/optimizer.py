@@ -28,7 +28,7 @@ from fullshard.optim.groups import Groups, numbered, options_of
 from fullshard.optim.states import one_for_many
 from fullshard.optim.wrapped import unwrapped
 from fullshard.tensors import shown_like, taken_by
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 
 def full_optim_state_dict(
@@ -127,7 +127,7 @@ def _on_all(
         items += items_of(state, stepped.shown)
     except Exception as error:  # the other ranks wait to hear of it
         failure = error
-    check_alike(what, tree.mesh, items, failure, told=tree.forget_left)
+    check_alike(what, tree.mesh, items, failure, told=tree.forget_interrupted)
     return stepped, state
 
 

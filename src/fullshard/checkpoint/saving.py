@@ -389,7 +389,7 @@ def _tell_apart(council: Council, model: nn.Module, optimizer: Optimizer | None)
     try:
         council.agree(own, compare)
     except (ConfigError, CheckpointError):
-        Tree(model, "save").forget_left()
+        Tree(model, "save").forget_interrupted()
         raise
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.tree import Tree
 from fullshard.errors import ConfigError
-from fullshard.frontend.held import Held
+from fullshard.frontend.places import Held
 from fullshard.optim.groups import Groups, numbered
 from fullshard.optim.states import is_cut, is_cut_tensor, one_for_many
 from fullshard.optim.trial import singles_of

@@ -26,7 +26,7 @@ from fullshard.checkpoint.adapted import plain_names
 from fullshard.errors import CheckpointError, ConfigError, UnsupportedError
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout.region import Interval, Region, whole
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 _COMPARED_NUMEL = 8 << 20
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

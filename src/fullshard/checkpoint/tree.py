@@ -20,12 +20,12 @@ from fullshard.frontend.contexts import (
     named_sharded,
     units_at_rest,
 )
-from fullshard.frontend.held import Held, held_params
 from fullshard.frontend.hooks import engine_of
+from fullshard.frontend.places import Held, held_params
 from fullshard.frontend.sharded import state_dict_as_it_is
 from fullshard.layout.region import Region, whole
 from fullshard.tensors import on_larger_mesh, plainly_sharded, region_of
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 from fullshard.tensors.parts import coordinate_in
 
 
@@ -127,15 +127,15 @@ class Tree:
             if not unit.is_lent:  # else that is told when the loan ends
                 engine_of(unit).rewritten(unit)
 
-    def check_whole(self, what: str) -> None:
-        """Raise ``TornStepError`` if an exception in a step left the weights half-stepped."""
+    def check_complete(self, what: str) -> None:
+        """Raise ``TornStepError`` if an interrupted optimizer step left weights partly updated."""
         for unit in self.units:
-            engine_of(unit).check_whole(what)
+            engine_of(unit).steps.check_complete(what)
 
-    def forget_left(self) -> None:
-        """Forget steps left in part: all ranks were told how their optimizers have come apart."""
+    def forget_interrupted(self) -> None:
+        """Clear the records of interrupted steps: all ranks know what became of the weights."""
         for unit in self.units:
-            engine_of(unit).forget_left(unit)
+            engine_of(unit).forget_interrupted(unit)
 
 
 def _extent(mesh: DeviceMesh) -> tuple[int, int, bool]:

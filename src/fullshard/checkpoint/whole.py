@@ -17,7 +17,7 @@ from fullshard.checkpoint.foreign import Leaf
 from fullshard.checkpoint.manifest import digest_of
 from fullshard.checkpoint.values import decode
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 _STEPS = ("step", "global_step")

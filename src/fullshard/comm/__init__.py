@@ -1,4 +1,4 @@
-"""Collectives: the only room of fullshard that communicates with other ranks.
+"""Collectives on process groups, in shared memory and among hosts, and a ledger of them.
 
 ``Collectives`` is the protocol. ``C10d`` uses NCCL and gloo through process groups, ``Public`` the
 functions of ``torch.distributed``. With gloo, data travels through shared memory within a host

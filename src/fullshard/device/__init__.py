@@ -1,4 +1,4 @@
-"""Streams, events and storage, for CUDA and CPU alike; no other room uses them directly."""
+"""Streams, events and storage on CUDA and CPU; no other package uses them directly."""
 
 from __future__ import annotations
 

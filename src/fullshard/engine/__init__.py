@@ -1,4 +1,4 @@
-"""The engine: moves tensors as the scheduler says, and knows no ``nn.Module``.
+"""Gather, free and reduce tensors as the scheduler says; knows no ``nn.Module``.
 
 Read ``bucket`` first (its note names every tensor), then ``unshard`` and ``reduce`` (the two paths
 through a bucket), ``unit``, ``autograd`` (which tracks where backward is) and ``executor``.
@@ -14,15 +14,15 @@ from fullshard.engine.executor import Engine
 from fullshard.engine.extended import check_extendable
 from fullshard.engine.full import gather_full_param, is_first, is_first_copy
 from fullshard.engine.loan import Loan, Terms
-from fullshard.engine.offload import Offload
 from fullshard.engine.policy import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ReducePolicy,
+    WireErrors,
     WirePolicy,
+    relative_error,
 )
-from fullshard.engine.spec import BucketSpec
+from fullshard.engine.reduce import Partial
+from fullshard.engine.spec import BucketSpec, Offload
 from fullshard.engine.unit import Registration, Unit, check_lent_alike
-from fullshard.engine.waiting import Partial
-from fullshard.engine.wire import WireErrors, relative_error

@@ -10,13 +10,13 @@
     gather_output       rank-major result of the all-gather for parameters that cannot be gathered
                         in place, copied in one batch into ``unsharded``; does not exist if the
                         layout is zero-copy (``layout.plan_gather``)
-    unsharded           all parameters, whole, 1-D; storage is empty while resharded. Does not exist
+    unsharded           all parameters, 1-D; storage is empty while resharded. Does not exist
                         at shard size 1 without a cast: the parameters then borrow the shard
     unsharded.params[i] nn.Parameters over ``unsharded``, with which modules compute; the leaves of
                         autograd. The same objects until ``Bucket.dematerialize``
     secondary           this rank's slice of ``unsharded``, one for each of a few ranks; all that is
                         left when the unit is resharded to a smaller group after forward
-    pending[i]          whole gradients that wait for a backward that reduces them (no-sync)
+    pending[i]          unsharded gradients that wait for a backward that reduces them (no-sync)
     reduce_input        gradients, rank-major in layout order, in the dtype on the wire; behind each
                         rank's slice, one flag per parameter: 1 if it has a gradient. Parameters
                         frozen after sharding have only the flag: the others are packed as in a
@@ -28,8 +28,8 @@ For tensor-parallel DTensors, all of these hold local tensors; ``sharded_params`
 ``unsharded.params`` show them as DTensors.
 
 ``bucket.py`` holds the first, ``shard.py`` the second, ``unshard.py`` the next five (or
-``extended.py``, if tensors have hooks that decide what is gathered), ``waiting.py`` ``pending`` and
-``partial``, ``reduce_input.py`` and ``grad_shard.py`` the other two; ``reduce.py`` works on these.
+``extended.py``, if tensors have hooks that decide what is gathered), ``reduce.py`` ``pending`` and
+``partial``, ``reduce_input.py`` and ``grad_shard.py`` the other two.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -49,16 +50,16 @@ from fullshard.comm import Label
 from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.extended import AnyUnsharded, ExtendedUnsharded, check_extendable
-from fullshard.engine.policy import ReducePolicy
+from fullshard.engine.policy import ReducePolicy, WireCheck
 from fullshard.engine.reduce import Front as ReduceFront
-from fullshard.engine.reduce import Gradients
+from fullshard.engine.reduce import Gradients, Waiting
 from fullshard.engine.shard import FlatShard, Shards, carry_put_on, check_at_home, cut_shards
 from fullshard.engine.spec import BucketSpec, num_flags
 from fullshard.engine.unshard import Unsharded
-from fullshard.engine.waiting import Waiting
-from fullshard.engine.wire import WireCheck
 from fullshard.errors import ConfigError, ProtocolError
 from fullshard.tensors import gathered_by_itself
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class BucketFront(ReduceFront, Protocol):
@@ -75,7 +76,7 @@ class Bucket:
     """A layout, a shard and an unsharded buffer. See [Note: the tensors of a bucket]."""
 
     def __init__(self, spec: BucketSpec, originals: Sequence[nn.Parameter]) -> None:
-        """Cut ``originals`` (whole parameters, one dtype) and keep this rank's pieces."""
+        """Cut ``originals``, full parameters of one dtype, and keep the local shards."""
         self._label = Label()
         self.spec = spec.labelled(self._label)
         self.shards: Shards = cut_shards(spec, originals)
@@ -169,7 +170,7 @@ class Bucket:
             dtypes = self.grad_dtypes(params[0].dtype)
             self.gradients = Gradients(self, params, dtypes, lanes, meter)
             self._requires_grad = None
-        return self.whole
+        return self.materialized
 
     def _make_unsharded(self, lanes: Lanes, meter: StorageMeter) -> AnyUnsharded:
         if isinstance(self.shards, FlatShard) and not self._any_hooks():
@@ -251,7 +252,7 @@ class Bucket:
         self._label.text = self.spec.described(name, self.shards.dtype)
 
     @property
-    def whole(self) -> AnyUnsharded:
+    def materialized(self) -> AnyUnsharded:
         """The unsharded side, which must have been made."""
         assert self.unsharded is not None
         return self.unsharded
@@ -261,17 +262,19 @@ class Bucket:
         if self.unsharded is None:
             return
         self.keep_requires_grad()
-        for sharded, whole in zip(self.sharded_params, self.unsharded.params, strict=True):
-            if whole.requires_grad != sharded.requires_grad:
-                whole.requires_grad_(sharded.requires_grad)
-        self._requires_grad = [param.requires_grad for param in self.unsharded.params]
+        flags = list(map(_REQUIRES_GRAD, self.sharded_params))
+        if flags != list(map(_REQUIRES_GRAD, self.unsharded.params)):
+            for unsharded, flag in zip(self.unsharded.params, flags, strict=True):
+                if unsharded.requires_grad != flag:
+                    unsharded.requires_grad_(flag)
+        self._requires_grad = flags
 
     def keep_requires_grad(self) -> None:
         """Freeze and unfreeze the sharded parameters as the user did the unsharded ones."""
         last = self._requires_grad
         if last is None or self.unsharded is None:
             return
-        flags = [param.requires_grad for param in self.unsharded.params]
+        flags = list(map(_REQUIRES_GRAD, self.unsharded.params))
         if flags == last:
             return
         for sharded, flag, old in zip(self.sharded_params, flags, last, strict=True):
@@ -306,7 +309,7 @@ class Bucket:
 
     def is_current(self) -> bool:
         """Return whether the sharded parameters still show the local tensors of ``shards``."""
-        return all(map(self.spec.form.stands_for, self.sharded_params, self.shards.locals))
+        return self.spec.form.all_show(self.sharded_params, self.shards.locals)
 
     def differs(self) -> bool:
         """Return whether the sharded parameters now have more than one device or dtype."""
@@ -385,9 +388,9 @@ class Bucket:
         self._restore_grad_dtypes()
         if self.front is not None:
             self.front.lead()
-        whole = self.unsharded
-        if isinstance(whole, Unsharded) and same_kind and not whole.borrows:
-            whole.shard = self.shard
+        unsharded = self.unsharded
+        if isinstance(unsharded, Unsharded) and same_kind and not unsharded.borrows:
+            unsharded.shard = self.shard
         else:
             self.dematerialize()
 

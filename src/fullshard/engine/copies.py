@@ -3,14 +3,19 @@
 On a CPU a batched copy runs one tensor after the other. On CUDA it is one kernel if all tensors are
 dense, each with the strides of its counterpart, and each of the two lists has one dtype; a single
 tensor that breaks this makes CUDA copy one tensor after the other as well.
+
+A ``GatherPlan`` decides which views are copied: the targets of a gather, and copies out of staging.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.layout import GatherPlan, Layout, StridedCopy, plan_gather
 
 MOST_DENSE = 64
 """Number of tensors that every build of PyTorch copies in one kernel; later builds take more."""
@@ -36,3 +41,38 @@ def copy_all(places: list[Tensor], sources: list[Tensor]) -> None:
             torch._foreach_copy_(to, of)
         else:
             to[0].copy_(of[0])
+
+
+_DIRECT_NBYTES = 512 << 10
+"""Size from which pieces of a parameter are gathered in place, if the layout allows that.
+
+Each such piece travels alone. Smaller pieces travel together: a copy takes less time with gloo.
+"""
+
+
+def gather_plan(layout: Layout, itemsize: int) -> GatherPlan:
+    """Return the plan by which shards with elements of ``itemsize`` bytes are gathered."""
+    return plan_gather(layout, min_numel=_DIRECT_NBYTES // itemsize)
+
+
+def written_in_place(plan: GatherPlan, world: int, unsharded: Tensor) -> list[Tensor]:
+    """Return the parts of ``unsharded``, 1-D, that gathers write directly."""
+    return [unsharded.narrow(0, part.unsharded_offset, world * part.numel) for part in plan.direct]
+
+
+def places_of_copies(
+    copies: Sequence[StridedCopy],
+    unsharded: Tensor,
+    staging: Tensor,
+    offsets: Sequence[int] | Mapping[int, int],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of ``unsharded``, the targets of copies, and views of ``staging``, the sources.
+
+    ``offsets`` are the offsets of the parameters in ``unsharded``, in elements.
+    """
+    to = [
+        unsharded.as_strided(box.sizes, box.param_strides, offsets[box.param] + box.param_offset)
+        for box in copies
+    ]
+    of = [staging.as_strided(box.sizes, box.staging_strides, box.staging_offset) for box in copies]
+    return to, of

@@ -1,30 +1,37 @@
-"""The engine: reports events to the scheduler and carries out the actions that it answers."""
+"""The engine: reports triggers to the scheduler and carries out the actions that it answers."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from fullshard import _torch, watch
-from fullshard.comm.fault_domain import Era
-from fullshard.device import Lanes, make_lanes
-from fullshard.engine.actor import Actor
+from fullshard.device import Lane, Lanes, StorageMeter, make_lanes
 from fullshard.engine.autograd import Backward, Use
-from fullshard.engine.steps import find_left, hear_steps
+from fullshard.engine.reduce import Gradients, resolve_presence
+from fullshard.engine.steps import StepLog
 from fullshard.engine.unit import Unit, check_lent_alike
 from fullshard.errors import BusyError, PeerError, ProtocolError, TornStepError
 from fullshard.schedule import (
+    IN_USE,
+    Action,
     Event,
     Hold,
     MachinePolicy,
+    Observer,
+    Op,
     Recorder,
     Residency,
+    Scheduler,
     UnitPolicy,
 )
 from fullshard.schedule import triggers as when
@@ -33,13 +40,14 @@ from fullshard.schedule.triggers import NO_TASK, Follows, Trigger
 log = logging.getLogger("fullshard")
 
 
-class Engine(Actor):
-    """The engine of one tree of modules: its units, with one scheduler and one set of lanes.
-
-    It hears triggers and asks the scheduler; what that answers is carried out as ``Actor`` says.
+class Engine:
+    """The engine of one tree of modules: its units, one scheduler and one set of lanes.
 
     Each call of ``fully_shard`` joins the engines of the units below, so that in the end the root's
     engine runs all units, whichever of them runs forward first.
+
+    Three parts, in this order: changes between steps, the forward and the step, and the actions
+    of the scheduler.
     """
 
     def __init__(
@@ -48,19 +56,24 @@ class Engine(Actor):
         policies: Sequence[UnitPolicy],
         machine: MachinePolicy | None = None,
     ) -> None:
-        super().__init__(units, Backward(self.trigger, self._is_in_forward_elsewhere))
+        self.units = list(units)
+        self.scheduler = Scheduler()
         self.scheduler.policy = machine or MachinePolicy()
+        self.meter = StorageMeter()
+        self.observer: Observer | None = None
         self.recorder: Recorder | None = None
+        self.post_optim_event: Any = None  # if set, the next fence waits for it, not for compute
         self.is_dry = False
-        self.thread = threading.get_ident()  # the thread of the last forward outside of backward
+        self.steps = StepLog(self.shares_params, self.weights_changed, self._drop_step)
+        self.backward = Backward(self.trigger, self._is_in_forward_elsewhere)
         self._lanes: Lanes | None = None
         self._uses: dict[int, Use] = {}  # the last use of each unit
-        self._told_hidden: set[int] = set()
+        self._unread: list[Gradients] = []  # presence flags to be read once backward has ended
+        self._warned_hidden: set[int] = set()
         for key, unit in enumerate(units):
             unit.key = key
             unit.engine = self
         self.scheduler.add(*map(Unit.state, units, policies))
-        hear_steps(self)
         watch.begin()
 
     @classmethod
@@ -78,6 +91,7 @@ class Engine(Actor):
             engine.end_reductions()
             engine.weights_changed()  # no backward of an earlier forward can come any more
             engine.reshard_all()
+            engine.steps.close()
             key_of = {inner.key: len(units) + i for i, inner in enumerate(engine.units)}
             units += engine.units
             policies += [engine.policy_of(inner).renumbered(key_of) for inner in engine.units]
@@ -128,40 +142,76 @@ class Engine(Actor):
         """Mark unsharded copies as stale: sharded parameters may have new values."""
         self.trigger(when.WeightsChanged())
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Take note of a step of ``optimizer`` if it runs in our thread or steps our parameters."""
-        if self.thread == threading.get_ident() or self.shares_params(optimizer):
-            self.weights_changed()
+    def keep_memory(self, unit: Unit, keep: bool) -> None:
+        """Set whether ``unit`` keeps the memory of its unsharded parameters when resharded."""
+        for bucket in unit.buckets:
+            bucket.keeps_memory = keep
+        if not keep and self.scheduler.residents.units[unit.key].residency is Residency.SHARDED:
+            for bucket in unit.buckets:
+                bucket.reshard()
 
-    def left_in_part(self, optimizer: Optimizer, era: Era) -> None:
-        """Take note of a step of ``optimizer``, begun in ``era``, that an exception has left.
+    def policy_of(self, unit: Unit) -> UnitPolicy:
+        """Return the user's choices for ``unit``."""
+        return self.scheduler.residents.units[unit.key].policy
 
-        A rank that is alone is not told what it caught itself.
+    def shares_params(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` steps some parameters of the engine."""
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        params = (p for unit in self.units for b in unit.buckets for p in b.stepped_params)
+        return any(id(param) in stepped for param in params)
+
+    @property
+    def is_running(self) -> bool:
+        """True in the middle of a forward or a backward."""
+        return not self.scheduler.idle or _torch.current_task() != NO_TASK
+
+    def backward_is_over(self) -> bool:
+        """Wait for the end of a backward that this thread is not in, and return whether it came.
+
+        Return True without waiting inside of a forward or a backward.
         """
-        if watch.watcher() is not None and self.shares_params(optimizer):
-            self._step.half_step = watch.HalfStep(f"in the step of {type(optimizer).__name__}", era)
+        if _torch.current_task() != NO_TASK or self.scheduler.iteration is not None:
+            return True
+        return self.backward.are_over()
 
-    def check_whole(self, what: str) -> None:
-        """Raise ``TornStepError`` if an exception in a step left the weights half-stepped."""
-        find_left()
-        if self._step.half_step is not None:
-            raise TornStepError(
-                f"{what} was called after an exception was caught "
-                f"{self._step.half_step.place}: the weights are half-stepped. "
-                "Load a checkpoint on all ranks"
+    def check_not_running(self, what: str) -> None:
+        """Raise ``BusyError`` in the middle of a forward or a backward."""
+        if not self.backward_is_over() or self.is_running:
+            raise BusyError(
+                f"{what} was called in the middle of a forward or a backward of the model; "
+                "call it between steps, or call reset_iter_state() on the root after an exception"
             )
 
-    def forget_left(self, unit: Unit) -> None:
-        """Forget, with the root, steps left in part: it was loaded, or all ranks were told else."""
+    def check_awaited(self, what: str) -> None:
+        """Raise ``ProtocolError`` while reductions wait for a handle to end them."""
+        if self.scheduler.reductions.awaited is not None:
+            raise ProtocolError(
+                f"{what} was called before wait() of the handle that "
+                "finalize_backward(async_op=True) returned"
+            )
+
+    def check_carrier_runs(self, unit: Unit) -> None:
+        """Refuse a forward of a unit that only a running forward of its carrier makes usable."""
+        carrier = self.scheduler.residents.units[unit.key].carrier
+        if carrier is not None and not carrier.holds & IN_USE:
+            around = self.units[carrier.key].name or "(root)"
+            raise ProtocolError(
+                f"a forward of unit {unit.name}, which ranks may skip and which is therefore "
+                f"gathered with unit {around}, came outside of the forward of {around}: other "
+                f"ranks may not take part. Call it inside of that forward, or call "
+                "set_skip_tolerance(False) on it"
+            )
+
+    def forget_interrupted(self, unit: Unit) -> None:
+        """Clear the record of an interrupted step if ``unit`` is the root, which was loaded."""
         if unit is self.units[-1]:
-            find_left()
-            self._step.half_step = None
+            self.steps.forget_interrupted()
 
     def trigger(self, trigger: Trigger) -> None:
         """Pass ``trigger`` to the scheduler, then carry out its actions; one thread at a time."""
-        with self._backward.lock:
-            if self._backward.dead and type(trigger) is not when.TaskDied:
-                self._backward.report_dead()
+        with self.backward.lock:
+            if self.backward.dead and type(trigger) is not when.TaskDied:
+                self.backward.report_dead()
             self._hear(trigger)
 
     def _hear(self, trigger: Trigger) -> None:
@@ -170,22 +220,22 @@ class Engine(Actor):
         if type(trigger) is when.TaskDied:
             last = self.scheduler.backward_of
             place = "a backward" if last is None else f"the backward of {_named(self.units[last])}"
-            self._step.left(f"in {place}")
+            self.steps.left(f"in {place}")
         actions = self.scheduler.on(trigger)
         if self.recorder is not None:
             self.recorder.record(Event(trigger, actions))
         if type(trigger) in _ENDS:
-            was_open = self._step.is_open
+            was_open = self.steps.is_open
             try:
                 self.act_all(actions, to_the_end=True)
             finally:
                 if type(trigger) is when.Reset:
-                    self._step.drop()
+                    self.steps.forget()
                 elif not self.scheduler.in_backward:
                     failed = type(trigger) is when.TaskDied
-                    self._end_step(failed=failed, trained=not failed)
+                    self.steps.end(failed=failed, trained=not failed)
             if was_open and type(trigger) is when.TaskEnd:
-                self._step.era.check()  # the others drop this step, and raise
+                self.steps.check_kept()  # the others drop this step, and raise
         elif actions:
             self.act_all(actions, to_the_end=False)
 
@@ -225,7 +275,7 @@ class Engine(Actor):
             self._lanes = make_lanes(self.units[-1].device)
         return self._lanes
 
-    # forward
+    # forward and step
 
     def enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
         """Enter the forward of ``member`` of ``unit``, which is about to run on ``inputs``.
@@ -236,31 +286,31 @@ class Engine(Actor):
                 runs outside of the unit that it is gathered with, or (``BusyError``) another
                 thread is in a forward or a backward; nothing was changed.
         """
-        if self._backward.tasks and not self.backward_is_over():
+        if self.backward.tasks and not self.backward_is_over():
             raise BusyError(
                 f"a forward of {_named(unit)} was called while another thread is in a backward of "
                 "the model. Call it when that backward has ended"
             )
-        with self._backward.lock:
+        with self.backward.lock:
             self._enter(unit, member, inputs)
 
     def _enter(self, unit: Unit, member: int, inputs: Iterable[Tensor]) -> None:
         self.check_awaited("a forward")
-        self.check_carried(unit)
-        task = self._backward.task()
+        self.check_carrier_runs(unit)
+        task = self.backward.task()
         if task == NO_TASK:  # otherwise a thread of autograd, in which no optimizer steps
             here = threading.get_ident()
-            if self.thread != here and self._is_in_forward_elsewhere():
+            if self.steps.thread != here and self._is_in_forward_elsewhere():
                 raise BusyError(
                     f"a forward of {_named(unit)} was called while another thread is in a forward "
                     "of the model. Call the model from one thread at a time"
                 )
-            self.thread = here
+            self.steps.thread = here
         if self.scheduler.idle:
             check_lent_alike(self.units, "a forward")
-            self.look_after(self.units)
+            self.prepare(self.units)
             if task == NO_TASK:
-                self._begin_step()
+                self.steps.begin()
         try:
             self.trigger(when.ForwardEnter(unit.key, member, task))
         except BaseException:
@@ -271,18 +321,20 @@ class Engine(Actor):
         if use is not None and use.number == number:
             use.begin(inputs)
             return
-        use = self._uses[unit.key] = Use(self._backward, unit, number)
+        use = self._uses[unit.key] = Use(self.backward, unit, number)
         use.begin(inputs)
         if task == NO_TASK:
             use.watch()
 
     def exit(self, unit: Unit, member: int, outputs: Iterable[Tensor], *, failed: bool) -> None:
         """Exit the forward of ``member`` of ``unit``, which ended or was left by an exception."""
-        with self._backward.lock:
+        with self.backward.lock:
             use = self._uses.get(unit.key)
             if use is None or not use.running:
                 return  # another hook failed before ours, so the member never entered
-            is_refused = self.thread != threading.get_ident() and self._is_in_forward_elsewhere()
+            is_refused = (
+                self.steps.thread != threading.get_ident() and self._is_in_forward_elsewhere()
+            )
             if is_refused and _torch.current_task() == NO_TASK:
                 return
             self._leave(unit, member, use, outputs, failed=failed)
@@ -295,41 +347,22 @@ class Engine(Actor):
         if failed:
             follows = Follows.NOTHING
         if follows is Follows.HIDDEN and _torch.current_task() == NO_TASK:
-            self._tell_hidden(unit)
+            self._warn_hidden(unit)
         self._exit(unit, member, follows, failed=failed)
 
     def _is_in_forward_elsewhere(self) -> bool:
         """Return whether another thread, which still lives, is in a forward outside of backward."""
-        if self.scheduler.iteration is None or self.thread == threading.get_ident():
+        if self.scheduler.iteration is None or self.steps.thread == threading.get_ident():
             return False
-        return any(thread.ident == self.thread for thread in threading.enumerate())
+        return any(thread.ident == self.steps.thread for thread in threading.enumerate())
 
     def _exit(self, unit: Unit, member: int, follows: Follows, *, failed: bool) -> None:
         task = _torch.current_task()
         if failed and not _torch.ends_recomputation(sys.exception()):
-            self._step.left(f"in the forward of {_named(unit)}")
+            self.steps.left(f"in the forward of {_named(unit)}")
         self.trigger(when.ForwardExit(unit.key, member, task, follows, failed))
         if self.scheduler.idle and task == NO_TASK and follows is Follows.NOTHING:
-            self._end_step(sys.exception(), failed=failed)
-
-    def _begin_step(self) -> None:
-        """Begin a step, or another forward of it, once the last one's failure is known to all."""
-        find_left()
-        half_stepped = watch.report_half_step(self._step)
-        watch.settle()
-        if self._step.was_dropped:
-            self._drop_step()
-        if half_stepped is not None:
-            raise half_stepped
-        self._step.begin()
-
-    def _end_step(
-        self, error: BaseException | None = None, *, failed: bool, trained: bool = False
-    ) -> None:
-        """End the step; without gradients, if other ranks cannot go on with it either."""
-        self._step.end(error, failed=failed, trained=trained)
-        if self._step.was_dropped:
-            self._drop_step()
+            self.steps.end(sys.exception(), failed=failed)
 
     def _drop_step(self) -> None:
         """Drop all gradients and begin anew, as all ranks do after a fault on one of them."""
@@ -338,13 +371,13 @@ class Engine(Actor):
         except (PeerError, ProtocolError, TornStepError) as error:
             # Collectives in flight never end.
             log.debug("after a fault: %s", error)
-        self.forget_asked()
+        self._unread.clear()
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.drop_gradients()
 
-    def look_after(self, units: Iterable[Unit]) -> None:
-        """Notice what was done to parameters between steps, and refuse units that cannot run.
+    def prepare(self, units: Iterable[Unit]) -> None:
+        """Adopt changes of parameters between steps, and refuse units that cannot run.
 
         Raises:
             ConfigError: parameters were replaced, moved or cast in a way that cannot work.
@@ -355,10 +388,11 @@ class Engine(Actor):
                 if not unit.is_lent:
                     self.take_over(unit)
                     unit.check_ready(with_memory=not self.is_dry)
-                    unit.sync_requires_grad()
+                    for bucket in unit.buckets:
+                        bucket.sync_requires_grad()
 
     def rewritten(self, unit: Unit) -> None:
-        """Take note of writes to the shards of ``unit`` that nothing else notices.
+        """Mark copies of ``unit`` as stale after writes to its shards that nothing else notices.
 
         If the user unsharded the unit, gather it again at once, because the modules show it. A copy
         that waits for a backward stays, because it belongs to the weights of its forward.
@@ -370,37 +404,39 @@ class Engine(Actor):
             self.trigger(when.UserWait(unit.key))
 
     def take_over(self, unit: Unit) -> None:
-        """Notice parameters that were replaced, moved, cast or written since the last step."""
+        """Adopt parameters that were replaced, moved, cast or written since the last step."""
         unit.registration.take_over(unit)
         self._adopt(unit)
 
     def moved(self, unit: Unit, *, partly: bool) -> None:
-        """Notice that ``fn`` of ``nn.Module._apply`` moved or cast ``unit``.
+        """Adopt parameters that ``nn.Module._apply`` moved or cast.
 
         ``partly``: only a part of the unit may have been moved so far, which is no error yet.
         """
         unit.registration.take_over(unit, keeps_ties=True)
-        if not (partly and unit.differs()):
+        if not (partly and any(bucket.differs() for bucket in unit.buckets)):
             self._adopt(unit)
 
     def _adopt(self, unit: Unit) -> None:
         state = self.scheduler.residents.units[unit.key]
-        if not unit.is_current():
+        stale = [bucket for bucket in unit.buckets if not bucket.is_current()]
+        if stale:
             self.end_reductions()
             self.trigger(when.WeightsChanged())
             self.trigger(when.UserReshard(unit.key))
-            unit.adopt()
+            for bucket in stale:
+                bucket.adopt()
             unit.was_written()  # the adopted values include these writes
             state.nbytes = unit.nbytes
             state.reduction_nbytes = unit.reduction_nbytes
         elif unit.was_written() and state.residency:
             self.trigger(when.WeightsChanged())
 
-    def _tell_hidden(self, unit: Unit) -> None:
+    def _warn_hidden(self, unit: Unit) -> None:
         carrier = self.scheduler.residents.units[unit.key].carrier
-        if unit.key in self._told_hidden or carrier is not None:  # the carrier sees more
+        if unit.key in self._warned_hidden or carrier is not None:  # the carrier sees more
             return
-        self._told_hidden.add(unit.key)
+        self._warned_hidden.add(unit.key)
         log.warning(
             "unit %s: the newest autograd node of its forward is not an output that can be found "
             "in lists, tuples, mappings and dataclasses, or a custom Function returns tensors on "
@@ -408,6 +444,154 @@ class Engine(Actor):
             "step. Return the tensor, or detach what needs no gradient",
             unit.name or "(root)",
         )
+
+    # actions
+
+    def act_all(self, actions: Sequence[Action], *, to_the_end: bool) -> None:
+        """Carry out ``actions`` in order; ``to_the_end``: all of them, even if one fails."""
+        if not actions:
+            return
+        with torch.no_grad(), _torch.outside_of_transforms():
+            if to_the_end:
+                self._act_to_the_end(actions)
+                if self.scheduler.idle:  # a CUDA graph of a step must end with lanes joined
+                    self.lanes.join(Lane.COMPUTE, Lane.GATHER)
+            else:
+                act = self._act if self.observer is None else self._act_observed
+                for action in actions:
+                    act(action)
+                self._read_presence()
+
+    def _act_to_the_end(self, actions: Sequence[Action]) -> None:
+        """Carry out all actions even if one fails, then raise the first failure.
+
+        The scheduler assumes that all actions were done and repeats none. Once another rank may be
+        gone, only the actions that communicate are skipped.
+        """
+        failure: Exception | None = None
+        act = self._act if self.observer is None else self._act_observed
+        for action in actions:
+            apart = failure is not None and not isinstance(failure, ProtocolError)
+            if apart and not action.op.is_local:
+                continue
+            try:
+                act(action)
+            except Exception as error:
+                failure = failure or error
+        if failure is None or isinstance(failure, ProtocolError):
+            self._read_presence()
+        if failure is not None:
+            raise failure
+
+    def _read_presence(self) -> None:
+        """Read the other ranks' presence flags after backward."""
+        if self._unread and not self.scheduler.in_backward:
+            unread, self._unread = self._unread, []
+            resolve_presence(dict.fromkeys(unread), self.lanes)
+
+    def _act_observed(self, action: Action) -> None:
+        assert self.observer is not None
+        with self.observer.acting(action):
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        if action.unit is None:
+            self._fence()
+            return
+        unit = self.units[action.unit]
+        if not _torch.is_profiling():
+            self._carry_out(action.op, unit)
+            return
+        with record_function(f"fullshard::{action.op.value} {unit.name or '(root)'}"):
+            self._carry_out(action.op, unit)
+
+    def _carry_out(self, op: Op, unit: Unit) -> None:
+        act = _ACTS[op]
+        if op.starts:
+            self.steps.run(act, self, unit)
+        else:
+            act(self, unit)
+        if op.takes_gradients:
+            self.backward.reduced(unit)
+        elif op.gives_gradients:
+            self._unread += [one for one in unit.gradients() if one.unread_flags is not None]
+
+    def _fence(self) -> None:
+        """Make gathers wait for the values that the optimizer wrote."""
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is None:
+            self.lanes.join(Lane.GATHER, Lane.COMPUTE)
+        else:
+            self.lanes.wait_event(Lane.GATHER, event)
+        if not len(self.scheduler.reductions):  # their memory may belong to an earlier stream
+            self.lanes.untrack_streams()
+
+
+def _unshard(engine: Engine, unit: Unit) -> None:
+    """Start the all-gathers; make unsharded sides that are missing."""
+    for bucket in unit.buckets:
+        if not bucket.is_materialized:
+            fresh = bucket.materialize(engine.lanes, engine.meter)
+            engine.backward.watch(unit, fresh.params)
+            bucket.sync_requires_grad()
+    if engine.scheduler.idle:  # the user unshards; otherwise a root has just prepared the units
+        unit.was_written()
+    for bucket in unit.buckets:
+        bucket.materialized.start()
+
+
+def _wait(_: Engine, unit: Unit) -> None:
+    """Make the unsharded parameters usable and show them in the modules."""
+    for bucket in unit.buckets:
+        bucket.materialized.finish()
+    unit.registration.show_unsharded(unit.buckets)
+
+
+def _conceal(_: Engine, unit: Unit) -> None:
+    """Show the sharded parameters, but keep the memory of the unsharded ones."""
+    for bucket in unit.buckets:
+        bucket.keep_requires_grad()
+    unit.registration.show_sharded(unit.buckets)
+
+
+def _reshard(engine: Engine, unit: Unit, *, to_secondary: bool = False) -> None:
+    """Show the sharded parameters and free the unsharded ones, except secondary shards."""
+    _conceal(engine, unit)
+    for bucket in unit.buckets:
+        bucket.reshard(to_secondary=to_secondary)
+
+
+def _forget(_: Engine, unit: Unit) -> None:
+    """Forget all gradients that were not fully reduced."""
+    for bucket in unit.buckets:
+        bucket.forget_gradients()
+
+
+def _each(act: Callable[[Gradients], None]) -> Callable[[Engine, Unit], None]:
+    """Return the action that calls ``act`` on the gradients of each bucket."""
+
+    def act_on_each(_: Engine, unit: Unit) -> None:
+        for gradients in unit.gradients():
+            act(gradients)
+
+    return act_on_each
+
+
+_ACTS: dict[Op, Callable[[Engine, Unit], None]] = {
+    Op.UNSHARD: _unshard,
+    Op.WAIT: _wait,
+    Op.CONCEAL: _conceal,
+    Op.RESHARD: _reshard,
+    Op.RESHARD_TO_SECONDARY: partial(_reshard, to_secondary=True),
+    Op.REDUCE_SCATTER: _each(Gradients.start),
+    Op.ALL_REDUCE: _each(Gradients.all_reduce),
+    Op.KEEP_PARTIAL: _each(Gradients.keep_partial),
+    Op.FINISH_REDUCE: _each(Gradients.finish),
+    Op.ACCUMULATE: _each(Gradients.accumulate),
+    Op.DISCARD: _each(Gradients.discard),
+    Op.FORGET: _forget,
+}
+"""The function that carries out each action."""
 
 
 def _named(unit: Unit) -> str:

@@ -88,7 +88,7 @@ class ExtendedUnsharded:
             self._send()
 
     def finish(self) -> None:
-        """Make the whole parameters usable on the compute lane."""
+        """Make the unsharded parameters usable on the compute lane."""
         if self._in_flight is None:
             return
         with torch.inference_mode(False), torch.no_grad(), self._lanes.on(Lane.GATHER):
@@ -140,7 +140,7 @@ class _Kind(NamedTuple):
 
 
 class _Part:
-    """One parameter of a bucket: the tensors that it sends, and the whole parameter."""
+    """One parameter of a bucket: the tensors that it sends, and the unsharded parameter."""
 
     def __init__(self, spec: BucketSpec, index: int, meter: StorageMeter) -> None:
         self._spec = spec
@@ -150,7 +150,7 @@ class _Part:
         self._metadata: Any = None
         self._buffers: list[Buffer] = []  # the tensors of all ranks, one buffer for each tensor
         self._others: list[Buffer] = []  # other memory that the hook wants freed
-        self._releases = False  # True: free ``_buffers`` once the whole parameter is filled
+        self._releases = False  # True: free ``_buffers`` once the unsharded parameter is filled
         self._param: nn.Parameter | None = None
 
     @property
@@ -160,7 +160,7 @@ class _Part:
 
     @property
     def param(self) -> nn.Parameter:
-        """The whole parameter."""
+        """The unsharded parameter."""
         assert self._param is not None
         return self._param
 
@@ -215,25 +215,25 @@ class _Part:
         return Buffer(numel, kind.dtype, device, kind=BufferKind.UNSHARDED, meter=self._meter)
 
     def receive(self, shards: Shards) -> None:
-        """Make or refill the whole parameter from the tensors of all ranks."""
+        """Make or refill the unsharded parameter from the tensors of all ranks."""
         local = shards.locals[self._index]
         outputs = tuple(map(self._joined, self._buffers, self._kinds))
         dtype = self._spec.unsharded_dtype(shards.dtype)
         if not gathered_by_itself(local, self.name):
             if self._param is None:
-                self._param = self._spec.whole_param(self._index, outputs[0])
+                self._param = self._spec.unsharded_param(self._index, outputs[0])
             return
         out = None if self._param is None else local_part(self._param)
-        whole, to_free = post_all_gather(
+        unsharded, to_free = post_all_gather(
             local, outputs, self._metadata, dtype, name=self.name, out=out
         )
         self._metadata = None
         if self._param is None:
             self._others = self._foreign(to_free)
             self._releases = releases_outputs(local, self.name)
-            self._check_released(whole)
-            self._param = self._spec.whole_param(self._index, self._stripped(whole))
-            carry_attributes(whole, local_part(self._param), vars(local_part(self._param)))
+            self._check_released(unsharded)
+            self._param = self._spec.unsharded_param(self._index, self._stripped(unsharded))
+            carry_attributes(unsharded, local_part(self._param), vars(local_part(self._param)))
         if self._releases:
             for buffer in self._buffers:
                 buffer.free()
@@ -246,21 +246,23 @@ class _Part:
         is_cut_as_we_do = len(kind.shape) > 0 and kind.shape[0] == padded_rows
         return joined[: self._shape[0]] if is_cut_as_we_do else joined
 
-    def _stripped(self, whole: Tensor) -> Tensor:
-        """Return ``whole`` without padded rows."""
+    def _stripped(self, unsharded: Tensor) -> Tensor:
+        """Return ``unsharded`` without padded rows."""
         shape = self._shape
-        if whole.shape == shape:
-            return whole
-        if whole.shape[1:] == shape[1:] and len(whole) > shape[0]:
-            return whole.narrow(0, 0, shape[0])
+        if unsharded.shape == shape:
+            return unsharded
+        if unsharded.shape[1:] == shape[1:] and len(unsharded) > shape[0]:
+            return unsharded.narrow(0, 0, shape[0])
         raise ExtensionError(
             f"parameter {self.name}: fsdp_post_all_gather made a tensor of shape "
-            f"{tuple(whole.shape)}, expected {tuple(shape)}"
+            f"{tuple(unsharded.shape)}, expected {tuple(shape)}"
         )
 
-    def _check_released(self, whole: Tensor) -> None:
+    def _check_released(self, unsharded: Tensor) -> None:
         """Refuse to free memory that the parameter uses."""
-        inside = [value for value in (whole, *vars(whole).values()) if type(value) is Tensor]
+        inside = [
+            value for value in (unsharded, *vars(unsharded).values()) if type(value) is Tensor
+        ]
         ours = self._addresses()
         if self._releases and any(_address(tensor) in ours for tensor in inside):
             raise ExtensionError(

@@ -1,4 +1,4 @@
-"""Full parameters: whole tensors in the dtype of the shards, and the path back into a shard.
+"""Full parameters: tensors in the dtype of the shards, and the path back into a shard.
 
 Nothing here knows of residencies. Parameters made by ``unshard`` are for computation: in the dtype
 of mixed precision, leaves of autograd, in memory that comes and goes. Those made here are for users
@@ -18,15 +18,14 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm import broadcast_pieces
 from fullshard.device import BufferKind, StorageMeter
-from fullshard.engine.copies import copy_all
+from fullshard.engine.copies import copy_all, gather_plan, places_of_copies, written_in_place
 from fullshard.engine.shard import cut_into
 from fullshard.engine.spec import BucketSpec
-from fullshard.engine.views import gather_plan, places_of_copies, written_in_place
 from fullshard.layout import plan_param_gather
 
 
 def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Tensor]:
-    """Return all parameters of a bucket, whole; one batch of collectives among ``comm``.
+    """Return all full parameters of a bucket; one batch of collectives among ``comm``.
 
     For tensor-parallel parameters, return local tensors. All share memory, but each pickles alone.
     """
@@ -51,7 +50,7 @@ def gather_full(spec: BucketSpec, flat: Tensor, meter: StorageMeter) -> list[Ten
 
 
 def gather_full_param(spec: BucketSpec, flat: Tensor, index: int, meter: StorageMeter) -> Tensor:
-    """Return one parameter of a bucket, whole, in separate memory; a collective of ``comm``."""
+    """Return one full parameter of a bucket in separate memory; a collective of ``comm``."""
     layout, param = spec.layout, spec.layout.params[index]
     if not param.numel:
         return flat.new_empty(param.shape, device=spec.device)
@@ -128,7 +127,7 @@ def any_rank(spec: BucketSpec, flags: Iterable[bool], *, over_copies: bool = Fal
 
 
 def differing(spec: BucketSpec, tensors: Sequence[Tensor | None]) -> list[bool]:
-    """Return, for the whole tensor of each parameter, whether it differs between ranks.
+    """Return, for the full tensor of each parameter, whether it differs between ranks.
 
     Compare bit by bit, replicas included; a tensor that only some ranks have differs.
     """

@@ -39,8 +39,8 @@ class GradShard:
         spec = reduced.spec
         self.locals = spec.own_views(flat) if dtypes is None else _cast(spec, flat, dtypes)
         self.shown = [
-            spec.form.wrap(number, local)
-            for number, local in zip(reduced.numbers, self.locals, strict=True)
+            spec.form.wrap(index, local)
+            for index, local in zip(reduced.indices, self.locals, strict=True)
         ]
         self._storages = [tensor.untyped_storage() for tensor in (flat, *self.locals)]
         self._unheld = self._counted()
@@ -75,17 +75,17 @@ class ReducedSets:
         self._spec = spec
         self._meter = meter
         self.now = Reduced.of(spec, tuple(range(len(spec.layout.params))), meter)
-        self._known = {self.now.numbers: self.now}
+        self._known = {self.now.indices: self.now}
         self._last: GradShard | None = None
 
-    def choose(self, numbers: tuple[int, ...]) -> Reduced:
+    def choose(self, indices: tuple[int, ...]) -> Reduced:
         """Return the set of these parameters, and make it the set that is reduced next."""
-        if numbers != self.now.numbers:
-            known = self._known.get(numbers)
+        if indices != self.now.indices:
+            known = self._known.get(indices)
             if known is None:
                 if len(self._known) >= _MOST_SETS:
                     self._known.clear()
-                known = self._known[numbers] = Reduced.of(self._spec, numbers, self._meter)
+                known = self._known[indices] = Reduced.of(self._spec, indices, self._meter)
             known.is_agreed = known.is_all  # the wire notices if other ranks reduce fewer
             self.now = known
         return self.now

@@ -83,7 +83,7 @@ class Loan:
         for i, (value, grad, own) in enumerate(
             zip(values, grads, bucket.sharded_params, strict=True)
         ):
-            param = spec.whole_param(i, value)
+            param = spec.unsharded_param(i, value)
             param.requires_grad_(own.requires_grad)
             if grad is not None:
                 parallel = spec.parallel[i] if spec.parallel else None
@@ -92,7 +92,7 @@ class Loan:
         return params
 
     def _gather_grads(self, bucket: Bucket) -> list[Tensor | None]:
-        """Return whole gradients: None if no rank has one, zeros in the part of ranks without."""
+        """Return full gradients: None if no rank has one, zeros in the part of ranks without."""
         if bucket.front is not None:
             bucket.front.tell_gradients()
         spec, own = bucket.spec, [param.grad for param in bucket.sharded_params]
@@ -234,7 +234,7 @@ def _tied_on_one_rank(call: str, names: Sequence[str]) -> ConfigError:
 
 
 def _grads(bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients that the user left, whole for the data-parallel ranks."""
+    """Return the gradients that the user left, full over the data-parallel ranks."""
     grads = [param.grad for param in params]
     if bucket.spec.parallel:
         grads = local_gradients(grads, bucket.spec.parallel)

@@ -1,15 +1,16 @@
-"""The policies that users choose for a call of ``fully_shard``; frozen values."""
+"""The policies that users choose for a call of ``fully_shard``, frozen values; codec errors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fullshard.comm import INT4, Blocks, Cast, Codec
+from fullshard.comm import INT4, Blocks, Cast, Codec, round_trip
 from fullshard.errors import ConfigError
 
 
@@ -173,8 +174,57 @@ class ReducePolicy:
     fill_absent: bool = False
     """True if parameters that no rank has a gradient for get zeros instead of None."""
     inspect: Callable[[Sequence[str], Sequence[Tensor | None]], object] | None = None
-    """A function called with names and this rank's gradients, whole, before they are reduced."""
+    """A function called with names and this rank's unsharded gradients, before they are reduced."""
     hook: Callable[[Tensor], object] | None = None
     """A function called with all reduced gradients of a bucket, 1-D, to change in place."""
     hook_stream: Any = None
     """The stream on which the hook runs; None: the stream of the reduction."""
+
+
+class WireErrors(NamedTuple):
+    """Relative errors of the data that this rank sent: the norm of the error by that of the values.
+
+    None: nothing was encoded.
+    """
+
+    gathered: float | None
+    """The error of this rank's shards, with which all ranks computed."""
+    reduced: float | None
+    """The error of this rank's gradients, shard means on their way to replicas included.
+
+    The errors of ranks are independent, so the mean over many ranks has a smaller one."""
+
+
+class WireCheck:
+    """A meter of the error that codecs introduce, by kind of transfer, while ``enabled``."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._found: dict[str, list[Tensor]] = {}  # errors and values, one pair for each transfer
+
+    def look(self, what: str, codec: Codec, values: Tensor) -> None:
+        """Measure the error of 2-D ``values`` after ``codec``, if enabled; sends nothing."""
+        if self.enabled:
+            self.compare(what, values, round_trip(codec, values))
+
+    def compare(self, what: str, exact: Tensor, received: Tensor) -> None:
+        """Accumulate the error of ``received`` against ``exact``."""
+        exact = exact.float()
+        squares = [one.square().sum(dtype=torch.float64) for one in (received - exact, exact)]
+        self._found.setdefault(what, []).append(torch.stack(squares))
+
+    def take(self, what: str) -> list[Tensor]:
+        """Return and clear the pairs of ``what``; their kernels may still run."""
+        return self._found.pop(what, [])
+
+
+def relative_error(pairs: Sequence[Tensor]) -> float | None:
+    """Return the error by all ``pairs`` together; the host waits for the device."""
+    if not pairs:
+        return None
+    if pairs[0].device.type != "cpu":
+        torch.accelerator.synchronize()  # several streams have computed them
+    errors, values = (
+        math.fsum(column) for column in zip(*(p.tolist() for p in pairs), strict=True)
+    )
+    return math.sqrt(errors / values) if values else math.sqrt(errors)

@@ -1,9 +1,11 @@
-"""The path from whole gradients to sharded ones. See [Note: the tensors of a bucket]."""
+"""The path from unsharded gradients to sharded ones. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,13 +16,49 @@ from fullshard.comm import Done, Pending
 from fullshard.device import Lane, Lanes, StorageMeter
 from fullshard.engine.dtypes import GradDtypes
 from fullshard.engine.grad_shard import GradShard, ReducedSets
-from fullshard.engine.offload import bring_home
 from fullshard.engine.policy import ReducePolicy
 from fullshard.engine.reduce_input import Reduced, ReduceInput
-from fullshard.engine.spec import BucketSpec
-from fullshard.engine.waiting import Partial, Waiting
+from fullshard.engine.spec import BucketSpec, bring_home
 from fullshard.errors import ProtocolError
 from fullshard.tensors import local_gradients, plain
+
+
+class Partial(NamedTuple):
+    """A row of gradients that is reduced over shards and waits for the replicas."""
+
+    reduced: Reduced
+    row: Tensor
+    present: list[bool]
+    """For each parameter of ``reduced``, True if this rank had a gradient in some pass."""
+
+
+@dataclass
+class Waiting:
+    """The gradients of earlier passes that a bucket keeps until a backward reduces them."""
+
+    pending: list[Tensor | None] | None = None
+    """Whole gradients, by parameter; None on all ranks if no rank accumulated any."""
+    partial: Partial | None = None
+    """Gradients reduced over shards, but not over replicas."""
+    prior: frozenset[int] = frozenset()
+    """Indices of all parameters that may have such gradients; the same on all ranks."""
+
+    def __bool__(self) -> bool:
+        return self.pending is not None or self.partial is not None
+
+    def clear(self) -> None:
+        """Forget all waiting gradients."""
+        self.pending, self.partial, self.prior = None, None, frozenset()
+
+    def move(self, device: torch.device, reduced: torch.dtype) -> None:
+        """Move waiting gradients to ``device``; cast partial ones to the dtype ``reduced``."""
+        if self.pending is not None:
+            self.pending = [None if grad is None else grad.to(device) for grad in self.pending]
+        if self.partial is not None:
+            self.partial = self.partial._replace(row=self.partial.row.to(device, reduced))
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass
@@ -33,14 +71,14 @@ class _Reduction:
     source: ReduceInput | None  # None: already reduced over shards
     present: list[bool]  # which parameters have a gradient on this rank
     shown: GradShard | None  # gradients over ``row``, if they were made before
-    owed: frozenset[int]  # parameter numbers with gradients of earlier passes, even if now frozen
+    prior: frozenset[int]  # parameter indices with gradients of earlier passes, even if now frozen
 
 
-class Unsure(NamedTuple):
+class Unresolved(NamedTuple):
     """A result that waits for its flags: this rank lacks some gradients, or sets may differ."""
 
     shown: GradShard
-    owed: frozenset[int]
+    prior: frozenset[int]
 
 
 class Front(Protocol):
@@ -73,8 +111,8 @@ class Reducible(Protocol):
 class Gradients:
     """The reducer of a bucket's gradients, from unsharded parameters to sharded parameters.
 
-    It reduces the parameters that are trainable now, and those to which gradients of earlier passes
-    are owed. A reduction has the same size on all ranks, whichever ranks have a gradient: ranks
+    It reduces the parameters that are trainable now, and those with gradients of earlier passes. A
+    reduction has the same size on all ranks, whichever ranks have a gradient: ranks
     without one send zeros, and one flag per parameter says whether some rank had a gradient. So
     ``.grad`` stays None exactly where no rank computed a gradient, without an extra collective.
     """
@@ -98,7 +136,7 @@ class Gradients:
         copies = spec.replicas and spec.encoding_gradients(spec.replicas)
         self._replicas = copies and lanes.wire(Lane.REDUCE, copies)
         self._in_flight: _Reduction | None = None
-        self._unsure: Unsure | None = None
+        self._unresolved: Unresolved | None = None
         self._meter = meter
         self._sets = ReducedSets(spec, meter)
         dtypes.expect(spec, params)
@@ -106,21 +144,21 @@ class Gradients:
 
     def start(self) -> None:
         """Start to reduce present and pending gradients, if any parameter can have one."""
-        numbers = self._numbers()
-        if not numbers:
+        indices = self._indices()
+        if not indices:
             return
-        settle([self], self._lanes)  # this reduction may write to the same memory
-        reduced = self._sets.choose(numbers)
-        has_pending, owed = self._waiting.pending is not None, self._waiting.owed
-        grads = self._take(numbers)
+        resolve_presence([self], self._lanes)  # this reduction may write to the same memory
+        reduced = self._sets.choose(indices)
+        has_pending, prior = self._waiting.pending is not None, self._waiting.prior
+        grads = self._take(indices)
         dtype = self._wire_dtype(grads, has_pending=has_pending)
         buffer = reduced.input(dtype, self.params[0].device)
         source = buffer.fill(grads)
-        # Count parameters that are frozen and owed nothing as present: their flags are not read.
+        # Frozen parameters without earlier gradients count as present: their flags are not read.
         present = [
             grad is not None
-            or not (self._bucket.sharded_params[number].requires_grad or number in owed)
-            for number, grad in zip(numbers, grads, strict=True)
+            or not (self._bucket.sharded_params[index].requires_grad or index in prior)
+            for index, grad in zip(indices, grads, strict=True)
         ]
         self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         del grads  # their memory may be reused for the allocations below
@@ -128,25 +166,23 @@ class Gradients:
         with self._lanes.on(Lane.REDUCE):
             shown, row = self._result_for(buffer.row, source.device)
             pending = self._comm.reduce_scatter_mean(row, source)
-        self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, owed)
-        self._waiting.owed = frozenset()
+        self._in_flight = _Reduction(pending, reduced, row, buffer, present, shown, prior)
+        self._waiting.prior = frozenset()
 
     def _trainable(self) -> frozenset[int]:
-        """Return the numbers of the parameters that are not frozen; the same on all ranks."""
-        return frozenset(
-            i for i, param in enumerate(self._bucket.sharded_params) if param.requires_grad
-        )
+        """Return the indices of the parameters that are not frozen; the same on all ranks."""
+        flags = map(_REQUIRES_GRAD, self._bucket.sharded_params)
+        return frozenset(compress(range(len(self.params)), flags))
 
-    def _numbers(self) -> tuple[int, ...]:
-        """Return the numbers of the parameters to reduce, ascending; the same on all ranks."""
-        numbers = tuple(
-            number
-            for number, param in enumerate(self._bucket.sharded_params)
-            if param.requires_grad or number in self._waiting.owed
-        )
-        if numbers and self._spec.clean_padding:  # all gradients are seen as one tensor
+    def _indices(self) -> tuple[int, ...]:
+        """Return the indices of the parameters to reduce, ascending; the same on all ranks."""
+        flags = map(_REQUIRES_GRAD, self._bucket.sharded_params)
+        indices = tuple(compress(range(len(self.params)), flags))
+        if self._waiting.prior:
+            indices = tuple(sorted(self._waiting.prior.union(indices)))
+        if indices and self._spec.clean_padding:  # all gradients are seen as one tensor
             return tuple(range(len(self.params)))
-        return numbers
+        return indices
 
     def _wire_dtype(self, grads: Sequence[Tensor | None], *, has_pending: bool) -> torch.dtype:
         """Return the dtype in which gradients travel; the same on all ranks.
@@ -184,8 +220,8 @@ class Gradients:
             self._free_source(reduction)
         with self._lanes.on(Lane.REDUCE):
             if reduction is None:
-                owed, self._waiting.owed = self._waiting.owed, frozenset()
-                reduction = _Reduction(Done(), reduced, row, None, present, None, owed)
+                prior, self._waiting.prior = self._waiting.prior, frozenset()
+                reduction = _Reduction(Done(), reduced, row, None, present, None, prior)
             reduction.row = row
             reduction.present = present
             reduction.pending = replicas.all_reduce_mean(row)
@@ -198,7 +234,7 @@ class Gradients:
         elif self._in_flight is not None:
             with self._lanes.on(Lane.REDUCE):
                 self._waiting.partial = self._end_first_half()
-            self._waiting.owed = frozenset(self._waiting.partial.reduced.numbers)
+            self._waiting.prior = frozenset(self._waiting.partial.reduced.indices)
             self._end(self._in_flight)
 
     def _end_first_half(self) -> Partial:
@@ -206,7 +242,7 @@ class Gradients:
 
         The sum works whichever parameters had gradients in which pass: all rows are in layout
         order, and flags add up like gradients. Parameters unfrozen since then add nothing; frozen
-        parameters are still reduced, for the gradients that they are owed.
+        parameters are still reduced, for the gradients of earlier passes.
         """
         partial, self._waiting.partial = self._waiting.partial, None
         reduction = self._in_flight
@@ -217,24 +253,24 @@ class Gradients:
         now = Partial(reduction.reduced, reduction.row, reduction.present)
         if partial is None:
             return now
-        numbers = partial.reduced.numbers
-        before = dict(zip(numbers, partial.present, strict=True))
+        indices = partial.reduced.indices
+        before = dict(zip(indices, partial.present, strict=True))
         present = [
-            here or before.get(number, False)
-            for number, here in zip(now.reduced.numbers, now.present, strict=True)
+            here or before.get(index, False)
+            for index, here in zip(now.reduced.indices, now.present, strict=True)
         ]
-        if numbers == now.reduced.numbers:
+        if indices == now.reduced.indices:
             return Partial(now.reduced, partial.row.add_(now.row), present)
         torch._foreach_add_(
-            now.reduced.parts(now.row, numbers), partial.reduced.parts(partial.row, numbers)
+            now.reduced.parts(now.row, indices), partial.reduced.parts(partial.row, indices)
         )
         return now._replace(present=present)
 
     def finish(self) -> None:
-        """Put the reduced gradients on the sharded parameters, or leave that to ``settle``.
+        """Put the reduced gradients on the sharded parameters, unless flags must be read first.
 
-        ``settle`` does it if the flags of other ranks must be read from a device, so that the host
-        waits for the device once, for all buckets, and not before backward has ended.
+        ``resolve_presence`` puts them there if other ranks' flags must be read from a device. So
+        the host waits for the device once, for all buckets, and not before backward has ended.
         """
         if self._in_flight is None:
             return
@@ -250,11 +286,11 @@ class Gradients:
                 if shown.reduced.is_agreed and (
                     self._bucket.reduce_policy.fill_absent or all(present)
                 ):
-                    self._assign(shown, [True] * len(present), reduction.owed)
+                    self._assign(shown, [True] * len(present), reduction.prior)
                 elif reduction.row.is_meta:  # a dry run, where all ranks count as alike
-                    self._assign(shown, present, reduction.owed)
+                    self._assign(shown, present, reduction.prior)
                 else:
-                    self._unsure = Unsure(shown, reduction.owed)
+                    self._unresolved = Unresolved(shown, reduction.prior)
         except BaseException:
             self._leave(reduction)
             raise
@@ -265,7 +301,7 @@ class Gradients:
         offload, one = self._spec.offload, self._dtypes.one_shown
         dtype = one or row.dtype
         row = row.to(dtype) if offload is None else bring_home(row, dtype, offload, self._lanes)
-        shown = [self._dtypes.shown[number] for number in reduced.numbers]
+        shown = [self._dtypes.shown[index] for index in reduced.indices]
         return GradShard(reduced, row, None if one else shown)
 
     def _edit(self, spec: BucketSpec, row: Tensor) -> None:
@@ -301,7 +337,7 @@ class Gradients:
             reduction.source = None
 
     def accumulate(self) -> None:
-        """Keep the gradients whole until a backward that reduces them.
+        """Keep the gradients unsharded until a backward that reduces them.
 
         Gradients accumulate in the wider of the dtypes of computation and reduction, so that
         waiting loses no bits that reducing at once would have kept.
@@ -312,7 +348,7 @@ class Gradients:
             kept[i] = None if grad is None else grad.detach().to(dtype)
             self._lanes.join(Lane.COMPUTE, Lane.COMPUTE)
         self._waiting.pending = kept
-        self._waiting.owed |= self._trainable()
+        self._waiting.prior |= self._trainable()
 
     def discard(self) -> None:
         """Clear the gradients of the unsharded parameters, such as those of a dead backward."""
@@ -321,12 +357,12 @@ class Gradients:
 
     def abandon(self) -> None:
         """Forget a reduction that will never end, because of a fault on another rank."""
-        self._unsure = None
+        self._unresolved = None
         if self._in_flight is not None:
             self._leave(self._in_flight)
 
-    def _take(self, numbers: Iterable[int]) -> list[Tensor | None]:
-        """Take off all gradients, add the pending ones, and return the gradients of ``numbers``.
+    def _take(self, indices: Iterable[int]) -> list[Tensor | None]:
+        """Take off all gradients, add the pending ones, and return the gradients of ``indices``.
 
         No other parameter has a gradient. If the model computes on several streams, a gradient may
         come from any of them; all streams must wait for each other before gradients are read, and
@@ -344,7 +380,7 @@ class Gradients:
             inspect([param.name for param in self._spec.layout.params], grads)
         pending, self._waiting.pending = self._waiting.pending, None
         if pending is None:
-            return [grads[number] for number in numbers]
+            return [grads[index] for index in indices]
         both = [
             (waited, grad)
             for waited, grad in zip(pending, grads, strict=True)
@@ -353,27 +389,27 @@ class Gradients:
         if both:
             sums = [waited for waited, _ in both]
             torch._foreach_add_(sums, [grad for _, grad in both])
-        return [grads[i] if pending[i] is None else pending[i] for i in numbers]
+        return [grads[i] if pending[i] is None else pending[i] for i in indices]
 
     @property
-    def asked(self) -> Tensor | None:
-        """The flags that ``settle`` must read, or None if it need not."""
-        return None if self._unsure is None else self._unsure.shown.flags
+    def unread_flags(self) -> Tensor | None:
+        """The presence flags that ``resolve_presence`` must read, or None if it need not."""
+        return None if self._unresolved is None else self._unresolved.shown.flags
 
-    def answer(self, flags: Sequence[float]) -> None:
+    def resolve(self, flags: Sequence[float]) -> None:
         """Put the gradients on the sharded parameters, now that their ``flags`` are read.
 
         Raises:
             ProtocolError: ranks have frozen different parameters; no gradient was changed.
         """
-        assert self._unsure is not None
-        (shown, owed), self._unsure = self._unsure, None
+        assert self._unresolved is not None
+        (shown, prior), self._unresolved = self._unresolved, None
         present = shown.reduced.present(flags)
         if self._bucket.reduce_policy.fill_absent:
             present = [True] * len(present)
-        self._assign(shown, present, owed)
+        self._assign(shown, present, prior)
 
-    def _assign(self, result: GradShard, present: Sequence[bool], owed: frozenset[int]) -> None:
+    def _assign(self, result: GradShard, present: Sequence[bool], prior: frozenset[int]) -> None:
         """Set gradients, or add them to those present; then call post-accumulate hooks.
 
         As without sharding, parameters frozen since then keep gradients of passes before.
@@ -383,11 +419,10 @@ class Gradients:
             front.tell_gradients()
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        numbered = ((number, params[number]) for number in result.reduced.numbers)
         wanted = [
-            (i, param)
-            for i, (number, param) in enumerate(numbered)
-            if present[i] and (param.requires_grad or number in owed)
+            (i, params[index])
+            for i, index in enumerate(result.reduced.indices)
+            if present[i] and (params[index].requires_grad or index in prior)
         ]
         forced = self._spec.grad_dtype is not None or front is not None
         put = _torch.set_grad if forced else _torch.put_grad
@@ -406,21 +441,21 @@ class Gradients:
             hook(param)  # as autograd would call the hook; an optimizer may step in it
 
 
-def settle(asking: Iterable[Gradients], lanes: Lanes) -> None:
-    """Read which gradients exist on any rank, once for all of ``asking``, and set them.
+def resolve_presence(unread: Iterable[Gradients], lanes: Lanes) -> None:
+    """Read the presence flags of all ``unread``, once for all of them, and set the gradients.
 
     Raises:
-        ProtocolError: see ``Gradients.answer``; the rest of ``asking`` was settled.
+        ProtocolError: see ``Gradients.resolve``; the rest of ``unread`` was resolved.
     """
-    asked = [(one, flags) for one in asking if (flags := one.asked) is not None]
+    asked = [(one, flags) for one in unread if (flags := one.unread_flags) is not None]
     if not asked:
         return
     failure: ProtocolError | None = None
     with lanes.on(Lane.REDUCE):
-        numbers = lanes.read([flags for _, flags in asked])
-        for (one, _), read in zip(asked, numbers, strict=True):
+        flags_read = lanes.read([flags for _, flags in asked])
+        for (one, _), read in zip(asked, flags_read, strict=True):
             try:
-                one.answer(read)
+                one.resolve(read)
             except ProtocolError as error:
                 failure = failure or error
     lanes.join(Lane.COMPUTE, Lane.REDUCE)

@@ -1,4 +1,4 @@
-"""The ``reduce_input``: whole gradients, rank by rank. See [Note: the tensors of a bucket]."""
+"""The ``reduce_input``: unsharded gradients, rank by rank. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Reduced:
     together: nothing is sent for frozen parameters, and the shards stay as they were.
     """
 
-    numbers: tuple[int, ...]
-    """The parameters' numbers in the bucket, ascending; all else here counts these from 0."""
+    indices: tuple[int, ...]
+    """The parameters' indices in the bucket, ascending; all else here counts these from 0."""
     spec: BucketSpec
     """The spec of the bucket, with the layout of these parameters alone."""
     names: tuple[str, ...]
@@ -39,17 +39,17 @@ class Reduced:
     """The buffers, by dtype on the wire."""
 
     @classmethod
-    def of(cls, spec: BucketSpec, numbers: tuple[int, ...], meter: StorageMeter) -> Reduced:
-        """Return the parameters ``numbers`` of the bucket with ``spec``."""
+    def of(cls, spec: BucketSpec, indices: tuple[int, ...], meter: StorageMeter) -> Reduced:
+        """Return the parameters ``indices`` of the bucket with ``spec``."""
         names = tuple(param.name for param in spec.layout.params)
-        if len(numbers) < len(names):
-            spec = replace(spec, layout=subset(spec.layout, numbers))
-        return cls(numbers, spec, names, meter)
+        if len(indices) < len(names):
+            spec = replace(spec, layout=subset(spec.layout, indices))
+        return cls(indices, spec, names, meter)
 
     @property
     def is_all(self) -> bool:
         """True if these are all parameters of the bucket."""
-        return len(self.numbers) == len(self.names)
+        return len(self.indices) == len(self.names)
 
     @property
     def row(self) -> int:
@@ -75,7 +75,7 @@ class Reduced:
         Raises:
             ProtocolError: a rank has a gradient for a parameter that is frozen here.
         """
-        known = set(self.numbers)
+        known = set(self.indices)
         unknown = [name for i, name in enumerate(self.names) if flags[i] > 0 and i not in known]
         if unknown:
             raise ProtocolError(
@@ -83,11 +83,11 @@ class Reduced:
                 "none for them: parameters have to be frozen and unfrozen on all ranks alike"
             )
         self.is_agreed = True
-        return [flags[number] > 0 for number in self.numbers]
+        return [flags[index] > 0 for index in self.indices]
 
-    def parts(self, row: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-        """Return views of ``row``: this rank's pieces of ``numbers``, then all flags."""
-        pieces = [self.spec.pieces[self.numbers.index(number)] for number in numbers]
+    def parts(self, row: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """Return views of ``row``: this rank's pieces of ``indices``, then all flags."""
+        pieces = [self.spec.pieces[self.indices.index(index)] for index in indices]
         flags = row[self.spec.layout.shard_numel :]
         return [*(row.narrow(0, piece.offset, piece.numel) for piece in pieces), flags]
 
@@ -139,16 +139,16 @@ class ReduceInput:
             self._buffer.free()
 
     def fill(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Copy whole ``grads`` of any dtypes, zeros for None; return the buffer's tensor."""
+        """Copy unsharded ``grads`` of any dtypes, zeros for None; return the buffer's tensor."""
         self._buffer.allocate()
         given = [
             grad if grad is None or grad.layout is torch.strided else grad.to_dense()
             for grad in grads
         ]
-        missing = [number for number, grad in enumerate(given) if grad is None]
+        missing = [index for index, grad in enumerate(given) if grad is None]
         if self._cat is None or missing or not self._cat.fill(given, self._presence):
             self._copy(given, missing)
-        written = self._numel - sum(self._numels[number] for number in missing)
+        written = self._numel - sum(self._numels[index] for index in missing)
         self._meter.copied(written * self._buffer.tensor.itemsize)
         self._look_at_rounding(given)
         return self._buffer.tensor
@@ -188,7 +188,7 @@ class ReduceInput:
             copy_all(targets, sources)
             self._flags.copy_(self._presence(self._flags.dtype))
         # A list of indices would make the host wait for the device.
-        for start, stop in _runs([self._reduced.numbers[number] for number in missing]):
+        for start, stop in _runs([self._reduced.indices[index] for index in missing]):
             self._flags[:, start:stop].zero_()
 
     def _presence(self, dtype: torch.dtype) -> Tensor:
@@ -197,7 +197,7 @@ class ReduceInput:
         if ones is None:
             with torch.inference_mode(False):
                 ones = torch.ones(self._flags.shape[1], dtype=dtype, device=self._flags.device)
-            frozen = set(range(len(self._reduced.names))).difference(self._reduced.numbers)
+            frozen = set(range(len(self._reduced.names))).difference(self._reduced.indices)
             for start, stop in _runs(sorted(frozen)):
                 ones[start:stop].zero_()
             self._ones[dtype] = ones
@@ -205,7 +205,7 @@ class ReduceInput:
 
     def _without(self, missing: Sequence[int]) -> list[Tensor]:
         """Zero the targets of the missing parameters, and return those of the rest."""
-        zeros = [view for number in missing for view in self._targets[number]]
+        zeros = [view for index in missing for view in self._targets[index]]
         if zeros:
             torch._foreach_zero_(zeros)
         left_out = set(missing)
@@ -289,19 +289,19 @@ def _padding(layout: Layout, row: int, flat: Tensor) -> list[Tensor]:
     return found
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return start and stop of each run of neighbors in ascending ``numbers``."""
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return start and stop of each run of neighbors in ascending ``indices``."""
     runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
         else:
-            runs.append((number, number + 1))
+            runs.append((index, index + 1))
     return runs
 
 
 def _pieces(grad: Tensor, boxes: Sequence[StridedCopy]) -> list[Tensor]:
-    """Return views of one whole gradient, box by box."""
+    """Return views of one unsharded gradient, box by box."""
     if not grad.is_contiguous():
         grad = grad.contiguous()
     if len(boxes) == 1:  # the box has all elements, in order

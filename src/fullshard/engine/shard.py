@@ -57,14 +57,14 @@ class Shards(Protocol):
 
 
 def cut_shards(spec: BucketSpec, originals: Sequence[Tensor]) -> Shards:
-    """Return this rank's pieces of ``originals``, whole parameters of one dtype.
+    """Return this rank's pieces of ``originals``, full parameters of one dtype.
 
     For tensor-parallel parameters, cut the local tensors.
     """
-    wholes = [local_part(original).detach() for original in originals]
+    tensors = [local_part(original).detach() for original in originals]
     if spec.are_wrapped:
-        return SeparateShards.cut(spec, wholes)
-    return FlatShard.cut(spec, wholes)
+        return SeparateShards.cut(spec, tensors)
+    return FlatShard.cut(spec, tensors)
 
 
 class FlatShard:
@@ -77,13 +77,13 @@ class FlatShard:
         self.made: Sequence[Mapping[str, Any]] = [{}] * len(self.locals)
 
     @classmethod
-    def cut(cls, spec: BucketSpec, wholes: Sequence[Tensor]) -> Self:
+    def cut(cls, spec: BucketSpec, tensors: Sequence[Tensor]) -> Self:
         """See ``cut_shards``."""
-        first = wholes[0]
+        first = tensors[0]
         device = first.device if first.is_meta else spec.home
         flat = torch.zeros(spec.layout.shard_numel, dtype=first.dtype, device=device)
-        for segment, whole in zip(spec.segments, wholes, strict=True):
-            cut_into(whole, segment, flat)
+        for segment, full in zip(spec.segments, tensors, strict=True):
+            cut_into(full, segment, flat)
         return cls(spec, flat)
 
     @property
@@ -141,23 +141,23 @@ class SeparateShards:
         self._spec = spec
         self._padded = padded
         self.locals = [
-            whole.narrow(0, 0, piece.shape[0])
-            for whole, piece in zip(padded, spec.pieces, strict=True)
+            full.narrow(0, 0, piece.shape[0])
+            for full, piece in zip(padded, spec.pieces, strict=True)
         ]
         self.made: Sequence[Mapping[str, Any]] = [dict(vars(local)) for local in self.locals]
 
     @classmethod
-    def cut(cls, spec: BucketSpec, wholes: Sequence[Tensor]) -> Self:
+    def cut(cls, spec: BucketSpec, tensors: Sequence[Tensor]) -> Self:
         """See ``cut_shards``."""
         padded = []
-        for index, (whole, piece) in enumerate(zip(wholes, spec.pieces, strict=True)):
+        for index, (full, piece) in enumerate(zip(tensors, spec.pieces, strict=True)):
             longest = spec.layout.local_shape(0, index)
-            own = _zeros_like(whole, longest)
-            if not whole.is_meta and piece.shape[0]:
+            own = _zeros_like(full, longest)
+            if not full.is_meta and piece.shape[0]:
                 # As FSDP2 cuts: subclasses may know this operation only, such as torchao's NF4.
-                part = whole.split(longest[0])[spec.comm.rank]
+                part = full.split(longest[0])[spec.comm.rank]
                 own.narrow(0, 0, piece.shape[0]).copy_(part)
-            padded.append(own if whole.is_meta else own.to(spec.home))
+            padded.append(own if full.is_meta else own.to(spec.home))
         return cls(spec, padded)
 
     @property
@@ -270,15 +270,15 @@ def _zeros_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.new_zeros(shape)
 
 
-def cut_into(whole: Tensor, segment: Segment, shard: Tensor) -> None:
-    """Copy one segment of ``whole`` to its place in ``shard``."""
-    if whole.is_meta or not segment.numel:
+def cut_into(full: Tensor, segment: Segment, shard: Tensor) -> None:
+    """Copy one segment of ``full`` to its place in ``shard``."""
+    if full.is_meta or not segment.numel:
         return
-    whole = whole.contiguous()
-    source = whole.as_strided(
+    full = full.contiguous()
+    source = full.as_strided(
         (segment.count, segment.length),
         (segment.step, 1),
-        whole.storage_offset() + segment.start,
+        full.storage_offset() + segment.start,
     )
     target = shard.narrow(0, segment.shard_offset, segment.numel)
     target.view(segment.count, segment.length).copy_(source)

@@ -1,4 +1,10 @@
-"""The spec of a bucket: everything decided before any tensor is touched."""
+"""The spec of a bucket, decided before any tensor is touched, and copies to and from the host.
+
+For shards in host memory, everything is cast first and crosses in one copy per bucket: shards in
+the dtype of the all-gather, gradients in the narrower of the dtypes of the reduction and of
+``.grad``. The host reads a shard into a separate buffer when the copy is issued, so an optimizer
+may write to the shard right after.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,62 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.comm import ENCODED, Collectives, Label, encoded
-from fullshard.engine.offload import Offload
-from fullshard.engine.policy import WirePolicy
-from fullshard.engine.wire import WireCheck
+from fullshard.device import LaneEvent, Lanes, dry_host_tensor, host_tensor
+from fullshard.engine.policy import WireCheck, WirePolicy
 from fullshard.layout import Layout, Segment, round_up
 from fullshard.tensors import HookArguments, ParallelSpec, ShardForm, announce_flat
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A mark of a bucket whose shards, gradients and optimizer state live on the CPU."""
+
+    pinned: bool
+    """True if copies go through pinned memory; if False, each copy blocks the host."""
+
+
+class Outbound:
+    """A sender of shards from the host to ``target`` on the device, in the dtype of ``target``."""
+
+    def __init__(self, offload: Offload, target: Tensor, lanes: Lanes) -> None:
+        self._offload = offload
+        self._target = target
+        self._lanes = lanes
+        self._host: Tensor | None = None
+        self._sent: LaneEvent | None = None
+
+    def send(self, shard: Tensor) -> None:
+        """Issue the copy of ``shard`` on the current lane."""
+        target = self._target
+        if not self._offload.pinned:
+            target.copy_(shard.to(target.dtype))
+            return
+        if self._sent is not None:
+            self._sent.synchronize()  # the previous copy, which ended long ago
+        if self._host is None:
+            self._host = _on_host(target, pinned=True)
+        self._host.copy_(shard)
+        target.copy_(self._host, non_blocking=True)
+        self._sent = self._lanes.mark()
+
+
+def bring_home(row: Tensor, dtype: torch.dtype, offload: Offload, lanes: Lanes) -> Tensor:
+    """Return ``row``, 1-D on the device, as a tensor of ``dtype`` on the host; block the host.
+
+    The host waits for a reduction that began two units ago; the device has work issued before.
+    """
+    on_bus = row.to(dtype) if dtype.itemsize < row.itemsize else row
+    host = _on_host(on_bus, pinned=offload.pinned)
+    host.copy_(on_bus, non_blocking=True)
+    lanes.mark().synchronize()
+    return host.to(dtype)
+
+
+def _on_host(like: Tensor, *, pinned: bool) -> Tensor:
+    """Return memory of the host for the elements of ``like``, which a dry run has on meta."""
+    if like.is_meta:
+        return dry_host_tensor(like.numel(), like.dtype)
+    return host_tensor(like.numel(), like.dtype, pinned=pinned)
 
 
 def num_flags(num_params: int) -> int:
@@ -164,12 +221,12 @@ class BucketSpec:
             _torch.keep_alive(view, flat)
         return views
 
-    def whole_param(self, index: int, whole: Tensor) -> nn.Parameter:
-        """Return a parameter over the memory of ``whole``, for modules to use; frozen at first."""
+    def unsharded_param(self, index: int, view: Tensor) -> nn.Parameter:
+        """Return a parameter over the memory of ``view``, for modules to use; frozen at first."""
         parallel = self.parallel[index] if self.parallel else None
         if parallel is None:
-            return nn.Parameter(whole, requires_grad=False)
-        return parallel.parameter(whole, requires_grad=False)
+            return nn.Parameter(view, requires_grad=False)
+        return parallel.parameter(view, requires_grad=False)
 
     def unsharded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the unsharded parameters if the shards have ``dtype``."""

@@ -1,16 +1,16 @@
-"""Steps of optimizers, which make unsharded copies stale, whoever built the optimizer.
+"""Optimizer steps, which make unsharded copies stale, and the step log of an engine.
 
-Version counters do not see the writes of foreach and fused optimizers. If ranks are threads, other
-ranks may be in the middle of a step, and must not gather units that this rank does not gather.
+Version counters do not see the writes of foreach and fused optimizers, so hooks on all optimizers
+report their steps. If ranks are threads, another rank may be in the middle of a step; this rank
+must not gather units that the other ranks do not gather.
 
-A step that has begun and not ended, and is on no stack, was left by an exception that somebody
-caught: its weights are half-stepped. Nobody sees that exception, so this is looked for when
-weights are used next. Optimizers are held weakly: to hold the frame of a step would keep the
-memory of one that its user drops because memory ran out.
+If a step started, did not finish and is on no thread's stack, an exception interrupted it and was
+caught: its weights are half-stepped. Such steps are looked for when weights are used next.
+Optimizers are held weakly: the frame of a step would keep memory that its user frees after running
+out of it.
 
-Optimizers of ours say of a step that they refuse, before anything is stepped, that it has ended:
-what they refuse they refuse on all ranks. Nobody else can say so, not even of an exception that
-comes first in a step, since other ranks may have stepped meanwhile.
+Our optimizers call ``refused`` when they reject a step before changing weights; all ranks reject it
+alike. After any other exception, even an early one, other ranks may have stepped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -26,42 +27,145 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fullshard import _torch
+from fullshard import _torch, watch
 from fullshard.comm.fault_domain import Era, fault_domain
+from fullshard.errors import TornStepError
 
 
-class Listener(Protocol):
-    """A listener to optimizer steps: an engine."""
+class StepLog:
+    """The current step of one engine, and what exceptions and faults left of earlier steps.
+
+    Args:
+        owns: whether the engine has parameters that an optimizer steps.
+        wrote: called when such an optimizer, or one in the engine's thread, has stepped.
+        drop: ends the forward and the backward under way, and drops all gradients.
+    """
+
+    def __init__(
+        self,
+        owns: Callable[[Optimizer], bool],
+        wrote: Callable[[], None],
+        drop: Callable[[], None],
+    ) -> None:
+        self.thread = threading.get_ident()
+        """The thread of the last forward outside of backward."""
+        self._step = watch.Step()
+        self._owns = owns
+        self._wrote = wrote
+        self._drop = drop
+        _listen()
+        with _lock:
+            _logs.add(self)
+
+    def close(self) -> None:
+        """Hear of no more optimizer steps; the units have another engine."""
+        with _lock:
+            _logs.discard(self)
+
+    @property
+    def is_open(self) -> bool:
+        """True from the start of a forward to the end of its backward."""
+        return self._step.is_open
+
+    def begin(self) -> None:
+        """Begin a step, or another forward of it, once all ranks know of the last failure.
+
+        Raises:
+            PeerError, ProtocolError, LostRankError, TornStepError: the ranks have dropped the step.
+        """
+        find_interrupted()
+        half_stepped = watch.report_half_step(self._step)
+        watch.settle()
+        if self._step.was_dropped:
+            self._drop()
+        if half_stepped is not None:
+            raise half_stepped
+        self._step.begin()
+
+    def run(self, start: Callable[..., None], *args: object) -> None:
+        """Call ``start(*args)``, which starts collectives, as a part of the step.
+
+        Raises:
+            PeerError, ProtocolError, LostRankError, TornStepError: the ranks have dropped the step.
+        """
+        step = self._step
+        step.check()
+        inside = step.domain.inside
+        before = inside.era
+        if before is None and step.is_open:
+            inside.era = step.era
+        try:
+            start(*args)
+        finally:
+            inside.era = before
+
+    def left(self, place: str) -> None:
+        """Record the place where an exception leaves the step; the innermost call comes first."""
+        self._step.left(place)
+
+    def end(
+        self, error: BaseException | None = None, *, failed: bool, trained: bool = False
+    ) -> None:
+        """End the step, see ``watch.Step.end``; drop its gradients if the other ranks do."""
+        self._step.end(error, failed=failed, trained=trained)
+        if self._step.was_dropped:
+            self._drop()
+
+    def forget(self) -> None:
+        """Forget the open step, which all ranks drop."""
+        self._step.drop()
+
+    def check_kept(self) -> None:
+        """Raise the error of the fault, if all ranks have dropped the step."""
+        self._step.era.check()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take note of a step; called in the thread of the optimizer, perhaps another rank's."""
+        """Mark unsharded copies as stale after a step of ``optimizer``, if it may have written.
 
-    def left_in_part(self, optimizer: Optimizer, era: Era) -> None:
-        """Take note of a step, begun in ``era``, that an exception has left."""
+        Called in the thread of the optimizer, perhaps another rank's.
+        """
+        if self.thread == threading.get_ident() or self._owns(optimizer):
+            self._wrote()
+
+    def interrupted(self, optimizer: Optimizer, era: Era) -> None:
+        """Record that an exception interrupted a step of ``optimizer``, begun in ``era``.
+
+        Ignored without peers: the caller saw the exception.
+        """
+        if watch.watcher() is not None and self._owns(optimizer):
+            self._step.half_step = watch.HalfStep(f"in the step of {type(optimizer).__name__}", era)
+
+    def check_complete(self, what: str) -> None:
+        """Raise ``TornStepError`` if an interrupted optimizer step left weights partly updated."""
+        find_interrupted()
+        if self._step.half_step is not None:
+            raise TornStepError(
+                f"{what} was called after an exception was caught "
+                f"{self._step.half_step.place}: the weights are half-stepped. "
+                "Load a checkpoint on all ranks"
+            )
+
+    def forget_interrupted(self) -> None:
+        """Clear the record of an interrupted step: weights were loaded, or the ranks agreed."""
+        find_interrupted()
+        self._step.half_step = None
 
 
 class _Begun(NamedTuple):
-    """A step that has begun and not ended."""
+    """A step that has started and not finished."""
 
     era: Era
     depth: int
     """How many calls of ``step`` are within each other: a class may call that of its base."""
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_logs: weakref.WeakSet[StepLog] = weakref.WeakSet()
 _begun: weakref.WeakKeyDictionary[Optimizer, _Begun] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def hear_steps(listener: Listener) -> None:
-    """Report all steps to ``listener`` for as long as it lives."""
-    _listen()
-    with _lock:
-        _listeners.add(listener)
-
-
-def find_left(beginning: Optimizer | None = None) -> None:
-    """Report steps that exceptions have left, each once.
+def find_interrupted(beginning: Optimizer | None = None) -> None:
+    """Report interrupted steps, each once.
 
     Args:
         beginning: an optimizer that is about to step, so that it is on the stack once more.
@@ -75,14 +179,14 @@ def find_left(beginning: Optimizer | None = None) -> None:
         left = {one: its.era for one, its in _begun.items() if id(one) not in running}
         for optimizer in left:
             del _begun[optimizer]
-        listeners = list(_listeners)
+        logs = list(_logs)
     for optimizer, era in left.items():
-        for listener in listeners:
-            listener.left_in_part(optimizer, era)
+        for one in logs:
+            one.interrupted(optimizer, era)
 
 
 def refused(optimizer: Optimizer) -> None:
-    """Take note that the step of ``optimizer`` is refused, on all ranks, and has stepped nothing.
+    """Record that ``optimizer`` rejects its step on all ranks before changing any weight.
 
     To be called in the step, by an optimizer that raises an error of ours next.
     """
@@ -93,7 +197,7 @@ def refused(optimizer: Optimizer) -> None:
 @_torch.never_compiled
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     if optimizer in _begun:  # left, and tried again, or inside of its own step
-        find_left(optimizer)
+        find_interrupted(optimizer)
     fault_domain().check_aborted()  # gradients may be the results of aborted collectives
     with _lock:
         outer = _begun.get(optimizer)
@@ -108,14 +212,14 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
         its = _begun.pop(optimizer, None)
         if its is not None and its.depth > 1:
             _begun[optimizer] = _Begun(its.era, its.depth - 1)
-        listeners = list(_listeners)
-    for listener in listeners:
-        listener.stepped(optimizer)
+        logs = list(_logs)
+    for one in logs:
+        one.stepped(optimizer)
 
 
 @functools.cache
 def _listen() -> None:
-    """Hear of all steps, once something is sharded.
+    """Hook all optimizer steps, once something is sharded.
 
     Not before: a step that ``frontend.optimizers`` refuses, by an earlier hook, has not begun.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from fullshard import _torch
-from fullshard.device import Lanes, StorageMeter
 from fullshard.engine.bucket import Bucket
 from fullshard.engine.extended import AnyUnsharded
 from fullshard.engine.reduce import Gradients
@@ -105,7 +105,7 @@ class Unit:
         self.engine: object = None  # the ``Engine`` that runs the unit
         self.lending: Lending | None = None
         self.readers: list[Callable[[], None]] = []  # wait for what else reads the shards
-        self._grad_nodes: tuple[tuple[bool, ...], list[Node]] | None = None
+        self._grad_nodes: tuple[list[bool], list[Node]] | None = None
         self._version = 0
 
     def copy(self, memo: dict[Any, Any]) -> Unit:
@@ -191,99 +191,45 @@ class Unit:
             f"{ranks} rank(s), {shards:,} bytes a rank, {self.nbytes:,} unsharded"
         )
 
-    def materialize(self, lanes: Lanes, meter: StorageMeter) -> list[nn.Parameter]:
-        """Make missing unsharded sides of buckets; return the new unsharded parameters."""
-        fresh = [bucket for bucket in self.buckets if not bucket.is_materialized]
-        return [param for bucket in fresh for param in bucket.materialize(lanes, meter).params]
-
     def sides(self) -> tuple[AnyUnsharded | None, ...]:
         """Return the unsharded sides; a graph compares them with those that its forward read."""
         return tuple(bucket.unsharded for bucket in self.buckets)
 
-    def start_unshard(self) -> None:
-        """Start the all-gathers of all buckets."""
-        for whole in self._wholes():
-            whole.start()
-
     def wait_for_readers(self) -> None:
-        """Wait for what reads the shards, before they are written: gathers in flight, ``readers``.
+        """Wait until nothing reads the shards, before they are written.
 
-        For gathers it is compute that waits.
+        The compute stream waits for gathers in flight, the host for ``readers``.
         """
-        for whole in self._wholes():
-            whole.finish()
+        for bucket in self.buckets:
+            if bucket.unsharded is not None:
+                bucket.unsharded.finish()
         for wait in self.readers:
             wait()
-
-    def finish_unshard(self) -> None:
-        """Make the unsharded parameters usable and show them in the modules."""
-        for whole in self._wholes():
-            whole.finish()
-        self.registration.show_unsharded(self.buckets)
-
-    def conceal(self) -> None:
-        """Show the sharded parameters, but keep the memory of the unsharded ones."""
-        for bucket in self.buckets:
-            bucket.keep_requires_grad()
-        self.registration.show_sharded(self.buckets)
-
-    def reshard(self, *, to_secondary: bool = False) -> None:
-        """Show the sharded parameters and free the unsharded ones, except secondary shards."""
-        self.conceal()
-        for bucket in self.buckets:
-            bucket.reshard(to_secondary=to_secondary)
-
-    def forget(self) -> None:
-        """Forget all gradients that were not fully reduced."""
-        for bucket in self.buckets:
-            bucket.forget_gradients()
-
-    def _wholes(self) -> list[AnyUnsharded]:
-        """Return the unsharded sides that have been made."""
-        return [bucket.unsharded for bucket in self.buckets if bucket.unsharded is not None]
 
     def gradients(self) -> list[Gradients]:
         """Return the ``Gradients`` of the buckets whose unsharded side has been made."""
         return [bucket.gradients for bucket in self.buckets if bucket.gradients is not None]
 
-    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of sharded and unsharded parameter, bucket by bucket."""
-        return [
-            pair
-            for bucket in self.buckets
-            if bucket.unsharded is not None
-            for pair in zip(bucket.sharded_params, bucket.unsharded.params, strict=True)
-        ]
+    def unsharded_params(self) -> list[nn.Parameter]:
+        """Return the unsharded parameters that have been made, bucket by bucket."""
+        made = (bucket.unsharded for bucket in self.buckets if bucket.unsharded is not None)
+        return list(chain.from_iterable(unsharded.params for unsharded in made))
 
     def grad_nodes(self) -> list[Node]:
         """Return the autograd nodes that accumulate gradients of the trainable parameters.
 
         The unit keeps the nodes alive: parameters hold nodes weakly, and backward must find these.
         """
-        pairs = self.pairs()
-        trainable = tuple(whole.requires_grad for _, whole in pairs)
+        params = self.unsharded_params()
+        trainable = [param.requires_grad for param in params]
         if self._grad_nodes is None or self._grad_nodes[0] != trainable:
-            nodes = [_torch.gradient_node(whole) for _, whole in pairs if whole.requires_grad]
+            nodes = list(map(_torch.gradient_node, compress(params, trainable)))
             self._grad_nodes = (trainable, nodes)
         return self._grad_nodes[1]
 
     def forget_nodes(self) -> None:
         """Forget the nodes of ``grad_nodes``, because the unsharded parameters are new objects."""
         self._grad_nodes = None
-
-    def is_current(self) -> bool:
-        """Return whether the sharded parameters are still over the memory of the shards."""
-        return all(bucket.is_current() for bucket in self.buckets)
-
-    def differs(self) -> bool:
-        """Return whether parameters of one bucket now differ in device or dtype."""
-        return any(bucket.differs() for bucket in self.buckets)
-
-    def adopt(self) -> None:
-        """Re-adopt the current parameters as shards, see ``Bucket.adopt``."""
-        for bucket in self.buckets:
-            if not bucket.is_current():
-                bucket.adopt()
 
     def was_written(self) -> bool:
         """Return whether a sharded parameter was visibly written since the last call."""
@@ -352,11 +298,6 @@ class Unit:
                 f"{', '.join(names)}. They are dropped; write between steps, or inside of "
                 "unshard_params()"
             )
-
-    def sync_requires_grad(self) -> None:
-        """Freeze and unfreeze the unsharded parameters like the sharded ones, and vice versa."""
-        for bucket in self.buckets:
-            bucket.sync_requires_grad()
 
 
 def check_lent_alike(units: Sequence[Unit], what: str) -> None:

@@ -1,4 +1,4 @@
-"""The path from the shard to whole parameters. See [Note: the tensors of a bucket]."""
+"""The path from the shard to unsharded parameters. See [Note: the tensors of a bucket]."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.comm import Collectives, Pending
 from fullshard.device import Buffer, BufferKind, Lane, LaneEvent, Lanes, StorageMeter
-from fullshard.engine.copies import copy_all
-from fullshard.engine.offload import Outbound
-from fullshard.engine.spec import BucketSpec
-from fullshard.engine.views import gather_plan, places_of_copies, written_in_place
+from fullshard.engine.copies import copy_all, gather_plan, places_of_copies, written_in_place
+from fullshard.engine.spec import BucketSpec, Outbound
 from fullshard.layout import GatherPlan, StridedCopy, even_from, round_up
 from fullshard.tensors import local_part
 
@@ -22,7 +20,7 @@ _ADDRESS = Tensor.data_ptr
 
 
 class Unsharded:
-    """The whole parameters of a bucket, whose memory comes and goes.
+    """The unsharded parameters of a bucket, whose memory comes and goes.
 
     ``start`` and ``finish`` gather; ``free`` frees the memory, all of it or all but a secondary
     shard, from which the next ``start`` gathers. The scheduler makes sure that the three are called
@@ -55,15 +53,15 @@ class Unsharded:
             )
             self._secondary: _Secondary | None = None
             flat = shard if self._buffer is None else self._buffer.tensor
-            wholes = [
+            views = [
                 flat.narrow(0, offset, param.numel).view(param.shape).data
                 for param, offset in zip(layout.params, layout.unsharded_offsets, strict=True)
             ]
-            self.params = [spec.whole_param(i, whole) for i, whole in enumerate(wholes)]
+            self.params = [spec.unsharded_param(i, view) for i, view in enumerate(views)]
             self._plain = [param for param in self.params if not isinstance(param, DTensor)]
             self._memory = [
-                whole
-                for whole, param in zip(wholes, self.params, strict=True)
+                view
+                for view, param in zip(views, self.params, strict=True)
                 if not isinstance(param, DTensor)
             ]
             if self._buffer is not None:
@@ -89,9 +87,9 @@ class Unsharded:
         if list(map(_ADDRESS, self._plain)) == list(map(_ADDRESS, self._memory)):
             return []
         replaced = []
-        for param, whole in zip(self._plain, self._memory, strict=True):
-            if param.data_ptr() != whole.data_ptr():
-                param.data = whole
+        for param, view in zip(self._plain, self._memory, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                param.data = view
                 replaced.append(next(i for i, one in enumerate(self.params) if one is param))
         return replaced
 
@@ -108,7 +106,7 @@ class Unsharded:
         self.reclaim()
 
     def finish(self) -> None:
-        """Make the whole parameters usable on the compute lane."""
+        """Make the unsharded parameters usable on the compute lane."""
         if self._in_flight is None:
             return
         with self._lanes.on(Lane.GATHER):
@@ -147,18 +145,18 @@ class Unsharded:
 
 
 class _Secondary:
-    """A slice of the unsharded buffer, kept by each rank of a small group in place of the whole.
+    """A slice of the unsharded buffer, kept by each rank of a small group in place of all of it.
 
     The slices cut the buffer at any point of its parameters, so that the buffer is gathered in
     place, whatever the layout and sizes of the parameters.
     """
 
-    def __init__(self, comm: Collectives, whole: Buffer, meter: StorageMeter) -> None:
-        flat = whole.tensor
+    def __init__(self, comm: Collectives, buffer: Buffer, meter: StorageMeter) -> None:
+        flat = buffer.tensor
         numel = flat.numel() // comm.world
         self.kept = False
         self._comm = comm
-        self._whole = whole
+        self._buffer = buffer
         self._meter = meter
         self._own = flat.narrow(0, comm.rank * numel, numel)
         self._slice = Buffer(numel, flat.dtype, flat.device, kind=BufferKind.SECONDARY, meter=meter)
@@ -173,8 +171,8 @@ class _Secondary:
 
     def start(self) -> Pending:
         """Start to gather the slices into the buffer."""
-        self._whole.allocate()
-        return self._comm.all_gather([self._whole.tensor], [self._slice.tensor])
+        self._buffer.allocate()
+        return self._comm.all_gather([self._buffer.tensor], [self._slice.tensor])
 
     def free(self) -> None:
         """Free the slice."""

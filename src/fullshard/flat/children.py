@@ -12,8 +12,7 @@ from fullshard.errors import ConfigError
 from fullshard.flat.options import MixedPrecision
 from fullshard.flat.precision import as_mixed_precision
 from fullshard.frontend.ownership import unit_of
-from fullshard.wrap.replace import replace_children
-from fullshard.wrap.units import Ignored, units_of
+from fullshard.wrap.units import Ignored, replace_children, units_of
 from fullshard.wrap.unity import check_frozen_apart, check_tied_together
 
 

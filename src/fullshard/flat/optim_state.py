@@ -30,7 +30,7 @@ from fullshard.flat.options import (
 )
 from fullshard.flat.state import settings_of
 from fullshard.optim.groups import Groups, numbered
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 StateDict = dict[str, Any]
 

@@ -33,7 +33,7 @@ from fullshard.flat.options import (
 )
 from fullshard.flat.precision import Precision
 from fullshard.frontend.sharded import is_taken_as_it_is, taken_as_it_is
-from fullshard.tensors.names import WRAPPED, clean_name
+from fullshard.tensors.form import WRAPPED, clean_name
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),

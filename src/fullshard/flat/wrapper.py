@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.engine import Unit, WirePolicy
-from fullshard.errors import AssertedProtocolError, ProtocolError
+from fullshard.comm import HookedCopies, HookedShards, Settled, SingleRank
+from fullshard.engine import Bucket, Unit, WirePolicy
+from fullshard.errors import AssertedConfigError, AssertedProtocolError, ConfigError, ProtocolError
 from fullshard.flat.arguments import Arguments, Given
 from fullshard.flat.children import prepare_inside
-from fullshard.flat.comm_hook import reduce_by_hook
 from fullshard.flat.lending import summon_full_params
 from fullshard.flat.meshes import data_mesh_of
 from fullshard.flat.optim_state import OptimStateDicts
@@ -45,18 +45,18 @@ from fullshard.frontend.buckets import CallOptions, Shown
 from fullshard.frontend.build import shard_modules
 from fullshard.frontend.checks import TOGETHER_IN_A_WRAPPER, check_not_sharded, checked_wire
 from fullshard.frontend.contexts import unshard_params
+from fullshard.frontend.explain import RESIZE, guard_resize
 from fullshard.frontend.flat_param import FLAT_PARAM, innermost
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.meshes import DataMesh
 from fullshard.frontend.module import UnshardHandle, unshard_unit
 from fullshard.frontend.ownership import collect, unit_of, units_below
-from fullshard.frontend.resizing import RESIZE, guard_resize
 from fullshard.frontend.sharded import ShardedModule
 from fullshard.layout import Ragged
 from fullshard.optim import clip_grad_norm_
 from fullshard.schedule import AfterForward, Ahead
 from fullshard.schedule import triggers as when
-from fullshard.tensors.names import WRAPPED
+from fullshard.tensors.form import WRAPPED
 from fullshard.wrap.units import Ignored
 
 
@@ -369,3 +369,54 @@ class FullyShardedDataParallel(ShardedModule, Arguments, OptimStateDicts, StateD
         unit = unit_of(self)
         is_lent = unit is not None and unit.is_lent
         return name.replace(f"{WRAPPED}.", "") if is_lent else name
+
+
+def reduce_by_hook(units: Sequence[Unit], state: Any, hook: Callable[..., object]) -> None:
+    """Reduce the gradients of ``units``, which belong to one engine, by ``hook`` from now on.
+
+    Raises:
+        ConfigError: if ``hook`` is not callable, or ``wire`` of a unit says how to reduce.
+        AssertedConfigError: if a unit has a hybrid strategy: several copies, each of them sharded.
+        AssertedProtocolError: if there is a hook already.
+    """
+    if not callable(hook):
+        raise ConfigError(
+            f"register_comm_hook: The communication hook must be callable but got {hook!r}"
+        )
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    for bucket in buckets:
+        if isinstance(bucket.spec.reducing, HookedShards):
+            raise AssertedProtocolError(
+                "register_comm_hook: communication hook is already registered; there can be one"
+            )
+        if bucket.spec.wire.reduce is not None:
+            raise ConfigError(
+                f"register_comm_hook: the unit of {', '.join(bucket.names[:3])} was wrapped with "
+                f"wire={bucket.spec.wire}, which decides how gradients travel; leave reduce out "
+                "of it, or the hook"
+            )
+        if bucket.spec.replicas is not None and bucket.spec.comm.world > 1:
+            raise AssertedConfigError(
+                "register_comm_hook: Communication hook is currently not supported for hybrid "
+                f"sharding strategies, such as that of {', '.join(bucket.names[:3])}"
+            )
+    if units:
+        engine_of(units[0]).reset_wires(units)
+    for bucket in buckets:
+        bucket.rewire(**_wires(bucket, state, hook))
+
+
+def _wires(bucket: Bucket, state: Any, hook: Callable[..., object]) -> dict[str, Any]:
+    spec = bucket.spec
+    numel = spec.layout.shard_numel
+    if spec.comm.world > 1:
+        return {
+            "reducer": HookedShards(spec.reducing, state, hook, numel),
+            "clean_padding": True,
+        }
+    replicas = spec.replicas
+    return {
+        "reducer": HookedCopies(replicas or SingleRank(), state, hook, numel),
+        "clean_padding": True,
+        "replicas": None if replicas is None else Settled(replicas),
+    }

@@ -1,12 +1,12 @@
-"""The ``torch.nn`` interfaces of the engine.
+"""``fully_shard`` and the methods that sharding adds to modules.
 
 ``ownership`` finds the parameters of a call and ``places`` their places in modules, ``checks``
 refuses wrong arguments, ``meshes`` and ``placement`` choose the ranks of each cut, ``buckets``
 groups parameters; ``build`` makes the unit, ``blocks`` chooses units, ``hooks`` drive the engine;
 ``sharded`` is the base class of sharded modules, ``module`` adds the methods for users, with
 ``controls`` for communication and ``finalization`` for the end of backwards; ``copying`` makes deep
-copies, ``contexts`` lends full parameters, ``pending`` shows gradients that wait, ``flat_param``
-shows one parameter for a whole unit; ``explain`` rewords torch's errors.
+copies, ``contexts`` lends full parameters, ``flat_param`` shows one parameter for all of a unit;
+``explain`` rewords torch's errors.
 """
 
 from __future__ import annotations

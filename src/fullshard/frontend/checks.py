@@ -20,7 +20,7 @@ from fullshard.errors import (
     NotBuiltError,
     UnsupportedError,
 )
-from fullshard.frontend.naming import name_of, names_of
+from fullshard.frontend.explain import name_of, names_of
 from fullshard.frontend.ownership import PlacedParam, owner_of, place_of_twin, twin_of, unit_of
 from fullshard.layout import LayoutStrategy, PerParameter
 from fullshard.schedule import AfterForward

@@ -22,12 +22,11 @@ from fullshard.engine import (
     is_first_copy,
 )
 from fullshard.errors import ArgumentTypeError, ConfigError, FullshardError
-from fullshard.frontend.held import Held, held_params
 from fullshard.frontend.hooks import engine_of
 from fullshard.frontend.ownership import managed, owner_of, unit_of
-from fullshard.frontend.places import Place, places_of
+from fullshard.frontend.places import Held, Place, held_params, places_of
 from fullshard.tensors import local_part, shown_like
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 
 @contextmanager
@@ -237,7 +236,7 @@ def _check_lendable(units: Sequence[Unit], what: str) -> None:
     """Raise if a unit is in use, lent or on the meta device, before anything is changed."""
     _check_at_rest(units, what)
     for unit in units:
-        engine_of(unit).look_after([unit])
+        engine_of(unit).prepare([unit])
 
 
 def iter_full_params(

@@ -1,8 +1,12 @@
-"""Clearer messages for common errors that PyTorch words in its own terms."""
+"""Clearer messages for common errors, and the names of parameters in them.
+
+A call may be given a part of a model, so names are looked for from the outermost module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import isfunction
 from typing import Any
@@ -10,10 +14,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError
-from fullshard.frontend.ownership import unit_of, units_below
-from fullshard.frontend.resizing import RESIZE, guard_resize
+from fullshard.errors import ConfigError, ProtocolError, RaggedOperationError, UnsupportedError
+from fullshard.frontend.ownership import owner_of, unit_of, units_below
+from fullshard.frontend.places import Place
 from fullshard.tensors import RaggedTensor
+from fullshard.tensors.form import clean_name
 
 
 def _used_while_sharded(error: Exception) -> bool:
@@ -106,3 +111,110 @@ def check_full_tensors(module: nn.Module, state: Mapping[str, Any], *, assign: b
 
 class _PlainTensors(ConfigError, RuntimeError):
     """Plain tensors for sharded parameters, where PyTorch raises a RuntimeError."""
+
+
+_MOST_NAMES = 8  # names looked for; a module in more places than that needs no list of all
+
+
+def names_of(place: Place) -> list[str]:
+    """Return the FQNs of ``place`` from the outermost modules around it, shortest first.
+
+    ``fully_shard`` is given a part of a model and is not told its name in the whole. So this looks
+    for modules around the part among all objects of the process, which takes as long as a garbage
+    collection: call it for errors only.
+    """
+    parents = _parents()
+    found = {
+        clean_name(name)
+        for path in _paths(place.module, parents, frozenset())
+        for name in (".".join((*path, place.name)),)
+    }
+    return sorted(found, key=lambda name: (len(name), name))
+
+
+def name_of(place: Place) -> str:
+    """Return the FQN of ``place``, with the class of its module, such as "head.weight (Linear)"."""
+    kind = type(place.module).__name__.removeprefix("FSDP")
+    return f"{' = '.join(names_of(place))} ({kind})"
+
+
+def _parents() -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return the parents of all modules by id, with the name that the child has there."""
+    parents: dict[int, list[tuple[nn.Module, str]]] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), nn.Module):  # isinstance() asks proxies, which may do anything
+            children = vars(one).get("_modules") or {}
+            for name, child in children.items():
+                parents.setdefault(id(child), []).append((one, name))
+    return parents
+
+
+def _paths(
+    module: nn.Module, parents: dict[int, list[tuple[nn.Module, str]]], below: frozenset[int]
+) -> Iterator[Sequence[str]]:
+    """Yield the ways to ``module`` from modules that are in no other, at most ``_MOST_NAMES``."""
+    around = [pair for pair in parents.get(id(module), ()) if id(pair[0]) not in below]
+    if not around:
+        yield ()
+    num_left = _MOST_NAMES
+    for parent, name in around:
+        for path in _paths(parent, parents, below | {id(module)}):
+            yield (*path, name)
+            num_left -= 1
+            if not num_left:
+                return
+
+
+RESIZE = "resize_token_embeddings"
+
+
+def guard_resize(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``resize_token_embeddings``, bound or not, so that it refuses sharded embeddings.
+
+    ``transformers`` assigns new data to existing parameters. A layout is fixed when a unit is
+    sharded, so it cannot follow, not even inside of ``unshard_params``.
+    """
+    bound = getattr(method, "__self__", None)
+
+    @wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        model, given = (args[0], args[1:]) if bound is None else (bound, args)
+        _check(model, *given[:2], **kwargs)
+        return method(*args, **kwargs)
+
+    return guarded
+
+
+def _check(
+    model: nn.Module,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    **_: Any,
+) -> None:
+    places = [place for place in _embeddings(model) if owner_of(place) is not None]
+    if not places:
+        return
+    rows = _num_rows(model)
+    wanted = rows if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of:
+        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    if wanted == rows:
+        return
+    raise UnsupportedError(
+        f"{RESIZE}: {wanted} rows instead of {rows}, but {name_of(places[0])} is already "
+        "sharded. Nothing was changed. Resize before sharding, or: "
+        "fullshard.checkpoint.full_state_dict(model, rank0_only=False), load it into a new model "
+        "that is not sharded, resize that, and shard it"
+    )
+
+
+def _num_rows(model: nn.Module) -> int:
+    inputs: Any = _embeddings(model)[0].module
+    return int(getattr(inputs, "num_embeddings", None) or inputs.weight.shape[0])  # pieces are 1-D
+
+
+def _embeddings(model: Any) -> list[Place]:
+    """Return the places of the weights that go with tokens, of the inputs first."""
+    getters = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
+    modules = [getter() for getter in getters if callable(getter)]
+    return [Place(one, "weight") for one in modules if isinstance(one, nn.Module)]

@@ -19,7 +19,7 @@ from fullshard.engine import Bucket, Unit
 from fullshard.errors import ProtocolError
 from fullshard.frontend.places import Place, Places
 from fullshard.tensors import AbsentParameter, PlacedPiece, PlainForm, announce_pieces, flat_part_of
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 FLAT_PARAM = "_flat_param"
 """Name of the flat parameter in the wrapped module."""

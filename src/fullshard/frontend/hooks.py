@@ -207,7 +207,7 @@ class _StateDictHooks:
         if not self.unit.is_lent:
             # Only record: with assign=True other parameters of the unit may not be loaded yet.
             self.places.take_over(self.unit, keeps_ties=True)
-        engine_of(self.unit).forget_left(self.unit)
+        engine_of(self.unit).forget_interrupted(self.unit)
         if self.places.hidden_by is module:
             self.places.end_hiding(self.unit)
 

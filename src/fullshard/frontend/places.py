@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.engine import Bucket, Unit
@@ -120,7 +121,7 @@ class Places:
     def show_unsharded(self, buckets: Sequence[Bucket]) -> None:
         """Make the modules show the unsharded parameters."""
         self.shows_sharded, self.hidden_by = False, None
-        self._show([bucket.whole.params for bucket in buckets])
+        self._show([bucket.materialized.params for bucket in buckets])
 
     def hide_unsharded(self, unit: Unit, module: nn.Module) -> None:
         """Show the sharded parameters, if modules do not yet, until ``end_hiding``."""
@@ -160,7 +161,7 @@ class Places:
         """See ``engine.Registration``."""
         if self.shows_sharded:
             return []
-        ours = [bucket.whole.params for bucket in buckets]
+        ours = [bucket.materialized.params for bucket in buckets]
         found = [
             (buckets[bucket].names[number], own.get(name), buckets[bucket].sharded_params[number])
             for own, name, bucket, number, _ in self._slots
@@ -297,13 +298,15 @@ class Places:
         """Point slots at the unsharded parameters that modules show; return whether any moved."""
         if self.shows_sharded or self._lent is not None:
             return False
-        shown = [bucket.whole.params for bucket in buckets]
+        shown = [bucket.materialized.params for bucket in buckets]
         changed = {
             index: own.get(name)
             for index, (own, name, bucket, number, _) in enumerate(self._slots)
             if own.get(name) is not shown[bucket][number]
         }
-        ours = _own(buckets) if changed else {}
+        if not changed:
+            return False
+        ours = _own(buckets)
         ties = {index: ours[id(now)] for index, now in changed.items() if id(now) in ours}
         if ties:
             self._point(ties)
@@ -311,7 +314,7 @@ class Places:
 
     def _check_unsharded(self, unit: Unit) -> None:
         self.note_ties(unit)
-        shown = [bucket.whole for bucket in unit.buckets]
+        shown = [bucket.materialized for bucket in unit.buckets]
         for own, name, bucket, number, place in self._slots:
             whole = shown[bucket].params[number]
             if own.get(name) is not whole or not shown[bucket].owns(whole):
@@ -353,7 +356,7 @@ def _own(buckets: Sequence[Bucket]) -> dict[int, tuple[int, int]]:
     resharded, and sharded ones while it is unsharded.
     """
     sharded = [bucket.sharded_params for bucket in buckets]
-    whole = [None if bucket.unsharded is None else bucket.whole.params for bucket in buckets]
+    whole = [None if bucket.unsharded is None else bucket.materialized.params for bucket in buckets]
     return {id(param): at for params in (sharded, whole) for param, at in _numbered(params)}
 
 
@@ -383,3 +386,47 @@ def _alike(one: Any, other: Any) -> bool:
         getattr(one, name, None) == getattr(other, name, None)
         for name in ("shape", "placements", "device_mesh")
     )
+
+
+class Held(NamedTuple):
+    """A sharded parameter, given by unit, bucket and index."""
+
+    unit: Unit
+    bucket: Bucket
+    number: int  # of the parameter in the bucket
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The sharded parameter."""
+        return self.bucket.sharded_params[self.number]
+
+    def as_dtensor(self, piece: Tensor | None = None) -> Tensor:
+        """Return the parameter, or ``piece``, a tensor of its local layout, as a DTensor.
+
+        Without ``piece``, a parameter that is a DTensor is returned itself. Otherwise the DTensor
+        is new, and shares the memory of the parameter or of ``piece``.
+        """
+        if piece is None and isinstance(self.param, DTensor):
+            return self.param
+        local = self.param.data if piece is None else piece
+        return self.bucket.spec.form.as_dtensor(self.number, local)
+
+    @property
+    def coordinate(self) -> Sequence[int]:
+        """This rank's coordinate among the ranks that hold the sharded parameter."""
+        param, spec = self.param, self.bucket.spec
+        if isinstance(param, DTensor):
+            return param.device_mesh.get_coordinate() or ()
+        over_others = spec.parallel[self.number] if spec.parallel else None
+        others = over_others.mesh.get_coordinate() if over_others is not None else None
+        copy = 0 if spec.replicas is None else spec.replicas.rank
+        return (copy, spec.comm.rank, *(others or ()))
+
+
+def held_params(units: Iterable[Unit]) -> dict[Place, Held]:
+    """Return the parameters of ``units`` by place."""
+    found: dict[Place, Held] = {}
+    for unit in units:
+        for slot in places_of(unit).slots():
+            found[slot.place] = Held(unit, unit.buckets[slot.bucket], slot.number)
+    return found

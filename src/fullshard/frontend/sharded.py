@@ -6,23 +6,23 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.engine import Engine, Unit, WireErrors, relative_error
+from fullshard.engine import Bucket, Engine, Unit, WireErrors, relative_error
 from fullshard.errors import ArgumentTypeError, BusyError, ConfigError, NotBuiltError
 from fullshard.frontend.copying import copy_sharded
 from fullshard.frontend.explain import explain_forward
 from fullshard.frontend.hooks import engine_of, forward_interrupted, run_as_forward
 from fullshard.frontend.ownership import members_below, members_of, unit_of, units_below
-from fullshard.frontend.places import places_of
-from fullshard.frontend.suspects import look_for_suspects, take_suspects
+from fullshard.frontend.places import held_params, places_of
 from fullshard.schedule import triggers as when
 from fullshard.schedule.triggers import NO_TASK
+from fullshard.tensors.form import clean_name
 
 _as_it_is: ContextVar[bool] = ContextVar("fullshard_state_dict_as_it_is", default=False)
 
@@ -306,3 +306,49 @@ def check_left(what: str, engine: Engine) -> None:
             f"{what} was called inside of {running}, which is still running and needs what this "
             "would free; call it when the exception has left the forward or the backward"
         )
+
+
+@dataclass
+class Suspects:
+    """A collector of the parameters of a bucket whose gradients on this rank are not finite."""
+
+    found: set[str] = field(default_factory=set)
+
+    def __call__(self, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+        """Look at this rank's ``grads``; the host waits for the device."""
+        for name, grad in zip(names, grads, strict=True):
+            if grad is not None and not bool(grad.isfinite().all()):
+                self.found.add(name)
+
+
+def look_for_suspects(units: Iterable[Unit], *, enabled: bool) -> None:
+    """Look at the gradients of ``units`` from now on, or do not."""
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        if (_of(bucket) is not None) != enabled:
+            bucket.change_reduction(inspect=Suspects() if enabled else None)
+
+
+def take_suspects(module: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Return what was found in ``module``, in words and in the order of it, and forget it."""
+    prefixes = {inner: prefix for prefix, inner in module.named_modules()}
+    turns = {inner: turn for turn, inner in enumerate(prefixes)}
+    found: dict[tuple[int, int], tuple[int, str]] = {}
+    for place, held in held_params(units).items():
+        suspects = _of(held.bucket)
+        if suspects is not None and held.bucket.names[held.number] in suspects.found:
+            name = clean_name(
+                ".".join(part for part in (prefixes[place.module], place.name) if part)
+            )
+            text = f"{name} (unit {held.unit.name or '(root)'})"
+            found.setdefault((id(held.bucket), held.number), (turns[place.module], text))
+    for unit in units:
+        for bucket in unit.buckets:
+            suspects = _of(bucket)
+            if suspects is not None:
+                suspects.found.clear()
+    return [text for _, text in sorted(found.values())]
+
+
+def _of(bucket: Bucket) -> Suspects | None:
+    inspect = bucket.reduce_policy.inspect
+    return inspect if isinstance(inspect, Suspects) else None

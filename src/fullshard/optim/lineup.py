@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fullshard import _torch
 from fullshard.optim.groups import Groups, numbered
 from fullshard.optim.run import Run, same
 from fullshard.optim.runs import Position, find_runs
 from fullshard.optim.states import is_placed_like
-from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part
+from fullshard.tensors import FlatPart, flat_part_of, is_ragged, local_part, local_parts
 
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor | None]:
@@ -172,11 +173,11 @@ class Lineup:
             and self._find(params) == self._addresses
             and (self._stray is None or _position_of_gradient(self._stray) is None)
             and self._chains.hold(grads, anywhere=self._is_free)
-            and all(is_ready(params[n], grads[n]) for n in self._loose)
+            and _are_ready([params[n] for n in self._loose], [grads[n] for n in self._loose])
         )
 
     def _find(self, params: Sequence[Tensor]) -> list[int]:
-        return list(map(Tensor.data_ptr, map(local_part, map(params.__getitem__, self._placed))))
+        return list(map(Tensor.data_ptr, local_parts([params[n] for n in self._placed])))
 
 
 class _Chains:
@@ -236,6 +237,13 @@ def _placed_like(param: DTensor, grad: DTensor) -> Tensor:
     if is_ragged(param) and not is_ragged(grad):  # DTensor cannot redistribute to ragged intervals
         return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     return grad.redistribute(param.device_mesh, param.placements)
+
+
+def _are_ready(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Return whether ``is_ready`` holds for all pairs; passes in C if they share placements."""
+    if _torch.share_specs(params, grads):
+        return set(map(type, _torch.locals_of(grads))) <= {Tensor}
+    return all(map(is_ready, params, grads))
 
 
 def is_ready(param: Tensor, grad: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from fullshard.errors import ConfigError
 from fullshard.optim.spread_param import spread_param_of
 from fullshard.optim.whole_muon import not_a_matrix
-from fullshard.tensors.names import clean_name
+from fullshard.tensors.form import clean_name
 
 MUON, ADAMW = "muon", "adamw"
 

@@ -1,4 +1,4 @@
-"""Tell the memory, communication and time of a training step before a launch.
+"""Predict the memory, communication and time of a training step before a launch.
 
 ``plan`` runs a few steps dry (``dry_run``): the real engine on tensors without memory, whose bytes
 and operations a ``Ledger`` books, in a world of ranks that are not there. ``Hardware`` describes

@@ -136,7 +136,7 @@ class _Witness:
         trigger = event.trigger
         if isinstance(trigger, GradsReady):
             unit = self._engine.units[trigger.unit]
-            grads = (param.grad for _, param in unit.pairs())
+            grads = (param.grad for param in unit.unsharded_params())
             self._run.ledger.book(
                 (local_part(grad) for grad in grads if grad is not None), kinds.WHOLE_GRADIENTS
             )

@@ -1,4 +1,4 @@
-"""Resumes a job on the ranks that survive a fault, in the same processes.
+"""Resume a job on the ranks that survive a fault, in the same processes.
 
 ``resilient`` makes process groups and calls the user's training, once in each attempt. ``life`` has
 the object that the training gets, and the state to start from. ``membership`` holds the vote on the

@@ -1,4 +1,4 @@
-"""WHEN things move: triggers go in and actions come out, without tensors and without torch.
+"""Decide when units are gathered, freed and reduced: triggers in, actions out; no torch.
 
 ``Scheduler.on(trigger)`` answers with actions. ``triggers`` lists the events, ``actions`` the
 possible effects, and ``state`` the facts remembered about each unit. Fed by real hooks, the machine
@@ -8,7 +8,6 @@ runs the training step; fed by a simulated walk of the model, the same machine p
 from __future__ import annotations
 
 from fullshard.schedule.actions import Action, Op
-from fullshard.schedule.record import Event, Observer, Recorder, Transcript
 from fullshard.schedule.scheduler import Scheduler
 from fullshard.schedule.state import (
     IN_USE,
@@ -20,3 +19,4 @@ from fullshard.schedule.state import (
     UnitPolicy,
     UnitState,
 )
+from fullshard.schedule.triggers import Event, Observer, Recorder, Transcript

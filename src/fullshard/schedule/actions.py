@@ -9,33 +9,50 @@ from typing import NamedTuple
 
 
 class Op(enum.StrEnum):
-    """One kind of effect; the value is its text form."""
+    """One kind of effect; the value is its text form. Traits follow the value."""
+
+    starts: bool
+    """True if it starts to communicate."""
+    is_local: bool
+    """True if it never waits for another rank."""
+    gives_gradients: bool
+    """True if it may leave presence flags of gradients to be read."""
+    takes_gradients: bool
+    """True if it takes gradients off the unsharded parameters."""
+
+    def __new__(cls, text: str, *traits: str) -> Op:
+        """Make a member from its text form and the names of the flags that are True for it."""
+        op = str.__new__(cls, text)
+        op._value_ = text
+        for name in ("starts", "is_local", "gives_gradients", "takes_gradients"):
+            setattr(op, name, name in traits)
+        return op
 
     FENCE = "fence"
     """Make the communication that follows see the values that the optimizer wrote."""
-    UNSHARD = "unshard"
+    UNSHARD = "unshard", "starts"
     """Start the all-gathers of a unit."""
     WAIT = "wait"
     """Make the unsharded parameters usable and show them in the modules."""
-    CONCEAL = "conceal"
+    CONCEAL = "conceal", "is_local"
     """Show the sharded parameters, but keep the unsharded storage."""
-    RESHARD = "reshard"
+    RESHARD = "reshard", "is_local"
     """Show the sharded parameters and free the unsharded storage."""
     RESHARD_TO_SECONDARY = "reshard_to_secondary"
     """Reshard, but keep a secondary shard, from which fewer ranks gather again in backward."""
-    REDUCE_SCATTER = "reduce_scatter"
+    REDUCE_SCATTER = "reduce_scatter", "starts", "takes_gradients"
     """Start the reduction of a unit's gradients, pending ones included, over the shards."""
-    ALL_REDUCE = "all_reduce"
+    ALL_REDUCE = "all_reduce", "starts"
     """Continue with the reduction over the replicas, gradients that were kept partial included."""
-    KEEP_PARTIAL = "keep_partial"
+    KEEP_PARTIAL = "keep_partial", "gives_gradients"
     """End a reduction before the replicas: keep gradients that are reduced over the shards only."""
-    FINISH_REDUCE = "finish_reduce"
+    FINISH_REDUCE = "finish_reduce", "gives_gradients"
     """Put the reduced gradients on the sharded parameters, where the optimizer finds them."""
-    ACCUMULATE = "accumulate"
+    ACCUMULATE = "accumulate", "takes_gradients"
     """Keep the gradients unsharded until a backward that reduces them (no-sync)."""
-    DISCARD = "discard"
+    DISCARD = "discard", "is_local", "takes_gradients"
     """Forget the gradients of a backward that died."""
-    FORGET = "forget"
+    FORGET = "forget", "is_local", "takes_gradients"
     """Forget every gradient that was not fully reduced, pending ones included."""
 
 

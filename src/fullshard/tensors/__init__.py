@@ -1,8 +1,7 @@
-"""Tensors that users hold between steps, and tools for tensors in module inputs and outputs."""
+"""The tensors that users hold between steps: DTensors, ragged tensors, local shards."""
 
 from __future__ import annotations
 
-from fullshard.tensors.absent import AbsentParameter
 from fullshard.tensors.dtensor_ops import handle_mixed_lists, handle_ops_on
 from fullshard.tensors.extension import (
     HookArguments,
@@ -15,7 +14,18 @@ from fullshard.tensors.extension import (
     releases_outputs,
 )
 from fullshard.tensors.flats import FlatPart, announce_flat, flat_part_of
-from fullshard.tensors.form import DTensorForm, PlainForm, ShardForm, local_part, shown_like
+from fullshard.tensors.form import (
+    AbsentParameter,
+    DTensorForm,
+    PlacedPiece,
+    PlainForm,
+    ShardForm,
+    announce_pieces,
+    local_part,
+    local_parts,
+    placed_pieces_of,
+    shown_like,
+)
 from fullshard.tensors.parallel import (
     ParallelSpec,
     ShardPlace,
@@ -27,7 +37,6 @@ from fullshard.tensors.parallel import (
 from fullshard.tensors.parallel_grads import local_gradients
 from fullshard.tensors.parallel_mesh import SpmdMesh, joint_mesh, names_of
 from fullshard.tensors.parts import Spread, coordinates_near, region_of, spread_of
-from fullshard.tensors.pieces import PlacedPiece, announce_pieces, placed_pieces_of
 from fullshard.tensors.ragged_cut import is_on_one_rank, is_ragged
 from fullshard.tensors.ragged_shard import RaggedShard
 from fullshard.tensors.ragged_tensor import RaggedTensor

@@ -1,26 +1,36 @@
-"""Forms: how a rank's piece of a parameter, or of a parameter's gradient, is shown to the user.
+"""Forms: how the local shard of a parameter or of its gradient is shown to the user.
 
 ``fully_shard`` uses ``DTensorForm``, ``FullyShardedDataParallel`` uses ``PlainForm``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from operator import is_
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard import _torch
+from fullshard.errors import ProtocolError
 from fullshard.tensors.parallel import ShardPlace
-from fullshard.tensors.pieces import PlacedPiece, announce_pieces
 
 
 def local_part(shown: Tensor) -> Tensor:
     """Return the local tensor of a DTensor (not a view of it); return a plain tensor as it is."""
     return _torch.local_of(shown) if isinstance(shown, DTensor) else shown
+
+
+def local_parts(shown: Sequence[Tensor]) -> list[Tensor]:
+    """Return ``local_part`` of each tensor, in one pass in C if all are DTensors."""
+    try:
+        return list(_torch.locals_of(shown))
+    except AttributeError:
+        return list(map(local_part, shown))
 
 
 def shown_like(shown: Tensor, local: Tensor) -> Tensor:
@@ -46,8 +56,8 @@ class ShardForm(Protocol):
     def introduce(self, index: int, shown: Tensor) -> None:
         """Announce the place of ``shown``, which may be another object than before."""
 
-    def stands_for(self, shown: Tensor, local: Tensor) -> bool:
-        """Return whether ``shown`` still shows ``local``."""
+    def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
+        """Return whether each of ``shown`` still shows its local tensor."""
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
         """Return ``local``, laid out like the parameter's piece, as a DTensor for state dicts."""
@@ -96,9 +106,9 @@ class DTensorForm:
     def introduce(self, index: int, shown: Tensor) -> None:
         """Do nothing, because a DTensor carries its own place."""
 
-    def stands_for(self, shown: Tensor, local: Tensor) -> bool:
+    def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
         """See ``ShardForm``."""
-        return _torch.local_of(cast("DTensor", shown)) is local
+        return all(map(is_, _torch.locals_of(shown), locals_))
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
         """Return the DTensor that users see; if nothing is cut, it has the parameter's shape."""
@@ -144,14 +154,9 @@ class PlainForm:
         place, whole = self.dtensors.places[index], self.dtensors.shapes[index]
         announce_pieces(shown, [PlacedPiece(place, 0, shown.numel(), whole)])
 
-    def stands_for(self, shown: Tensor, local: Tensor) -> bool:
-        """See ``ShardForm``; empty tensors all have one address, but storages of their own."""
-        alike = (shown.shape, shown.dtype, shown.device) == (local.shape, local.dtype, local.device)
-        if not alike or shown.is_meta:
-            return alike
-        if shown.numel() == 0:
-            return _torch.shares_storage(shown, local)
-        return shown.data_ptr() == local.data_ptr()
+    def all_show(self, shown: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
+        """See ``ShardForm``."""
+        return all(map(_shares_memory, shown, locals_))
 
     def as_dtensor(self, index: int, local: Tensor) -> Tensor:
         """See ``ShardForm``."""
@@ -159,3 +164,109 @@ class PlainForm:
 
     def __str__(self) -> str:
         return "plain pieces"
+
+
+def _shares_memory(shown: Tensor, local: Tensor) -> bool:
+    """Return whether two plain tensors are alike and share memory.
+
+    Empty tensors all have one address, but storages of their own.
+    """
+    alike = (shown.shape, shown.dtype, shown.device) == (local.shape, local.dtype, local.device)
+    if not alike or shown.is_meta:
+        return alike
+    if shown.numel() == 0:
+        return _torch.shares_storage(shown, local)
+    return shown.data_ptr() == local.data_ptr()
+
+
+class PlacedPiece(NamedTuple):
+    """Some elements of a plain Parameter, and of the Parameter's gradient, that share one place.
+
+    Attributes:
+        place: the mesh and placements of the elements.
+        start: index of the first element, in 1-D.
+        numel: number of elements.
+        whole: shape of the parameter of which they are a part; None in a flat parameter, which has
+            parts of several.
+    """
+
+    place: ShardPlace
+    start: int
+    numel: int
+    whole: torch.Size | None = None
+
+
+_pieces: MutableMapping[Tensor, tuple[PlacedPiece, ...]] = WeakIdKeyDictionary()
+
+
+def announce_pieces(param: Tensor, pieces: Sequence[PlacedPiece]) -> None:
+    """Announce the ``pieces`` of ``param``, for ``placed_pieces_of``, without keeping it alive."""
+    _pieces[param] = tuple(pieces)
+
+
+def placed_pieces_of(param: Tensor) -> tuple[PlacedPiece, ...]:
+    """Return the pieces that were announced for ``param``; an empty tuple if none were."""
+    return _pieces.get(param, ())
+
+
+class AbsentParameter(Tensor):
+    """A tensor without memory, with shape, dtype and device, that refuses every operation.
+
+    PyTorch's FSDP1 leaves views of freed memory in such places, whose dtype programs read.
+    """
+
+    whose: str
+    """The name of the parameter."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+    ) -> AbsentParameter:
+        """Return the stand-in of the parameter with this name and these properties."""
+        absent = _torch.wrapper_of(cls, torch.empty(shape, dtype=dtype, device="meta"), device)
+        absent.requires_grad = requires_grad
+        absent.whose = name
+        return absent
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Refuse."""
+        names = ", ".join(one.whose for one in args if isinstance(one, cls))
+        raise ProtocolError(
+            f"{op} of {names or 'parameters'}: it is part of a flat parameter, and has no memory "
+            "outside of the forward and backward of its wrapper; use it inside of "
+            "FullyShardedDataParallel.summon_full_params(), or wrap with use_orig_params=True"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Describe it without its elements."""
+        return f"AbsentParameter({self.whose}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: object) -> AbsentParameter:
+        """Return itself, because nothing in it changes."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., AbsentParameter], Any]:
+        """Pickle what there is."""
+        given = (self.whose, self.shape, self.dtype, self.device, self.requires_grad)
+        return AbsentParameter.of, given
+
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The attribute of ``FullyShardedDataParallel`` for the module inside, so a part of names."""
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", f"{WRAPPED}.")
+
+
+def clean_name(name: str) -> str:
+    """Return ``name`` without what wrappers add: activation checkpoints, the compiler, ours."""
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "")
+    return name

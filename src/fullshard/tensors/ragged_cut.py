@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard import _torch
 from fullshard.errors import ConfigError
-from fullshard.layout.boxes import Box, boxes
-from fullshard.layout.region import Interval
+from fullshard.layout.region import Box, Interval, boxes
 from fullshard.tensors.parts import chunk_of, coordinate_in
 from fullshard.tensors.ragged_shard import RaggedShard
 

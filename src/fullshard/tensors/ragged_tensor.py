@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 from fullshard import _torch
 from fullshard.comm import collectives_of, gather_uneven
 from fullshard.errors import ConfigError, UnsupportedError
-from fullshard.layout.boxes import Box
-from fullshard.layout.region import Interval
+from fullshard.layout.region import Box, Interval
 from fullshard.tensors.ragged_cut import cut_of
 from fullshard.tensors.ragged_ops import run_on_intervals
 from fullshard.tensors.ragged_shard import RaggedShard

@@ -1,4 +1,4 @@
-"""Record the actions of a model's engines during a training, and make reports of them.
+"""Record what the engines of a model do during training, and report it.
 
 ``trace`` records through the seams of the engine (``tape``), keeps some steps whole and sums of all
 (``steps``), and writes one file for each rank. Reports are made of these files later, by code that

@@ -1,4 +1,4 @@
-"""The reference trainer: a language model on real text, through fullshard's public names only.
+"""The reference trainer: a language model on text, written with public names only.
 
 Read the modules in this order: ``config`` (the description of a run), ``documents`` and ``data``,
 ``architecture`` and ``model``, ``loop`` (shard and step), ``checkpoint``; then ``prepare``,

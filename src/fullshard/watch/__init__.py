@@ -1,4 +1,4 @@
-"""The watch: finds which rank left the common order of collectives, and why, and ends the step.
+"""Find the rank that left the common order of collectives, report why, and end the step.
 
 In a step without faults, only a thread runs here, which reads a counter in the store.
 """
