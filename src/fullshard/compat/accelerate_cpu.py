@@ -21,42 +21,31 @@ from typing import Any
 _MODULE = "accelerate.state"
 
 
-class ShardsOnCpus:
-    """The change of Accelerate, now or as soon as it is imported, until ``undo``."""
+class ShardsOnCpus(MetaPathFinder):
+    """The change of Accelerate, now or as soon as it is imported, until ``undo``.
+
+    As a finder it finds nothing itself, and changes Accelerate's module once that is imported.
+    """
 
     def __init__(self) -> None:
         self._cls: Any = None
-        self._finder = _WhenImported(_MODULE, self._change)
         if _MODULE in sys.modules:
             self._change(sys.modules[_MODULE])
         else:
-            sys.meta_path.insert(0, self._finder)
+            sys.meta_path.insert(0, self)
 
     def undo(self) -> None:
         """Restore the class that was changed, if one was."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         if self._cls is not None and self._cls.__init__ is self._ours:
             self._cls.__init__ = self._theirs
-
-    def _change(self, module: ModuleType) -> None:
-        cls = getattr(module, "AcceleratorState", None)
-        if cls is not None:
-            self._cls, self._theirs = cls, cls.__init__
-            self._ours = cls.__init__ = _with_fsdp_on_cpus(module, cls.__init__)
-
-
-class _WhenImported(MetaPathFinder):
-    """A finder that finds nothing itself, and calls ``then`` once ``name`` has been imported."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return what the other finders find, with a loader that reports the import."""
-        if fullname != self._name:
+        if fullname != _MODULE:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
@@ -64,14 +53,20 @@ class _WhenImported(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_tell(module: ModuleType) -> None:
+            def load_and_change(module: ModuleType) -> None:
                 load(module)
                 if self in sys.meta_path:  # not undone
                     sys.meta_path.remove(self)
-                    self._then(module)
+                    self._change(module)
 
-            spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
+
+    def _change(self, module: ModuleType) -> None:
+        cls = getattr(module, "AcceleratorState", None)
+        if cls is not None:
+            self._cls, self._theirs = cls, cls.__init__
+            self._ours = cls.__init__ = _with_fsdp_on_cpus(module, cls.__init__)
 
 
 def _with_fsdp_on_cpus(module: ModuleType, theirs: Callable[..., None]) -> Callable[..., None]:
