@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
-from itertools import groupby
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
@@ -23,7 +22,6 @@ from fullshard.compat.names import (
     is_ours,
     keeps_torchs,
 )
-from fullshard.compat.shown import Pair, Showing
 from fullshard.frontend.build import before_sharding
 
 Namespace = dict[str, Any]
@@ -34,13 +32,19 @@ class Patch:
     """A handle that undoes ``patch_torch``, by ``undo`` or at the end of a ``with`` block."""
 
     def __init__(self) -> None:
-        self._undone = False
+        global _patched
+        _patched = _patched or _Patched()
+        _patched.wanted_by.append(self)
 
     def undo(self) -> None:
         """Restore PyTorch's names unless another patch is active; repeated calls do nothing."""
-        if not self._undone:
-            self._undone = True
-            _release()
+        global _patched
+        if _patched is None or self not in _patched.wanted_by:
+            return
+        _patched.wanted_by.remove(self)
+        if not _patched.wanted_by:
+            patched, _patched = _patched, None
+            patched.undo()
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +66,6 @@ def patch_torch() -> Patch:
 
     Modules that were sharded under the patch keep working after it. Calls may be nested.
     """
-    _acquire()
     return Patch()
 
 
@@ -84,7 +87,7 @@ class _Patched:
     """The patch of PyTorch, which nested calls of ``patch_torch`` share."""
 
     def __init__(self) -> None:
-        self.num_wanted = 0
+        self.wanted_by: list[Patch] = []
         for name in BUILT_ON_SHOWN:
             with suppress(ImportError):
                 import_module(name)
@@ -92,20 +95,19 @@ class _Patched:
         self._theirs_of = {id(change.ours): change.theirs for change in (*listed, *shown)}
         # Names that held our objects before keep them. ``_before`` keeps the namespaces' ids valid.
         self._before = [space for _, space in _modules_but(keeps_torchs)]
-        self._held = set(_places(self._before, self._theirs_of))
+        held = _changes(self._before, self._theirs_of)
+        self._held = {(id(change.namespace), change.name) for change in held}
         ours_of = {id(change.theirs): change.ours for change in (*listed, *shown)}
-        self._changes = [
-            *listed,
-            *_changes(self._before, ours_of),
-        ]
+        self._changes = [*listed, *_changes(self._before, ours_of)]
         for change in self._changes:
             change.namespace[change.name] = change.ours
-        self._showing = [
-            Showing(import_module(name), {c.name: Pair(c.theirs, c.ours) for c in changes})
-            for name, changes in groupby(shown, key=lambda change: change.namespace["__name__"])
-        ]
-        for attribute in ATTRIBUTES:
-            setattr(attribute.of, attribute.name, attribute.value)
+        showing = dict.fromkeys(change.namespace["__name__"] for change in shown)
+        self._classes = {module: type(module) for module in map(import_module, showing)}
+        for module, cls in self._classes.items():
+            here = {change.name: change for change in shown if change.namespace is vars(module)}
+            module.__class__ = _showing(cls, here)
+        for holder, name, value in ATTRIBUTES:
+            setattr(holder, name, value)
         self._wire = choose_wire(Public)
         self._accelerate = ShardsOnCpus()
         self._look = IneffectivePatches().warn
@@ -116,10 +118,10 @@ class _Patched:
         before_sharding.remove(self._look)
         self._accelerate.undo()
         choose_wire(self._wire)
-        for attribute in ATTRIBUTES:
-            delattr(attribute.of, attribute.name)
-        for showing in self._showing:
-            showing.undo()
+        for holder, name, _ in ATTRIBUTES:
+            delattr(holder, name)
+        for module, cls in self._classes.items():
+            module.__class__ = cls
         for change in self._changes:
             change.undo()
         for module, space in _modules_but(is_ours):
@@ -135,22 +137,6 @@ class _Patched:
 
 
 _patched: _Patched | None = None
-
-
-def _acquire() -> None:
-    global _patched
-    if _patched is None:
-        _patched = _Patched()
-    _patched.num_wanted += 1
-
-
-def _release() -> None:
-    global _patched
-    assert _patched is not None
-    _patched.num_wanted -= 1
-    if not _patched.num_wanted:
-        patched, _patched = _patched, None
-        patched.undo()
 
 
 def _listed(table: dict[str, dict[str, object]]) -> Iterator[_Change]:
@@ -172,20 +158,35 @@ def _modules_but(left_out: Callable[[str], bool]) -> list[tuple[ModuleType, Name
     ]
 
 
-def _places(spaces: list[Namespace], objects: dict[int, object]) -> Iterator[tuple[int, str]]:
-    """Yield (id of the namespace, name) for every name of one of ``objects``, keyed by id."""
-    for space in spaces:
-        for name, value in list(space.items()):
-            if id(value) in objects:
-                yield id(space), name
-
-
 def _changes(spaces: list[Namespace], instead_of: dict[int, object]) -> Iterator[_Change]:
     """Yield the changes that replace x with ``instead_of[id(x)]`` in every place."""
     for space in spaces:
         for name, value in list(space.items()):
             if id(value) in instead_of:
                 yield _Change(space, name, value, instead_of[id(value)])
+
+
+def _showing(base: type[ModuleType], changes: Mapping[str, _Change]) -> type[ModuleType]:
+    """Return a class whose modules show our objects to all who read or import their names.
+
+    Functions find their globals in the module's dictionary, which keeps PyTorch's objects, so the
+    modules that PyTorch sharded, and its ``replicate``, go on working. Only the class of the module
+    object changes, by which Python looks up ``module.name`` and ``from module import name``.
+    """
+
+    class ShowingModule(base):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            found = super().__getattribute__(name)
+            change = changes.get(name)
+            return change.ours if change is not None and found is change.theirs else found
+
+        def __setattr__(self, name: str, value: object) -> None:
+            # A program that replaces a name for a while puts back what it read, which was ours.
+            if name in changes and value is changes[name].ours:
+                value = changes[name].theirs
+            super().__setattr__(name, value)
+
+    return ShowingModule
 
 
 def _names_from_fullshard(module: ModuleType) -> set[str]:
