@@ -10,9 +10,9 @@ import pytest
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fullshard.compat.flat_states import WRAPPER_ATTRIBUTES
-from fullshard.compat.views import View
+from fullshard.compat.views import View, torch_object
 from fullshard.errors import UnsupportedError
-from tests.private_names import VIEWS, attributes_of, parts, table
+from tests.private_names import VIEWS, parts, table
 
 
 def test_the_table_is_that_of_the_code() -> None:
@@ -32,16 +32,16 @@ SOME = {"_fsdp_param_groups", "_reset_iter_state", "mp_policy", "reduce_scatter_
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_names_of_views_are_pytorchs(view: type[View]) -> None:
-    theirs = names_in(view.stands_for) | SOME
-    assert set(attributes_of(view)) <= theirs
+    theirs = names_in(torch_object(view.stands_for)) | SOME
+    assert set(view.shown) <= theirs
     assert set(view.instead) <= theirs
-    assert not set(view.instead) & set(attributes_of(view))
+    assert not set(view.instead) & set(view.shown)
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_what_the_table_refuses_raises_and_says_what_to_use(view: type[View]) -> None:
     one = view("nothing")
-    assert isinstance(one, view.stands_for)
+    assert isinstance(one, torch_object(view.stands_for))
     for name, instead in view.instead.items():
         with pytest.raises(UnsupportedError) as caught:
             getattr(one, name, None)

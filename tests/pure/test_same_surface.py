@@ -28,7 +28,7 @@ NEWEST = (2, 15)
 
 OMITTED = {
     "FlatParameter": "how PyTorch's FSDP1 stores parameters, imported but in no __all__",
-    "get_cls_to_fsdp_cls": "for Dynamo: in fullshard.compat alone, see compat/handles.py",
+    "get_cls_to_fsdp_cls": "for Dynamo: in fullshard.compat alone, see compat/states.py",
     "disable_fsdp_module_new_init": "how PyTorch slices containers; our slices are never sharded",
 }
 """What PyTorch has and we have not, and why."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from fullshard.compat.views import torch_file
 
 _IMPLEMENTATION = {
     "_fully_shard._fsdp_collectives": (),
@@ -48,11 +48,10 @@ class IneffectivePatches:
 def _replaced() -> Iterator[str]:
     """Yield the names of PyTorch's functions and methods that are another program's now."""
     for name, classes in _IMPLEMENTATION.items():
-        with suppress(ImportError):
-            module = import_module(f"torch.distributed.fsdp.{name}")
-            yield from _foreign("", module)
-            for cls in classes:
-                yield from _foreign(f"{cls}.", getattr(module, cls, None))
+        module = torch_file(name)
+        yield from _foreign("", module)
+        for cls in classes:
+            yield from _foreign(f"{cls}.", getattr(module, cls, None))
 
 
 def _foreign(prefix: str, holder: ModuleType | type | None) -> Iterator[str]:

@@ -22,6 +22,7 @@ from fullshard.compat.names import (
     is_ours,
     keeps_torchs,
 )
+from fullshard.compat.views import originals
 from fullshard.frontend.build import before_sharding
 
 Namespace = dict[str, Any]
@@ -92,6 +93,8 @@ class _Patched:
             with suppress(ImportError):
                 import_module(name)
         listed, shown = list(_listed(OURS)), list(_listed(SHOWN))
+        for change in (*listed, *shown):
+            originals.setdefault(change.ours, change.theirs)
         self._theirs_of = {id(change.ours): change.theirs for change in (*listed, *shown)}
         # Names that held our objects before keep them. ``_before`` keeps the namespaces' ids valid.
         self._before = [space for _, space in _modules_but(keeps_torchs)]

@@ -1,64 +1,43 @@
 """The states of modules that ``fully_shard`` sharded, as PyTorch's private files show them.
 
-All attribute names are PyTorch's. Which there are, and what to use for others: docs/compat.md.
+All attribute names are PyTorch's; docs/compat.md lists them, and alternatives to the names that
+raise. First come the functions that tables name, then a view with its table for each of PyTorch's
+classes, then replacements for PyTorch's private functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
-from torch.distributed.fsdp._fully_shard import _fsdp_init as torch_init
-from torch.distributed.fsdp._fully_shard import _fsdp_param as torch_param
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_group
 from torch.distributed.fsdp._fully_shard import _fsdp_state as torch_state
+from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo, ShardedState
 from torch.distributed.tensor import Replicate
 
-from fullshard.compat.views import View
+from fullshard.compat.views import View, originals
+from fullshard.device import Lanes
 from fullshard.engine import Engine, MixedPrecisionPolicy, Unit
 from fullshard.engine.bucket import Bucket
 from fullshard.errors import UnsupportedError
+from fullshard.frontend import FSDPModule
 from fullshard.frontend.hooks import engine_of, policy_of
 from fullshard.frontend.ownership import members_of, unit_of, units_below
 from fullshard.frontend.places import places_of
 from fullshard.frontend.sharded import unit_and_engine
 from fullshard.schedule import AfterForward, Hold, Residency, UnitPolicy, UnitState
 from fullshard.schedule.state import IN_USE
-from fullshard.tensors import DTensorForm, PlainForm
-
-_theirs = torch_state._get_module_fsdp_state
-_their_managed = torch_init._get_managed_modules
-
-
-def state_of(module: nn.Module) -> State | None:
-    """Return the state for ``fully_shard.state(module)``; None if ``module`` is not sharded."""
-    unit = unit_of(module)
-    return None if unit is None else State(unit)
-
-
-def module_state(module: nn.Module) -> Any:
-    """Return the state of a module that either PyTorch or we sharded; None if nobody did."""
-    return state_of(module) or _theirs(module)
-
-
-def managed_modules(
-    root_modules: tuple[nn.Module, ...],
-    ignored_params: set[nn.Parameter] | None = None,
-    **options: Any,
-) -> list[nn.Module]:
-    """Return the modules below ``root_modules`` that no call has sharded, PyTorch's or ours."""
-    found = _their_managed(root_modules, ignored_params, **options)
-    members = {one for unit in units_below(root_modules) for one in members_of(unit)}
-    inside = {inner for one in members.difference(root_modules) for inner in one.modules()}
-    return [module for module in found if module not in inside]
-
-
-def own_state(module: nn.Module) -> State:
-    """Implement ``FSDPModule._get_fsdp_state``."""
-    return State(unit_and_engine(module)[0])
+from fullshard.tensors import DTensorForm, PlainForm, RaggedTensor
 
 
 def state_in_machine(unit: Unit) -> UnitState:
@@ -66,33 +45,43 @@ def state_in_machine(unit: Unit) -> UnitState:
     return engine_of(unit).scheduler.residents.units[unit.key]
 
 
-def is_root(unit: Unit) -> bool:
+def _flags(unit: Unit) -> UnitPolicy:
+    return engine_of(unit).policy_of(unit)
+
+
+def _is_root(unit: Unit) -> bool:
     """Return whether no other unit encloses ``unit``; the root's unit is made last."""
     return engine_of(unit).units[-1] is unit
 
 
-def _training_state(unit: Unit) -> torch_common.TrainingState:
+def _dtypes(unit: Unit) -> MixedPrecisionPolicy:
+    return policy_of(members_of(unit)[0])
+
+
+def _training_state(unit: Unit) -> TrainingState:
     holds = state_in_machine(unit).holds & IN_USE
     if not holds:
-        return torch_common.TrainingState.IDLE
+        return TrainingState.IDLE
     in_forward = holds & Hold.FORWARD and not engine_of(unit).scheduler.in_backward
-    states = torch_common.TrainingState
-    return states.FORWARD if in_forward else states.PRE_BACKWARD
+    return TrainingState.FORWARD if in_forward else TrainingState.PRE_BACKWARD
 
 
-def _sharded_state(unit: Unit) -> torch_param.ShardedState:
-    states = torch_param.ShardedState
+def _sharded_state(unit: Unit) -> ShardedState:
     residency = state_in_machine(unit).residency
     if residency is Residency.SECONDARY:
-        return states.SHARDED_POST_FORWARD
-    return states.UNSHARDED if residency is Residency.UNSHARDED else states.SHARDED
+        return ShardedState.SHARDED_POST_FORWARD
+    return ShardedState.UNSHARDED if residency is Residency.UNSHARDED else ShardedState.SHARDED
 
 
-def _mesh_info(bucket: Bucket) -> torch_common.DataParallelMeshInfo:
+def _do_nothing() -> None:
+    """Take the place of a method that fullshard does not need."""
+
+
+def _mesh_info(bucket: Bucket) -> DataParallelMeshInfo:
     """Return the data-parallel mesh of ``bucket``, whose dims have the roles of its placements.
 
     Raises:
-        UnsupportedError: if parameters are cut over ranks that are not data-parallel, too.
+        UnsupportedError: if parameters are also cut over ranks that are not data-parallel.
     """
     form = bucket.spec.form
     form = form.dtensors if isinstance(form, PlainForm) else form
@@ -102,20 +91,76 @@ def _mesh_info(bucket: Bucket) -> torch_common.DataParallelMeshInfo:
             "dims than the one that fully_shard was given; use that one"
         )
     place = form.places[0]
-    dims: dict[bool, int] = {
-        isinstance(placement, Replicate): dim for dim, placement in enumerate(place.placements)
-    }
+    dims = {isinstance(one, Replicate): dim for dim, one in enumerate(place.placements)}
     if True not in dims:
-        return torch_common.FSDPMeshInfo(place.mesh, shard_mesh_dim=dims[False])
+        return FSDPMeshInfo(place.mesh, shard_mesh_dim=dims[False])
     if False not in dims:
-        return torch_common.DDPMeshInfo(place.mesh, replicate_mesh_dim=dims[True])
-    return torch_common.HSDPMeshInfo(
-        place.mesh, shard_mesh_dim=dims[False], replicate_mesh_dim=dims[True]
-    )
+        return DDPMeshInfo(place.mesh, replicate_mesh_dim=dims[True])
+    return HSDPMeshInfo(place.mesh, shard_mesh_dim=dims[False], replicate_mesh_dim=dims[True])
+
+
+def _post_forward_mesh_info(unit: Unit, bucket: Bucket) -> DataParallelMeshInfo | None:
+    """Return the mesh over which parameters are cut between forward and backward, if they are."""
+    if _flags(unit).after_forward is AfterForward.SECONDARY:
+        raise UnsupportedError(
+            "FSDPParamGroup.post_forward_mesh_info: reshard_after_forward is an int, whose "
+            "smaller groups are in no mesh; use the number that fully_shard was given"
+        )
+    return None if _flags(unit).keeps(_is_root(unit)) else _mesh_info(bucket)
+
+
+def _max_buffers(engine: Engine) -> int:
+    """Return how many units' reductions fit into the reduction budget; 1 without a budget."""
+    budget = engine.scheduler.policy.reduction_budget
+    largest = sorted((unit.reduction_nbytes for unit in engine.units), reverse=True)
+    fitting = [n for n, total in enumerate(accumulate(largest), 1) if total <= (budget or 0)]
+    return fitting[-1] if fitting else 1
+
+
+def _all_states(engine: Engine) -> list[State]:
+    """Return the states of all sharded modules of a tree, the root's first, in module order."""
+    in_order = units_below(members_of(engine.units[-1]))
+    return [State(unit) for unit in dict.fromkeys((*in_order, *engine.units))]
+
+
+def _groups(unit: Unit) -> list[ParamGroup]:
+    return [ParamGroup(unit, bucket) for bucket in unit.buckets]
+
+
+def _only_group(unit: Unit) -> ParamGroup | None:
+    """Return the only group, or None; of several (one for each dtype) the first would be wrong.
+
+    Raises:
+        UnsupportedError: if there are several.
+    """
+    # PyTorch 2.11 knows no other name, and only wants to call ``post_backward``.
+    if len(unit.buckets) > 1 and hasattr(torch_state.FSDPState, "_fsdp_param_group"):
+        raise UnsupportedError(
+            f"FSDPState._fsdp_param_group: unit {unit.name or '(root)'} has "
+            f"{len(unit.buckets)} groups, one for each mesh and dtype; use _fsdp_param_groups"
+        )
+    return _groups(unit)[0] if unit.buckets else None
+
+
+def _params(unit: Unit, bucket: Bucket) -> list[Param]:
+    return [Param(unit, bucket, number) for number in range(len(bucket.sharded_params))]
+
+
+def _param_fqn(unit: Unit, bucket: Bucket, number: int) -> str:
+    return ".".join(part for part in (unit.name, bucket.names[number]) if part)
+
+
+def _module_info(unit: Unit, bucket: Bucket, number: int) -> ParamModuleInfo:
+    """Return the places of a parameter in modules; shared parameters have several."""
+    key = [one is bucket for one in unit.buckets].index(True), number
+    found = [s.place for s in places_of(unit).slots() if (s.bucket, s.number) == key]
+    first, others = found[0], found[1:]
+    modules, names = [one.module for one in others], [one.name for one in others]
+    return ParamModuleInfo(first.module, first.name, modules, names)
 
 
 class State(View):
-    """The state of a sharded module (``FSDPState``).
+    """The state of a sharded module (``FSDPState``), of a unit.
 
     ``torch.distributed.pipelining`` ends a step by it. The gradients of a pipeline come from
     ``autograd.grad``, or were accumulated by backwards that do not reduce. Pipelining calls
@@ -123,8 +168,22 @@ class State(View):
     callback does all of the work.
     """
 
-    stands_for = torch_state.FSDPState
-    instead: ClassVar[dict[str, str]] = {
+    stands_for = "_fully_shard._fsdp_state.FSDPState"
+    shown: ClassVar[Mapping[str, Callable[[Unit], object]]] = {
+        "_is_root": _is_root,
+        "_modules": lambda unit: tuple(members_of(unit)),
+        "_device": lambda unit: unit.device,
+        "_mp_policy": _dtypes,
+        "_training_state": _training_state,
+        "_auto_reshard_after_forward": lambda unit: _flags(unit).after_forward is AfterForward.AUTO,
+        "_state_ctx": lambda unit: StateContext(engine_of(unit)),
+        "_comm_ctx": lambda unit: CommContext(engine_of(unit).lanes, engine_of(unit)),
+        "_fsdp_param_groups": _groups,
+        "_fsdp_param_group": _only_group,
+        "_lazy_init": lambda unit: _do_nothing,
+        "_root_post_backward_final_callback": lambda unit: engine_of(unit).reduce_now,
+    }
+    instead: ClassVar[Mapping[str, str]] = {
         "_states_to_forward_prefetch": "FSDPModule.set_modules_to_forward_prefetch",
         "_states_to_backward_prefetch": "FSDPModule.set_modules_to_backward_prefetch",
         "_pre_forward": "fullshard.register_fsdp_forward_method",
@@ -132,239 +191,85 @@ class State(View):
         "_reset_iter_state": "FSDPModule.reset_iter_state",
     }
 
-    @property
-    def _unit(self) -> Unit:
-        return cast(Unit, self._of[0])
-
-    @property
-    def _is_root(self) -> bool:
-        return is_root(self._unit)
-
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return tuple(members_of(self._unit))
-
-    @property
-    def _device(self) -> torch.device:
-        return self._unit.device
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return policy_of(self._modules[0])
-
-    @property
-    def _training_state(self) -> torch_common.TrainingState:
-        return _training_state(self._unit)
-
-    @property
-    def _auto_reshard_after_forward(self) -> bool:
-        return engine_of(self._unit).policy_of(self._unit).after_forward is AfterForward.AUTO
-
-    @property
-    def _state_ctx(self) -> StateContext:
-        return StateContext(engine_of(self._unit))
-
-    @property
-    def _comm_ctx(self) -> CommContext:
-        """The context of the streams; contexts of modules that share streams are equal."""
-        engine = engine_of(self._unit)
-        return CommContext(engine.lanes, engine)
-
-    @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup(self._unit, bucket) for bucket in self._unit.buckets]
-
-    @property
-    def _fsdp_param_group(self) -> ParamGroup | None:
-        """The only group, or None; of several (by dtype, for instance), the first would be wrong.
-
-        Raises:
-            UnsupportedError: if there are several.
-        """
-        groups = self._fsdp_param_groups
-        # PyTorch 2.11 knows no other name, and only wants to call ``post_backward``.
-        if len(groups) > 1 and hasattr(torch_state.FSDPState, "_fsdp_param_group"):
-            raise UnsupportedError(
-                f"FSDPState._fsdp_param_group: unit {self._unit.name or '(root)'} has "
-                f"{len(groups)} groups, one for each mesh and dtype; use _fsdp_param_groups"
-            )
-        return groups[0] if groups else None
-
-    def _lazy_init(self) -> None:
-        """Do nothing, because nothing is initialised late."""
-
-    def _root_post_backward_final_callback(self) -> None:
-        engine_of(self._unit).reduce_now()
-
 
 class StateContext(View):
-    """The context that all sharded modules of a tree share (``FSDPStateContext``)."""
+    """The context that all sharded modules of a tree share (``FSDPStateContext``), of an engine."""
 
-    stands_for = torch_state.FSDPStateContext
-
-    @property
-    def _engine(self) -> Engine:
-        return cast(Engine, self._of[0])
-
-    @property
-    def all_states(self) -> list[State]:
-        """The states of all sharded modules of the tree, the root's first, in module order."""
-        units = self._engine.units
-        in_order = units_below(members_of(units[-1]))
-        return [State(unit) for unit in dict.fromkeys((*in_order, *units))]
-
-    @property
-    def is_last_backward(self) -> bool:
-        """The value of ``set_is_last_backward``."""
-        return self._engine.scheduler.policy.is_last_backward
+    stands_for = "_fully_shard._fsdp_state.FSDPStateContext"
+    shown: ClassVar[Mapping[str, Callable[[Engine], object]]] = {
+        "all_states": _all_states,
+        "is_last_backward": lambda engine: engine.scheduler.policy.is_last_backward,
+    }
 
 
 class CommContext(View):
-    """The context that all sharded modules with the same streams share (``FSDPCommContext``)."""
+    """The context that all sharded modules with the same streams share (``FSDPCommContext``).
 
-    stands_for = torch_group.FSDPCommContext
+    The view is of the streams and an engine; ``share_comm_ctx`` lets several trees share streams.
+    """
+
+    stands_for = "_fully_shard._fsdp_param_group.FSDPCommContext"
+    shown: ClassVar[Mapping[str, Callable[[Lanes, Engine], object]]] = {
+        "reduce_scatter_max_input_buffers": lambda lanes, engine: _max_buffers(engine),
+    }
 
     def __eq__(self, other: object) -> bool:
-        """Compare the streams, which ``share_comm_ctx`` gives to several trees."""
         return type(other) is CommContext and other._of[0] is self._of[0]
 
     def __hash__(self) -> int:
         return hash(self._of[0])
 
-    @property
-    def reduce_scatter_max_input_buffers(self) -> int:
-        """The number of units whose reductions fit into the reduction budget, 1 without one."""
-        engine = cast(Engine, self._of[1])
-        budget = engine.scheduler.policy.reduction_budget
-        largest = sorted((unit.reduction_nbytes for unit in engine.units), reverse=True)
-        fitting = [n for n, total in enumerate(accumulate(largest), 1) if total <= (budget or 0)]
-        return fitting[-1] if fitting else 1
-
-
-_BY_THE_MODULE = {
-    "unshard": "FSDPModule.unshard",
-    "wait_for_unshard": "the handle of FSDPModule.unshard(async_op=True)",
-    "reshard": "FSDPModule.reshard",
-    "lazy_init": "nothing: nothing is initialised late",
-    "pre_forward": "fullshard.register_fsdp_forward_method",
-    "post_forward": "fullshard.register_fsdp_forward_method",
-    "pre_backward": "backward",
-    "comm_ctx": "fullshard.share_comm_ctx",
-    "offload_policy": "the offload_policy that fully_shard was given",
-    "gradient_divide_factor": "FSDPModule.set_gradient_divide_factor",
-}
-
 
 class ParamGroup(View):
-    """A group of parameters that move together (``FSDPParamGroup``): a bucket of a unit."""
+    """A group of parameters that move together (``FSDPParamGroup``), of a unit and its bucket."""
 
-    stands_for = torch_group.FSDPParamGroup
-    instead = _BY_THE_MODULE
-
-    @property
-    def _unit(self) -> Unit:
-        return cast(Unit, self._of[0])
-
-    @property
-    def _bucket(self) -> Bucket:
-        return cast(Bucket, self._of[1])
-
-    @property
-    def _policy(self) -> UnitPolicy:
-        return engine_of(self._unit).policy_of(self._unit)
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules of the call of ``fully_shard``."""
-        return tuple(members_of(self._unit))
-
-    @property
-    def fsdp_params(self) -> list[Param]:
-        """The parameters."""
-        numbers = range(len(self._bucket.sharded_params))
-        return [Param(self._unit, self._bucket, number) for number in numbers]
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which forward runs."""
-        return self._bucket.spec.device
-
-    @property
-    def mp_policy(self) -> MixedPrecisionPolicy:
-        """The dtypes of the unit."""
-        return policy_of(self.modules[0])
-
-    @property
-    def mesh_info(self) -> torch_common.DataParallelMeshInfo:
-        """The mesh and what its dims are for, as an object of PyTorch's."""
-        return _mesh_info(self._bucket)
-
-    @property
-    def post_forward_mesh_info(self) -> torch_common.DataParallelMeshInfo | None:
-        """The mesh over which parameters are cut between forward and backward, if they are."""
-        if self._policy.after_forward is AfterForward.SECONDARY:
-            raise UnsupportedError(
-                "FSDPParamGroup.post_forward_mesh_info: reshard_after_forward is an int, whose "
-                "smaller groups are in no mesh; use the number that fully_shard was given"
-            )
-        return None if self._policy.keeps(is_root(self._unit)) else self.mesh_info
-
-    @property
-    def _module_fqn(self) -> str:
-        return self._unit.name
-
-    @property
-    def _training_state(self) -> torch_common.TrainingState:
-        return _training_state(self._unit)
-
-    @property
-    def _sharded_state(self) -> torch_param.ShardedState:
-        return _sharded_state(self._unit)
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if only the shards are in memory."""
-        return self._sharded_state is torch_param.ShardedState.SHARDED
-
-    @property
-    def is_unsharded(self) -> bool:
-        """True if whole parameters are in memory and usable."""
-        return self._sharded_state is torch_param.ShardedState.UNSHARDED
-
-    @property
-    def reduce_grads(self) -> bool:
-        """The value of ``set_requires_gradient_sync``."""
-        return self._policy.requires_gradient_sync
-
-    @property
-    def all_reduce_grads(self) -> bool:
-        """The value of ``set_requires_all_reduce``."""
-        return self._policy.requires_all_reduce
-
-    @property
-    def reshard_after_backward(self) -> bool:
-        """The value of ``set_reshard_after_backward``."""
-        return self._policy.reshard_after_backward
-
-    @property
-    def unshard_in_backward(self) -> bool:
-        """The value of ``set_unshard_in_backward``."""
-        return self._policy.unshard_in_backward
-
-    @property
-    def reduce_scatter_max_input_buffers(self) -> int:
-        """The number of units whose reductions fit into the reduction budget, 1 without one."""
-        return State(self._unit)._comm_ctx.reduce_scatter_max_input_buffers
-
-    def post_backward(self) -> None:
-        """Do nothing, because the final callback does the work."""
+    stands_for = "_fully_shard._fsdp_param_group.FSDPParamGroup"
+    shown: ClassVar[Mapping[str, Callable[[Unit, Bucket], object]]] = {
+        "modules": lambda unit, bucket: tuple(members_of(unit)),
+        "fsdp_params": _params,
+        "device": lambda unit, bucket: bucket.spec.device,
+        "mp_policy": lambda unit, bucket: _dtypes(unit),
+        "mesh_info": lambda unit, bucket: _mesh_info(bucket),
+        "post_forward_mesh_info": _post_forward_mesh_info,
+        "_module_fqn": lambda unit, bucket: unit.name,
+        "_training_state": lambda unit, bucket: _training_state(unit),
+        "_sharded_state": lambda unit, bucket: _sharded_state(unit),
+        "is_sharded": lambda unit, bucket: _sharded_state(unit) is ShardedState.SHARDED,
+        "is_unsharded": lambda unit, bucket: _sharded_state(unit) is ShardedState.UNSHARDED,
+        "reduce_grads": lambda unit, bucket: _flags(unit).requires_gradient_sync,
+        "all_reduce_grads": lambda unit, bucket: _flags(unit).requires_all_reduce,
+        "reshard_after_backward": lambda unit, bucket: _flags(unit).reshard_after_backward,
+        "unshard_in_backward": lambda unit, bucket: _flags(unit).unshard_in_backward,
+        "reduce_scatter_max_input_buffers": lambda unit, bucket: _max_buffers(engine_of(unit)),
+        "post_backward": lambda unit, bucket: _do_nothing,
+    }
+    instead: ClassVar[Mapping[str, str]] = {
+        "unshard": "FSDPModule.unshard",
+        "wait_for_unshard": "the handle of FSDPModule.unshard(async_op=True)",
+        "reshard": "FSDPModule.reshard",
+        "lazy_init": "nothing: nothing is initialised late",
+        "pre_forward": "fullshard.register_fsdp_forward_method",
+        "post_forward": "fullshard.register_fsdp_forward_method",
+        "pre_backward": "backward",
+        "comm_ctx": "fullshard.share_comm_ctx",
+        "offload_policy": "the offload_policy that fully_shard was given",
+        "gradient_divide_factor": "FSDPModule.set_gradient_divide_factor",
+    }
 
 
 class Param(View):
-    """A parameter of a group (``FSDPParam``)."""
+    """A parameter of a group (``FSDPParam``), of a unit, its bucket and the parameter's number."""
 
-    stands_for = torch_param.FSDPParam
-    instead: ClassVar[dict[str, str]] = {
+    stands_for = "_fully_shard._fsdp_param.FSDPParam"
+    shown: ClassVar[Mapping[str, Callable[[Unit, Bucket, int], object]]] = {
+        "sharded_param": lambda unit, bucket, number: bucket.sharded_params[number],
+        "_param_fqn": _param_fqn,
+        "_module_info": _module_info,
+        "mesh_info": lambda unit, bucket, number: _mesh_info(bucket),
+        "sharded_state": lambda unit, bucket, number: _sharded_state(unit),
+        "offload_to_cpu": lambda unit, bucket, number: bucket.spec.offload is not None,
+    }
+    instead: ClassVar[Mapping[str, str]] = {
         "unsharded_param": "fullshard.unshard_params",
         "_unsharded_param": "fullshard.unshard_params",
         "_sharded_param_data": "sharded_param.to_local()",
@@ -372,41 +277,60 @@ class Param(View):
         "to_unsharded": "FSDPModule.unshard",
     }
 
-    @property
-    def _number(self) -> int:
-        return cast(int, self._of[2])
 
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """The parameter as optimizers and checkpoints see it."""
-        return cast(Bucket, self._of[1]).sharded_params[self._number]
+def state_of(module: nn.Module) -> State | None:
+    """Return the state for ``fully_shard.state(module)``; None if ``module`` is not sharded."""
+    unit = unit_of(module)
+    return None if unit is None else State(unit)
 
-    @property
-    def _param_fqn(self) -> str:
-        unit, bucket = cast(Unit, self._of[0]), cast(Bucket, self._of[1])
-        return ".".join(part for part in (unit.name, bucket.names[self._number]) if part)
 
-    @property
-    def _module_info(self) -> torch_param.ParamModuleInfo:
-        unit, bucket = cast(Unit, self._of[0]), self._of[1]
-        number = [one is bucket for one in unit.buckets].index(True)
-        slots = places_of(unit).slots()
-        found = [s.place for s in slots if (s.bucket, s.number) == (number, self._number)]
-        first, others = found[0], found[1:]
-        modules, names = [one.module for one in others], [one.name for one in others]
-        return torch_param.ParamModuleInfo(first.module, first.name, modules, names)
+def module_state(module: nn.Module) -> Any:
+    """Return the state of a module that either PyTorch or we sharded, else None."""
+    return state_of(module) or originals[module_state](module)
 
-    @property
-    def mesh_info(self) -> torch_common.DataParallelMeshInfo:
-        """See ``ParamGroup.mesh_info``."""
-        return _mesh_info(cast(Bucket, self._of[1]))
 
-    @property
-    def sharded_state(self) -> torch_param.ShardedState:
-        """The state of the unit: whether whole parameters are in memory."""
-        return _sharded_state(cast(Unit, self._of[0]))
+def own_state(module: nn.Module) -> State:
+    """Implement ``FSDPModule._get_fsdp_state``."""
+    return State(unit_and_engine(module)[0])
 
-    @property
-    def offload_to_cpu(self) -> bool:
-        """True if the shards are kept on the CPU."""
-        return cast(Bucket, self._of[1]).spec.offload is not None
+
+def managed_modules(
+    root_modules: tuple[nn.Module, ...], *rest: Any, **options: Any
+) -> list[nn.Module]:
+    """Return the modules below ``root_modules`` that no call has sharded, PyTorch's or ours."""
+    found = originals[managed_modules](root_modules, *rest, **options)
+    members = {one for unit in units_below(root_modules) for one in members_of(unit)}
+    inside = {inner for one in members.difference(root_modules) for inner in one.modules()}
+    return [module for module in found if module not in inside]
+
+
+def policy_for_param(policy: MixedPrecisionPolicy, param: nn.Parameter) -> MixedPrecisionPolicy:
+    """Implement ``policy._resolve_for_param``, which PyTorch's ``replicate`` calls from 2.15 on."""
+    return policy.for_param("of a module given to replicate", param)
+
+
+def distribute_tensors(
+    local_state_dict: dict[str, Any], keys: list[str], device: Any, pg: Any = None
+) -> None:
+    """Replace each pair of a tensor and its full value by the tensor with this rank's part of it.
+
+    ``set_model_state_dict`` calls this for full state dicts; PyTorch's function slices all tensors.
+    """
+    rest = []
+    for key in keys:
+        pair = local_state_dict.get(key)
+        if isinstance(pair, tuple) and isinstance(pair[0], RaggedTensor):
+            target, value = pair[0].detach(), pair[1]
+            if target.is_meta:
+                target = torch.empty_like(target, device=value.device)
+            local_state_dict[key] = target.copy_(value)
+        else:
+            rest.append(key)
+    originals[distribute_tensors](local_state_dict, rest, device, pg)
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """Return PyTorch's and our map of module classes to sharded classes, which Dynamo reads."""
+    subclasses = FSDPModule.__subclasses__()
+    ours = {cls.__bases__[1]: cls for cls in subclasses if len(cls.__bases__) == 2}
+    return torch_fully_shard.cls_to_fsdp_cls | ours
