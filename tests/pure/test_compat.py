@@ -283,6 +283,57 @@ def test_in_a_fresh_interpreter_all_modules_are_afterwards_what_they_were() -> N
     assert changed > 20 and late > 0
 
 
+WITHOUT_FSDP1 = """
+import sys
+import torch, torch.distributed as dist, torch.distributed.fsdp as fsdp
+from torch.distributed._composable import replicate_with_fsdp
+from torch import nn
+import fullshard
+assert "fullshard.compat" not in sys.modules
+theirs, only_moved = fsdp.fully_shard, sys.argv[1] == "moved"
+for name in [n for n in sys.modules if n.startswith("torch.distributed.fsdp.")]:
+    short = name.removeprefix("torch.distributed.fsdp.")
+    if not short.startswith("_fully_shard"):
+        sys.modules[name] = None  # an import of it fails from now on
+        delattr(fsdp, short)
+if not only_moved:
+    for name in (*fullshard.flat.__all__, "FlatParameter"):
+        delattr(fsdp, name)
+from fullshard.compat import patch_torch
+patch = patch_torch()
+found = getattr(fsdp, "FullyShardedDataParallel", None)
+assert found is (fullshard.FullyShardedDataParallel if only_moved else None)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fsdp.fully_shard(nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+assert isinstance(model, fullshard.FSDPModule)
+assert fsdp.fully_shard.state(model)._fsdp_param_group.is_sharded
+wrapper = fullshard.FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+wrapper(torch.ones(1, 2)).sum().backward()
+assert wrapper._has_params and wrapper._all_fsdp_states == [wrapper]
+for name in ("_handle", "_all_handles", "_fully_sharded_module_to_handle", "training_state"):
+    try:
+        getattr(wrapper, name)
+    except fullshard.errors.UnsupportedError as error:
+        print(error)
+patch.undo()
+assert fsdp.fully_shard is theirs
+"""
+
+
+@pytest.mark.parametrize("files", ["moved", "gone"])
+def test_fsdp2_is_patched_where_the_files_of_fsdp1_are(files: str) -> None:
+    """``moved``: under other private names; ``gone``: with the public names."""
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_FSDP1, files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    handle, state = "_flat_param.FlatParamHandle", "_common_utils.TrainingState"
+    for error, path in zip(said, [handle] * 3 + [state], strict=True):
+        assert f"has no torch.distributed.fsdp.{path}, so" in error
+        assert "use the public methods of the module" in error
+
+
 PATCHED = {
     "_fully_shard._fsdp_collectives": ("", "foreach_reduce"),
     "_fully_shard._fsdp_param_group": ("FSDPParamGroup", "post_backward"),
