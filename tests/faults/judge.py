@@ -128,7 +128,7 @@ def _diagnosis(end: End, ending: Ending) -> str:
 
     On a loaded machine a rank may be told before that others are late, which those cannot tell.
     """
-    level = ("WARNING", "ERROR") if end is End.IS_TOLD else ("ERROR",)
+    level = ("INFO", "WARNING", "ERROR") if end is End.IS_TOLD else ("INFO", "ERROR")
     logs = [text for one, text in ending.logs if one in level]
     if logs:
         return logs[-1]

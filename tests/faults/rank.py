@@ -239,7 +239,7 @@ class _Copying(logging.Handler):
     """Copies what fullshard tells the user to the diary."""
 
     def __init__(self, diary: Diary) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._diary = diary
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -276,6 +276,7 @@ def work(job: Job, rank: int, folder: str, port: int) -> None:
         }
         torch.cuda.set_device(job.wire.device)
     diary = Diary(root, rank)
+    logging.getLogger("fullshard").setLevel(logging.INFO)
     logging.getLogger("fullshard").addHandler(_Copying(diary))
     code = 0
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,3 +93,32 @@ def test_writers_are_divided_among_those_who_are_left() -> None:
     writers = [one.grid.ranks for one in found if one is not None]
     assert {ranks[0] for ranks in writers} == {left[0], left[2], left[4], left[6]}
     assert {ranks[1] for ranks in writers} == {left[1], left[3], left[7]}
+
+
+@given(entries())
+def test_the_parts_of_all_files_are_the_parts_of_all_tensors(entry: TensorEntry) -> None:
+    world = max(entry.grid.ranks) + 1
+    files = [FileInfo(f"{n}", n, 0, "", 0) for n in range(world)]
+    manifest = Manifest(0, 0.0, {}, [Contents({"x": entry}, {})], files, None)
+    in_files = [manifest.parts_in(file) for file in files]
+    assert all(part.file is files[n] for n, found in enumerate(in_files) for part in found.values())
+    apart = [found["x"] for found in in_files if found]
+    assert sorted(apart, key=lambda part: part.file.rank) == sorted(
+        manifest.parts("x"), key=lambda part: part.file.rank
+    )
+
+
+@pytest.mark.parametrize("world", [8, 256])
+def test_the_parts_of_one_file_take_no_more_work_on_more_ranks(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = Grid((world,), tuple(range(world)))
+    entry = TensorEntry("float32", (world, 2), grid, (Shard(0),), 0)
+    files = [FileInfo(f"{n}", n, 0, "", 0) for n in range(world)]
+    tensors = {f"{n}": entry for n in range(10)}
+    manifest = Manifest(0, 0.0, {}, [Contents(tensors, {})], files, None)
+    asked: list[int] = []
+    region = TensorEntry.region
+    monkeypatch.setattr(TensorEntry, "region", lambda self, n: asked.append(n) or region(self, n))
+    assert len(manifest.parts_in(files[3])) == 10
+    assert asked == [3] * 10

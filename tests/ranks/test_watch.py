@@ -582,12 +582,19 @@ def test_no_rank_drops_the_step_before_the_one_that_failed(pool: RankPool, face:
         assert said == [f"2 {name}", f"4 {name}"], rank
 
 
-def dawdle(wire: str) -> str:
+def dawdle(wire: str) -> tuple[str, list[int]]:
     """Rank 1 comes late."""
     said: list[str] = []
+    levels: list[int] = []
     listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fullshard").addHandler(listener)
+
+    def emit(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        levels.append(record.levelno)
+
+    listener.emit = emit  # type: ignore[method-assign]
+    logger = logging.getLogger("fullshard")
+    logger.addHandler(listener)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FULLSHARD_SHARED_MEMORY", wire)
@@ -595,13 +602,15 @@ def dawdle(wire: str) -> str:
             dist.barrier()
             model = tower("fully_shard", "rows")
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            logger.setLevel(logging.INFO)
             for number in range(3):
                 if number == 1 and dist.get_rank() == 1:
                     _load_slowly()
                 step(model, optimizer, number)
-            return "\n".join(said)
+            return "\n".join(said), levels
     finally:
-        logging.getLogger("fullshard").removeHandler(listener)
+        logger.removeHandler(listener)
+        logger.setLevel(logging.NOTSET)
 
 
 def _load_slowly() -> None:
@@ -610,7 +619,8 @@ def _load_slowly() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_rank_that_is_late_is_told_of_and_waited_for(pool: RankPool, wire: str) -> None:
-    for said in pool.run(2, dawdle, wire):
+    for rank, (said, levels) in enumerate(pool.run(2, dawdle, wire)):
+        assert (logging.ERROR in levels) == (rank == 0)  # one line in the output of a job
         assert "rank 1 has not reached this collective" in said, said
         assert "_load_slowly (" in said, said
         assert re.search(r"rank 0 has waited [\d.]+ s for the gather of unit \(root\)", said), said
@@ -651,7 +661,9 @@ def train_after(then: Callable[[], None]) -> str:
     said: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fullshard").addHandler(listener)
+    logger = logging.getLogger("fullshard")
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FULLSHARD_PATIENCE_S", "0.5")  # so 3 s of silence are too long
@@ -664,7 +676,8 @@ def train_after(then: Callable[[], None]) -> str:
             step(model, optimizer, 1)
             return "\n".join(said)
     finally:
-        logging.getLogger("fullshard").removeHandler(listener)
+        logger.removeHandler(listener)
+        logger.setLevel(logging.NOTSET)
 
 
 def lose_the_store() -> tuple[str, bool]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch.distributed.tensor import Placement
 
 from fullshard.checkpoint.datafile import DataFile, LocalFile
-from fullshard.checkpoint.manifest import MANIFEST, FileInfo, FilePart, Manifest, digest_in
+from fullshard.checkpoint.manifest import MANIFEST, FileInfo, Manifest, digest_in
 from fullshard.errors import CheckpointError
 
 LATEST = "latest"
@@ -186,9 +186,8 @@ def damage(path: Path) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    expected = _expected(manifest)
     for info in manifest.files:
-        yield from _wrong(path, info, expected)
+        yield from _wrong(path, info, manifest)
 
 
 class Looked(NamedTuple):
@@ -222,10 +221,9 @@ def look(path: Path, *, first: int, every: int) -> Looked:
         digest = digest_in((path / MANIFEST).read_bytes())
     except (CheckpointError, OSError) as error:
         return Looked("", 0, [], [], str(error))
-    expected = _expected(manifest)
     intact, damaged, problem = [], [], ""
     for info in manifest.files[first::every]:
-        wrong = next(_wrong(path, info, expected), "")
+        wrong = next(_wrong(path, info, manifest), "")
         problem = problem or wrong
         if not wrong:
             intact.append(info.rank)
@@ -234,18 +232,7 @@ def look(path: Path, *, first: int, every: int) -> Looked:
     return Looked(digest, len(manifest.files), intact, damaged, problem)
 
 
-def _expected(manifest: Manifest) -> dict[str, dict[str, FilePart]]:
-    """Return the parts of tensors that each data file has."""
-    expected: dict[str, dict[str, FilePart]] = {file.name: {} for file in manifest.files}
-    for name in manifest.names():
-        for part in manifest.parts(name):
-            expected[part.file.name][name] = part
-    return expected
-
-
-def _wrong(
-    path: Path, info: FileInfo, expected: Mapping[str, Mapping[str, FilePart]]
-) -> Iterator[str]:
+def _wrong(path: Path, info: FileInfo, manifest: Manifest) -> Iterator[str]:
     """Yield what is wrong with a data file."""
     try:
         file = DataFile(LocalFile(path / info.name), info)
@@ -253,7 +240,7 @@ def _wrong(
         yield str(error)
         return
     with file:
-        yield from file.verify(expected[info.name])
+        yield from file.verify(manifest.parts_in(info))
 
 
 def in_folder(path: Path) -> Callable[[FileInfo], LocalFile]:

@@ -181,10 +181,27 @@ class Manifest:
         for entry, ranks in self._held[name]:
             for rank in entry.writers(near):
                 if rank in ranks:
-                    region = entry.region(rank)
-                    if region.numel:
-                        shape = (region.numel,) if entry.is_ragged else region.grid
-                        yield FilePart(self.files[rank], region, entry.dtype, shape)
+                    yield from self._part(entry, rank)
+
+    def parts_in(self, file: FileInfo) -> dict[str, FilePart]:
+        """Return the parts of tensors that a data file has, by name.
+
+        The work grows with the number of tensors, not of ranks.
+        """
+        return {
+            name: part
+            for name, held in self._held.items()
+            for entry, ranks in held
+            if file.rank in ranks and entry.is_written_by(file.rank)
+            for part in self._part(entry, file.rank)
+        }
+
+    def _part(self, entry: TensorEntry, rank: int) -> Iterator[FilePart]:
+        """Yield the part that ``rank`` writes, unless it is empty."""
+        region = entry.region(rank)
+        if region.numel:
+            shape = (region.numel,) if entry.is_ragged else region.grid
+            yield FilePart(self.files[rank], region, entry.dtype, shape)
 
     def check(self) -> None:
         """Check that the parts of each tensor make it up exactly once.

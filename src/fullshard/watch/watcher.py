@@ -183,11 +183,13 @@ class Watcher:
     def _note(self, number: int, found: Diagnosis, *, is_behind: bool) -> None:
         """Log the diagnosis of round ``number``; after a fault end the era.
 
+        One rank logs it at level ERROR, the first that reported; the other ranks at level INFO.
         ``is_behind``: this rank has not begun the step that the others drop.
         """
         if found.kind in (Kind.NOTHING, Kind.UNDECIDED):
             return
-        log.error("%s", found.text)
+        first = min(set(range(self.world)).difference(found.silent), default=self.rank)
+        log.log(logging.ERROR if self.rank == first else logging.INFO, "%s", found.text)
         if found.is_fault:
             self.fault = found.text
             self._domain.end_era(lambda: error_of(found), is_behind=is_behind, new_name=str(number))
